@@ -1,0 +1,184 @@
+"""The policy: a cascade of LSTMs (CLSTM), and its memoryless twin.
+
+Source: Zou et al., "A novel deep reinforcement learning based automated stock trading system using
+cascaded LSTM networks", https://arxiv.org/abs/2212.02721: a feature LSTM feeds an actor and a critic LSTM.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
+
+from agents.lstm import run_sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Shape of the policy network."""
+
+    policy: str = field(
+        default="clstm",
+        metadata={"help": "clstm: cascaded LSTM; mlp: its memoryless twin", "choices": ("clstm", "mlp")},
+    )
+    hidden_size: int = field(default=128, metadata={"help": "width of every LSTM and layer", "unit": "units"})
+    feature_window: int = field(
+        default=0,
+        metadata={
+            "help": "0: the feature LSTM keeps its state; n: it reads the last n observations anew at "
+            "every step, as in the paper",
+            "unit": "steps",
+        },
+    )
+    log_std_init: float = field(
+        default=-0.5, metadata={"help": "initial log standard deviation of Box actions", "unit": "nats"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("clstm", "mlp"):
+            raise ValueError(f"policy must be clstm or mlp, got {self.policy!r}")
+        if not 1 <= self.hidden_size <= 8192:
+            raise ValueError(f"hidden_size must be 1..8192, got {self.hidden_size}")
+        if not 0 <= self.feature_window <= 1024:
+            raise ValueError(f"feature_window must be 0..1024, got {self.feature_window}: 0 turns it off")
+        if self.feature_window and self.policy == "mlp":
+            raise ValueError("feature_window works with policy clstm only: drop it or use --policy clstm")
+        if not -5.0 <= self.log_std_init <= 2.0:
+            raise ValueError(f"log_std_init must be -5..2, got {self.log_std_init}")
+
+
+class Evaluation(NamedTuple):
+    """What the loss needs to know of re-evaluated steps."""
+
+    logprobs: Tensor  # [L, N]
+    entropy: Tensor  # [L, N]
+    values: Tensor  # [L, N]
+
+
+class Policy(nn.Module):
+    """Actor and critic over a recurrent core; never stores recurrent state.
+
+    The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out. With
+    `feature_window` n, an observation passed in is the last n of the episode, oldest first, flattened to
+    n * F with zeros before the episode's start (see `agents.rollout.ObservationWindow`).
+    """
+
+    def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
+        super().__init__()
+        self.config, self.num_obs = config, num_obs
+        self.discrete = isinstance(action_space, spaces.Discrete)
+        if isinstance(action_space, spaces.Discrete):
+            self.num_actions = int(action_space.n)
+        else:
+            assert isinstance(action_space, spaces.Box) and action_space.shape is not None
+            self.num_actions = int(np.prod(action_space.shape))
+            self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
+        size = config.hidden_size
+        core = nn.LSTM if config.policy == "clstm" else _TanhLayer
+        self.feature_core = core(num_obs, size)
+        self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
+        self.actor_core = core(size, size)
+        self.critic_core = core(size, size)
+        self.actor_head = nn.Linear(size, self.num_actions)
+        self.critic_head = nn.Linear(size, 1)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Orthogonal weights, zero biases, forget gates open (Jozefowicz et al. 2015), small actor head."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("log_std"):
+                continue
+            if parameter.ndim == 2:
+                nn.init.orthogonal_(parameter, math.sqrt(2.0) if "mlp" in name else 1.0)
+            else:
+                nn.init.zeros_(parameter)
+                if "bias_ih" in name:
+                    size = self.config.hidden_size
+                    with torch.no_grad():
+                        parameter[size : 2 * size] = 1.0
+        nn.init.orthogonal_(self.actor_head.weight, 0.01)
+
+    @property
+    def num_states(self) -> int:
+        """How many [B, H] recurrent vectors the state holds: (h, c) of each stateful LSTM."""
+        if self.config.policy == "mlp":
+            return 0
+        return 4 if self.config.feature_window else 6
+
+    def initial_state(self, num_envs: int) -> Tensor:
+        """Zero state [num_envs, S, H]."""
+        return self.critic_head.weight.new_zeros(num_envs, self.num_states, self.config.hidden_size)
+
+    def network(self, obs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Dense pass without resets: obs [L, N, F], state [N, S, H] -> (actor [L, N, A], values [L, N])."""
+        if self.config.policy == "mlp":
+            features = self.feature_mlp(self.feature_core(obs))
+            actor, critic, new_state = self.actor_core(features), self.critic_core(features), state
+        else:
+            parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
+            if self.config.feature_window:
+                features, new_parts = self._windowed_features(obs), ()
+            else:
+                features, new_parts = self.feature_core(obs, (parts[-2:-1], parts[-1:]))
+            features = self.feature_mlp(features)
+            actor, actor_state = self.actor_core(features, (parts[0:1], parts[1:2]))
+            critic, critic_state = self.critic_core(features, (parts[2:3], parts[3:4]))
+            new_state = torch.cat([*actor_state, *critic_state, *new_parts]).permute(1, 0, 2)
+        return (self.actor_head(actor), self.critic_head(critic).squeeze(-1)), new_state
+
+    def _windowed_features(self, obs: Tensor) -> Tensor:
+        """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
+        windows = obs.reshape(-1, self.config.feature_window, self.num_obs).transpose(0, 1)
+        return self.feature_core(windows)[0][-1].unflatten(0, obs.shape[:2])
+
+    def distribution(self, actor: Tensor) -> Distribution:
+        """Action distribution of actor outputs [..., A]."""
+        if self.discrete:
+            return Categorical(logits=actor, validate_args=False)
+        return Independent(Normal(actor, self.log_std.exp(), validate_args=False), 1, validate_args=False)
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, state: Tensor, episode_start: Tensor, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One step for B environments.
+
+        Args:
+            obs: [B, F] normalised. state: [B, S, H]. episode_start: [B] bool, resets the state first.
+            noise: [B, A] from `agents.noise`; None takes the most likely action.
+
+        Returns:
+            actions ([B, A], unclipped, or [B] int64), logprobs [B], values [B], state [B, S, H].
+        """
+        (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
+        actor = actor[0]
+        if self.discrete:
+            actions = (actor if noise is None else actor + noise).argmax(-1)
+        else:
+            actions = actor if noise is None else actor + self.log_std.exp() * noise
+        return actions, self.distribution(actor).log_prob(actions), values[0], new_state
+
+    def forward(self, obs: Tensor, actions: Tensor, state: Tensor, episode_start: Tensor) -> Evaluation:
+        """Re-evaluate stored steps: obs [L, N, F], state [N, S, H] before them, episode_start [L, N].
+
+        The only entry for training: DistributedDataParallel arms its reduction in `forward`.
+        """
+        if self.config.policy == "mlp":
+            (actor, values), _ = self.network(obs, state)
+        else:
+            actor, values = run_sequence(self.network, obs, state, episode_start)
+        distribution = self.distribution(actor)
+        return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+
+
+class _TanhLayer(nn.Sequential):
+    """What stands in an LSTM's place in the memoryless twin."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(nn.Linear(num_inputs, num_outputs), nn.Tanh())

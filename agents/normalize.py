@@ -1,0 +1,59 @@
+"""Running statistics of observations and rewards, merged over ranks.
+
+Statistics are frozen while an iteration runs (the re-evaluated log-probabilities must equal the stored
+ones); sums gathered during the rollout are merged afterwards. The sums are float64, additive over ranks
+and taken around the frozen mean, so neither the order of ranks nor large offsets cost precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningMoments(nn.Module):
+    """Mean and variance of [F] quantities over everything merged so far."""
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(num_features, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
+
+    def sums(self, samples: Tensor) -> Tensor:
+        """Additive summary [2F + 1] of samples [..., F]: count, sums and square sums around the mean."""
+        deviations = samples.flatten(0, -2).double() - self.mean
+        count = torch.full((1,), float(len(deviations)), dtype=torch.float64, device=deviations.device)
+        return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
+
+    def merge(self, sums: Tensor) -> None:
+        """Merge a summary made by `sums` (added over all ranks) into the statistics."""
+        count, deviations, squares = sums[0], *sums[1:].chunk(2)
+        total = self.count + count
+        shift = deviations / total
+        # Chan et al. (1979), parallel variance, written around the old mean
+        self.variance.copy_((self.variance * self.count + squares) / total - shift.square())
+        self.variance.clamp_(min=0.0)
+        self.mean.add_(shift)
+        self.count.copy_(total)
+
+
+class Normalizer(nn.Module):
+    """Shift and scale to mean 0 and standard deviation 1, clipped; the identity when disabled."""
+
+    def __init__(self, num_features: int, *, enabled: bool = True, center: bool = True, clip: float = 10.0):
+        super().__init__()
+        self.moments = RunningMoments(num_features)
+        self.enabled, self.center, self.clip = enabled, center, clip
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Normalised values, same shape [..., F] and type."""
+        if not self.enabled:
+            return values
+        scale = (self.moments.variance + 1e-8).rsqrt().to(values.dtype)
+        shift = self.moments.mean.to(values.dtype) if self.center else 0.0
+        return ((values - shift) * scale).clamp(-self.clip, self.clip)

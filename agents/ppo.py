@@ -1,0 +1,188 @@
+"""Proximal policy optimisation on slots: the loss as a pure function, and the update over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from agents.clstm import Evaluation
+from agents.rollout import Minibatch, minibatches, slot_order
+from rl_dist.collectives import sum_over_ranks
+from rl_dist.world import World
+
+
+def _flag(default, text: str, unit: str = ""):  # noqa: ANN001, ANN202
+    return field(default=default, metadata={"help": text, "unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Hyperparameters of PPO; the names are CleanRL's."""
+
+    learning_rate: float = _flag(1e-3, "Adam's learning rate")
+    anneal_lr: bool = _flag(True, "lower the learning rate linearly to zero over num_episodes or total_steps")
+    gamma: float = _flag(0.99, "discount", "per step")
+    gae_lambda: float = _flag(0.95, "lambda of generalised advantage estimation")
+    update_epochs: int = _flag(4, "passes over each rollout", "epochs")
+    clip_coef: float = _flag(0.2, "clipping of the probability ratio")
+    clip_vloss: bool = _flag(False, "clip the value loss as well")
+    norm_adv: bool = _flag(True, "normalise advantages over the whole rollout of all ranks")
+    ent_coef: float = _flag(0.0, "weight of the entropy bonus")
+    vf_coef: float = _flag(0.5, "weight of the value loss")
+    max_grad_norm: float = _flag(0.5, "clip the reduced gradient to this norm")
+    target_kl: float = _flag(0.0, "stop the epochs when the KL estimate over all ranks exceeds this; 0 = off")
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("learning_rate", 0.0, 10.0),
+            ("gamma", 0.0, 1.0),
+            ("gae_lambda", 0.0, 1.0),
+            ("update_epochs", 1, 1000),
+            ("clip_coef", 1e-6, 10.0),
+            ("ent_coef", 0.0, 10.0),
+            ("vf_coef", 0.0, 100.0),
+            ("max_grad_norm", 1e-6, 1e6),
+            ("target_kl", 0.0, 100.0),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
+
+
+class LossParts(NamedTuple):
+    """Sums over the minibatch's steps; `total` is what the gradient is taken of."""
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    clip_fraction: Tensor
+
+
+def ppo_loss(
+    evaluation: Evaluation,
+    logprobs: Tensor,  # [L, N] of the rollout
+    values: Tensor,  # [L, N] of the rollout
+    advantages: Tensor,  # [L, N]
+    returns: Tensor,  # [L, N]
+    config: PPOConfig,
+) -> LossParts:
+    """Clipped surrogate objective, value loss and entropy bonus, each averaged over the L * N steps.
+
+    Every rank averages over the same fixed number of steps, so the mean over ranks that
+    DistributedDataParallel takes of the gradients is the mean over the global minibatch.
+
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL estimate is k3 of
+    http://joschu.net/blog/kl-approx.html.
+    """
+    log_ratio = evaluation.logprobs - logprobs
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1.0 - config.clip_coef, 1.0 + config.clip_coef)
+    policy = -torch.minimum(advantages * ratio, advantages * clipped_ratio).mean()
+    errors = (evaluation.values - returns).square()
+    if config.clip_vloss:
+        clipped = values + (evaluation.values - values).clamp(-config.clip_coef, config.clip_coef)
+        errors = torch.maximum(errors, (clipped - returns).square())
+    value = 0.5 * errors.mean()
+    entropy = evaluation.entropy.mean()
+    with torch.no_grad():
+        approx_kl = ((ratio - 1.0) - log_ratio).mean()
+        clip_fraction = ((ratio - 1.0).abs() > config.clip_coef).to(ratio.dtype).mean()
+    total = policy - config.ent_coef * entropy + config.vf_coef * value
+    return LossParts(total, policy, value, entropy, approx_kl, clip_fraction)
+
+
+def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
+    """Advantages [T, B] with mean 0 and standard deviation 1 over the rollouts of all ranks."""
+    wide = advantages.double()
+    sums = sum_over_ranks({"count": float(wide.numel()), "sum": wide.sum(), "square": wide.square().sum()}, world)
+    mean = sums["sum"] / sums["count"]
+    variance = (sums["square"] / sums["count"] - mean.square()).clamp(min=0.0)
+    return ((wide - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)
+
+
+class NonFiniteGradient(RuntimeError):
+    """The reduced gradient holds NaN or inf; the optimizer was not stepped."""
+
+
+class PPO:
+    """The optimizer and the update of a wrapped policy."""
+
+    def __init__(self, wrapped: nn.Module, config: PPOConfig, world: World) -> None:
+        self.wrapped, self.config, self.world = wrapped, config, world
+        self.parameters = list(wrapped.parameters())
+        fused = world.device.type == "cuda"
+        self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
+
+    def set_learning_rate(self, remaining: float) -> float:
+        """Anneal to `remaining` (1 at the start, 0 at the end) of the configured rate; returns the rate."""
+        rate = self.config.learning_rate * (max(remaining, 0.0) if self.config.anneal_lr else 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def update(
+        self, slots: Minibatch, key: tuple[int, int], first_env: int, num_envs: int, num_minibatches: int
+    ) -> dict[str, float]:
+        """Run the epochs over a rollout's slots; all ranks take the same steps.
+
+        Args:
+            slots: all K * B slots of this rank's rollout.
+            key: (seed, iteration), the source of the shuffling.
+
+        Returns:
+            Losses and diagnostics: means over all ranks and gradient steps.
+        """
+        totals = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64, device=slots.obs.device)
+        slots_per_env = slots.obs.shape[1] // num_envs
+        num_steps = 0
+        for epoch in range(self.config.update_epochs):
+            order = slot_order((*key, epoch), first_env, num_envs, slots_per_env, num_minibatches)
+            epoch_kl = torch.zeros((), dtype=torch.float64, device=slots.obs.device)
+            for minibatch in minibatches(slots, order):
+                parts, grad_norm = self._step(minibatch)
+                totals += torch.stack([part.detach().double() for part in (*parts, grad_norm)])
+                epoch_kl += parts.approx_kl
+                num_steps += 1
+            if self.config.target_kl and self._exceeds_target_kl(epoch_kl / num_minibatches):
+                break
+        reduced = sum_over_ranks({"totals": totals, "steps": float(num_steps)}, self.world)
+        _, policy, value, entropy, kl, clipped, norm = (reduced["totals"] / reduced["steps"]).tolist()
+        return {
+            "loss/policy": policy,
+            "loss/value": value,
+            "loss/entropy": entropy,
+            "ppo/approx_kl": kl,
+            "ppo/clip_fraction": clipped,
+            "optim/grad_norm": norm,
+            "optim/steps": float(num_steps),
+        }
+
+    def _step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor]:
+        """One gradient step; the gradient is clipped after its reduction over ranks."""
+        evaluation = self.wrapped(
+            minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
+        )
+        parts = ppo_loss(
+            evaluation,
+            minibatch.logprobs,
+            minibatch.values,
+            minibatch.advantages,
+            minibatch.returns,
+            self.config,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        parts.total.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        if not torch.isfinite(grad_norm):  # the reduced norm: all ranks see the same
+            raise NonFiniteGradient(f"gradient norm is {grad_norm.item()}: lower --learning_rate")
+        self.optimizer.step()
+        return parts, grad_norm
+
+    def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
+        reduced = sum_over_ranks({"kl": epoch_kl}, self.world)["kl"]
+        return float(reduced) / self.world.size > self.config.target_kl

@@ -1,0 +1,82 @@
+"""Pictures of a run: learning curve and equity curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+from agents.statistics import Record  # noqa: E402
+
+COLORS = {"policy": "#1f5fbf", "policy, state zeroed": "#8fb3e6", "equal weight": "#555555"}
+SPARE_COLORS = ("#2e8b57", "#d2691e", "#8b3fa0", "#c0392b", "#b8860b")
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, oldest first."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) -> None:
+    """Training return (and validation figures, if any) over environment steps."""
+    records = read_metrics(run_dir)
+    points = [(r["global_step"], r["episode/return"]) for r in records if r["episode/return"] is not None]
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    if points:
+        steps, values = np.array(points).T
+        axis.plot(steps, values, color="#b9c9e2", linewidth=0.8, label="each iteration")
+        window = max(1, len(values) // 20)
+        smooth = np.convolve(values, np.ones(window) / window, "valid")
+        axis.plot(steps[window - 1 :], smooth, color=COLORS["policy"], label=f"mean of {window}")
+    axis.set(xlabel="environment steps, all ranks", ylabel="return of training episodes", title=title)
+    names = sorted({key for record in records for key in record if key.startswith("valid/")})
+    if "valid/sharpe" in names:
+        twin = axis.twinx()
+        found = [(r["global_step"], r["valid/sharpe"]) for r in records if r.get("valid/sharpe") is not None]
+        twin.plot(*np.array(found).T, "o-", color=SPARE_COLORS[1], label="validation Sharpe ratio", markersize=4)
+        twin.set_ylabel("Sharpe ratio, validation span", color=SPARE_COLORS[1])
+    if points:
+        axis.legend(loc="upper left", frameon=False)
+    _finish(figure, axis, path, simulated)
+
+
+def plot_equity(records: dict[str, Record], dates: np.ndarray, path: Path, title: str, simulated: bool) -> None:
+    """Portfolio value over time; with several markets the median, and the policy's middle half shaded."""
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    spare = iter(SPARE_COLORS * 3)
+    for name, record in records.items():
+        growth = record.values / record.values[:, :1]
+        color = COLORS.get(name) or next(spare)
+        axis.plot(dates, np.median(growth, axis=0), color=color, label=name, linewidth=1.6)
+        if name == "policy" and len(growth) > 1:
+            low, high = np.quantile(growth, [0.25, 0.75], axis=0)
+            axis.fill_between(dates, low, high, color=color, alpha=0.15, linewidth=0)
+    several = len(next(iter(records.values())).values) > 1
+    axis.set(ylabel="value / initial cash" + (", median over markets" if several else ""), title=title)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
+    axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axis.axhline(1.0, color="black", linewidth=0.5)
+    axis.legend(loc="upper left", frameon=False)
+    figure.autofmt_xdate()
+    _finish(figure, axis, path, simulated)
+
+
+def _finish(figure: Any, axis: Any, path: Path, simulated: bool) -> None:
+    axis.spines[["top"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    if simulated:
+        axis.text(
+            0.99, 0.03, "SIMULATED", transform=axis.transAxes, ha="right", va="bottom",
+            fontsize=20, color="#c0392b", alpha=0.45, weight="bold",
+        )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,158 @@
+"""A run: its configuration by section, its directory, and the agent saved in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from agents.clstm import Policy, PolicyConfig
+from agents.normalize import Normalizer
+from agents.ppo import PPOConfig
+from agents.sizes import TrainConfig
+from agents.trainer import load_weights
+from envs.market_data import DataConfig
+from envs.simulated_market import SimulatedMarketConfig
+from envs.task import GymTask, TaskConfig
+from envs.trading_config import TradingConfig
+from envs.trading_task import TradingTask, prepare_task
+from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.flags import ParsedFlags
+from rl_dist.launch import LaunchConfig, UserError
+
+SECTIONS: dict[str, type] = {
+    "launch": LaunchConfig,
+    "train": TrainConfig,
+    "ppo": PPOConfig,
+    "policy": PolicyConfig,
+    "task": TaskConfig,
+    "data": DataConfig,
+    "market": SimulatedMarketConfig,
+    "trading": TradingConfig,
+}
+OWNERS = {item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)}
+# What a resumed run may change: how long, and where it runs.
+CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "checkpoint_every"} | {
+    "keep_checkpoints",
+    "validate_every",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run, nested by owner; config.json holds it."""
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
+    trading: TradingConfig = field(default_factory=TradingConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(saved: dict[str, Any]) -> RunConfig:
+        """Inverse of `to_dict`.
+
+        Raises:
+            UserError: a section or field this version does not know.
+        """
+        try:
+            return RunConfig(**{name: SECTIONS[name](**values) for name, values in saved.items()})
+        except (KeyError, TypeError) as error:
+            raise UserError(f"the saved configuration does not fit this version: {error}") from None
+
+    def prepare_task(self) -> TradingTask | GymTask:
+        """The markets and spans of the trading task, or the Gymnasium task."""
+        if self.task.is_trading:
+            return prepare_task(self.data, self.market, self.trading)
+        return GymTask(self.task)
+
+
+def save_config(config: RunConfig, run_dir: Path) -> None:
+    """Write config.json."""
+    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
+
+
+def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
+    """The saved configuration, with the flags that a resumed run may change.
+
+    Raises:
+        UserError: a flag was repeated with another value than the run was started with.
+    """
+    sections: dict[str, Any] = {}
+    for name in SECTIONS:
+        old, new = getattr(saved, name), parsed.configs[name]
+        given = {item.name for item in dataclasses.fields(new)} & parsed.given
+        for flag in sorted(given - CHANGEABLE):
+            if getattr(old, flag) != getattr(new, flag):
+                raise UserError(
+                    f"--{flag} {getattr(new, flag)} differs from the run to resume, which has "
+                    f"{getattr(old, flag)}: leave it out, or start a fresh run"
+                )
+        changes = {flag: getattr(new, flag) for flag in given & CHANGEABLE}
+        if name == "launch" and "num_gpus" not in given:
+            changes["num_gpus"] = new.num_gpus
+        sections[name] = dataclasses.replace(old, **changes)
+    return RunConfig(**sections)
+
+
+@dataclass(frozen=True)
+class LoadedAgent:
+    """A trained policy with its normaliser, ready to act."""
+
+    policy: Policy
+    normalizer: Normalizer
+    config: RunConfig
+    iteration: int
+    path: Path
+
+
+def checkpoint_path(path: str | Path) -> Path:
+    """A checkpoint file, or the newest valid one of a run directory.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    if path.is_dir():
+        newest = latest_checkpoint(path)
+        if newest is None:
+            raise UserError(f"{path} holds no valid checkpoint: give a run directory or a .pt file")
+        return newest
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
+    return path
+
+
+def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:
+    """Load a policy from a checkpoint or run directory, wherever it was trained.
+
+    Raises:
+        UserError, CheckpointError: nothing valid there.
+    """
+    file = checkpoint_path(path)
+    state = load_checkpoint(file)
+    config = RunConfig.from_dict(json.loads(state["config"]))
+    number = state["num_actions"]
+    space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))
+    policy = Policy(config.policy, state["num_obs"], space).to(config.launch.dtype)
+    load_weights(policy, state["policy"])
+    normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
+    normalizer.load_state_dict(state["obs_normalizer"])
+    return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)

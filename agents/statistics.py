@@ -1,0 +1,95 @@
+"""Figures of trading evaluations: performance of one pass, and intervals over worlds or days."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+TRADING_DAYS = 252  # per year
+BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility's short memory
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one policy did over one pass of M markets of D + 1 days."""
+
+    values: np.ndarray  # [M, D+1] portfolio value, USD
+    traded_usd: np.ndarray  # [M, D]
+    fees_usd: np.ndarray  # [M, D]
+    num_trades: np.ndarray  # [M, D]
+    exposure: np.ndarray  # [M, D] share of the value held in stocks
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Simple daily returns, [M, D]."""
+        return self.values[:, 1:] / self.values[:, :-1] - 1.0
+
+
+def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
+    """Annualised Sharpe ratio at a risk-free rate of 0, along the last axis; 0 where nothing moves."""
+    deviation = returns.std(axis=-1, ddof=1)
+    still = deviation < 1e-12
+    return np.where(still, 0.0, returns.mean(-1) / np.where(still, 1.0, deviation) * np.sqrt(TRADING_DAYS))
+
+
+def performance(record: Record) -> dict[str, np.ndarray]:
+    """Figures of each market, each [M].
+
+    Returns:
+        cumulative_return, annual_return, annual_volatility, sharpe, sortino, max_drawdown (fractions),
+        turnover (traded USD / mean value, per year), num_trades, fees_usd, exposure (mean over days).
+    """
+    returns, values = record.returns, record.values
+    years = returns.shape[1] / TRADING_DAYS
+    growth = values[:, -1] / values[:, 0]
+    downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * TRADING_DAYS)
+    no_loss = downside < 1e-12
+    peaks = np.maximum.accumulate(values, axis=1)
+    return {
+        "cumulative_return": growth - 1.0,
+        "annual_return": np.maximum(growth, 0.0) ** (1.0 / years) - 1.0,
+        "annual_volatility": returns.std(axis=1, ddof=1) * np.sqrt(TRADING_DAYS),
+        "sharpe": sharpe_ratio(returns),
+        "sortino": np.where(no_loss, 0.0, returns.mean(1) * TRADING_DAYS / np.where(no_loss, 1.0, downside)),
+        "max_drawdown": (1.0 - values / peaks).max(1),
+        "turnover": record.traded_usd.sum(1) / values.mean(1) / years,
+        "num_trades": record.num_trades.sum(1),
+        "fees_usd": record.fees_usd.sum(1),
+        "exposure": record.exposure.mean(1),
+    }
+
+
+def mean_interval(samples: np.ndarray) -> tuple[float, float, float]:
+    """Mean of independent samples [M] and its 95 % interval (normal approximation)."""
+    half = 1.96 * samples.std(ddof=1) / np.sqrt(len(samples)) if len(samples) > 1 else float("nan")
+    return float(samples.mean()), float(samples.mean() - half), float(samples.mean() + half)
+
+
+def bootstrap_interval(
+    returns: np.ndarray,  # [D] daily returns of the policy
+    baseline: np.ndarray,  # [D] of the baseline on the same days
+    seed: int = 0,
+) -> dict[str, tuple[float, float, float]]:
+    """Differences to the baseline on one market, with 95 % intervals from resampled blocks of days.
+
+    Returns:
+        (estimate, low, high) of "sharpe" and of "annual_return" (mean daily difference x 252).
+
+    Source: circular block bootstrap, Politis and Romano (1992).
+    """
+    days = len(returns)
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS)))
+    index = ((starts[:, :, None] + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
+    sharpes = sharpe_ratio(returns[index]) - sharpe_ratio(baseline[index])
+    means = (returns - baseline)[index].mean(1) * TRADING_DAYS
+    estimates = {
+        "sharpe": (float(sharpe_ratio(returns) - sharpe_ratio(baseline)), sharpes),
+        "annual_return": (float((returns - baseline).mean() * TRADING_DAYS), means),
+    }
+    return {
+        name: (estimate, float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
+        for name, (estimate, draws) in estimates.items()
+    }

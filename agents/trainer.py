@@ -1,0 +1,311 @@
+"""The training loop, and the state that it carries from iteration to iteration."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import torch
+from torch import Tensor
+
+from agents.clstm import Policy, PolicyConfig
+from agents.gae import gae
+from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
+from agents.normalize import Normalizer
+from agents.ppo import PPO, PPOConfig, normalize_advantages
+from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
+from agents.sizes import Sizes, TrainConfig, share_out
+from rl_dist.checkpoint import save_checkpoint
+from rl_dist.collectives import agree_max, gather_dicts, gather_json, sum_over_ranks
+from rl_dist.launch import UserError
+from rl_dist.metrics import MetricsWriter, NullWriter
+from rl_dist.strategy import wrap
+from rl_dist.world import StopFlag, World
+
+CHECKPOINT_FORMAT = 1
+MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, first_global_index)
+Validate = Callable[[Policy, Normalizer], dict[str, float]]  # called by all ranks together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that defines a training run besides the world it runs in."""
+
+    train: TrainConfig
+    policy: PolicyConfig
+    ppo: PPOConfig
+    make_env: MakeEnv
+    run_dir: Path
+    strategy: str = "auto"
+    dtype: torch.dtype = torch.float32
+    validate: Validate | None = None
+    config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
+
+
+class Training:
+    """Policy, optimizer, normalisers, environments and counters of one rank."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world = job, world
+        self.sizes: Sizes = share_out(job.train, world.rank, world.size)
+        self.env = job.make_env(self.sizes.num_envs, self.sizes.first_env)
+        self.action_space = self.env.single_action_space
+        num_obs = int(self.env.single_observation_space.shape[0])  # type: ignore[index]
+        torch.manual_seed(stream_seeds(job.train.seed, POLICY_STREAM, 0, 1)[0])
+        self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
+        self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
+        self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
+        self.ppo = PPO(wrap(self.policy, world, job.strategy), job.ppo, world)
+        self.iteration = self.global_step = self.episodes = 0
+        self.carry = self._reset()
+
+    def _reset(self, life: int = 0) -> Carry:
+        train, sizes = self.job.train, self.sizes
+        seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, sizes.first_env, sizes.num_envs, life)
+        return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the run that is done, 0 to 1."""
+        train = self.job.train
+        done = self.global_step / train.total_steps if train.total_steps else self.episodes / train.num_episodes
+        return min(done, 1.0)
+
+    def warm_up_normalizers(self) -> None:
+        """One rollout of the initial policy only fills the normalisers; then all environments reset."""
+        if self.job.train.normalize_obs or self.job.train.normalize_rewards:
+            rollout = self.collect(lifetime_step=0)
+            self.merge_statistics(rollout, self.discounted_returns(rollout))
+            self.carry = self._reset()
+
+    def collect(self, lifetime_step: int) -> Rollout:
+        """One rollout of num_steps steps of every environment."""
+        train, sizes = self.job.train, self.sizes
+        noise = action_noise(
+            self.action_space, train.seed, sizes.first_env, sizes.num_envs, lifetime_step, train.num_steps
+        ).to(self.world.device, self.job.dtype)
+        rollout = collect(self.policy, self.obs_normalizer, self.env, self.carry, noise, train.bptt_steps)
+        _refuse_non_finite(rollout, sizes.first_env, lifetime_step)
+        return rollout
+
+    def discounted_returns(self, rollout: Rollout) -> Tensor:
+        """Running discounted sums of rewards [T, B], the quantity whose deviation scales rewards."""
+        running, rows = self.carry.discounted_return, []
+        for rewards, ended in zip(rollout.rewards, rollout.episode_end, strict=True):
+            running = running * self.job.ppo.gamma + rewards
+            rows.append(running)
+            running = running * ~ended
+        self.carry.discounted_return = running
+        return torch.stack(rows)
+
+    def update(self, rollout: Rollout) -> dict[str, float]:
+        """Advantages, then the PPO epochs; the normalisers are merged only afterwards."""
+        discounted = self.discounted_returns(rollout)
+        rewards = self.reward_normalizer(rollout.rewards[..., None])[..., 0].to(self.job.dtype)
+        advantages, returns = gae(
+            rewards,
+            rollout.values,
+            rollout.next_values,
+            rollout.episode_end,
+            self.job.ppo.gamma,
+            self.job.ppo.gae_lambda,
+        )
+        metrics = {"ppo/explained_variance": explained_variance(rollout.values, returns, self.world)}
+        if self.job.ppo.norm_adv:
+            advantages = normalize_advantages(advantages, self.world)
+        slots = self._slots(rollout, advantages, returns)
+        key = (self.job.train.seed, self.iteration)
+        sizes = self.sizes
+        metrics |= self.ppo.update(slots, key, sizes.first_env, sizes.num_envs, sizes.num_minibatches)
+        self.merge_statistics(rollout, discounted)
+        return metrics
+
+    def _slots(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Minibatch:
+        def slots(values: Tensor) -> Tensor:
+            return to_slots(values, self.job.train.bptt_steps)
+
+        return Minibatch(
+            obs=slots(rollout.obs),
+            actions=slots(rollout.actions),
+            logprobs=slots(rollout.logprobs),
+            values=slots(rollout.values),
+            advantages=slots(advantages),
+            returns=slots(returns),
+            episode_start=slots(rollout.episode_start),
+            lstm_state=rollout.grid_states.flatten(0, 1),
+        )
+
+    def merge_statistics(self, rollout: Rollout, discounted: Tensor) -> None:
+        """Merge this rollout's observation and reward sums of all ranks into the normalisers."""
+        obs, rewards = self.obs_normalizer.moments, self.reward_normalizer.moments
+        sums = {"obs": obs.sums(rollout.raw_obs), "rewards": rewards.sums(discounted[..., None])}
+        reduced = sum_over_ranks(sums, self.world)
+        obs.merge(reduced["obs"])
+        rewards.merge(reduced["rewards"])
+
+    def state(self) -> dict[str, Any] | None:
+        """The whole state of the run on the main process, None on the other ranks (all must call)."""
+        carry = gather_dicts(self.carry.tensors(), self.world)
+        snapshot = getattr(self.env, "can_snapshot", False)
+        environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None  # type: ignore[attr-defined]
+        if not self.world.main:
+            return None
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "config": json.dumps(self.job.config or {}),
+            "iteration": self.iteration,
+            "global_step": self.global_step,
+            "episodes": self.episodes,
+            "num_obs": self.policy.num_obs,
+            "num_actions": self.policy.num_actions,
+            "discrete": self.policy.discrete,
+            "policy": self.policy.state_dict(),
+            "optimizer": self.ppo.optimizer.state_dict(),
+            "obs_normalizer": self.obs_normalizer.state_dict(),
+            "reward_normalizer": self.reward_normalizer.state_dict(),
+            "carry": carry,
+            "environments": environments,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state, whatever number of ranks made it."""
+        self.iteration, self.global_step = state["iteration"], state["global_step"]
+        self.episodes = state["episodes"]
+        load_weights(self.policy, state["policy"])
+        self.ppo.optimizer.load_state_dict(state["optimizer"])
+        self.obs_normalizer.load_state_dict(state["obs_normalizer"])
+        self.reward_normalizer.load_state_dict(state["reward_normalizer"])
+        total = len(state["carry"]["obs"])
+        if total != self.sizes.global_num_envs:
+            raise UserError(f"the checkpoint holds {total} environments, not {self.sizes.global_num_envs}")
+        mine = slice(self.sizes.first_env, self.sizes.first_env + self.sizes.num_envs)
+        if state["environments"] is None:  # episodes restart: other ones than before, the same at every resume
+            self.carry = self._reset(life=self.iteration)
+            return
+        carry = {name: value[mine].to(self.world.device) for name, value in state["carry"].items()}
+        self.carry = Carry(**carry)
+        self.env.set_state({name: value[mine] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+
+
+def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
+    """Load a policy's weights.
+
+    Raises:
+        UserError: they have another shape than the policy; one line naming the first that differs.
+    """
+    own = policy.state_dict()
+    for name in sorted(set(own) | set(weights)):
+        here = tuple(own[name].shape) if name in own else "absent"
+        there = tuple(weights[name].shape) if name in weights else "absent"
+        if here != there:
+            raise UserError(
+                f"the checkpoint is of another shape: {name} is {there} there and {here} here; "
+                "use the environment, --observation, --policy and --hidden_size it was trained with"
+            )
+    policy.load_state_dict(weights)
+
+
+def _refuse_non_finite(rollout: Rollout, first_env: int, lifetime_step: int) -> None:
+    """Name the environment and step of the first NaN or inf an environment returned."""
+    bad = ~torch.isfinite(rollout.raw_obs).all(-1) | ~torch.isfinite(rollout.rewards)  # [T, B]
+    if bad.any():
+        t, column = (int(index) for index in bad.nonzero()[0])
+        what = "reward" if not torch.isfinite(rollout.rewards[t, column]) else "observation"
+        raise UserError(
+            f"NaN or inf in the {what} of environment {first_env + column} at its step {lifetime_step + t}"
+        )
+
+
+def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
+    """1 - Var(returns - values) / Var(returns) over all ranks; 0 when returns do not vary."""
+    targets, errors = returns.double(), (returns - values).double()
+    sums = {"count": float(targets.numel())}
+    for name, quantity in (("targets", targets), ("errors", errors)):
+        sums |= {name: quantity.sum(), f"{name}_square": quantity.square().sum()}  # type: ignore[dict-item]
+    total = {name: float(value) for name, value in sum_over_ranks(sums, world).items()}  # type: ignore[arg-type]
+
+    def variance(name: str) -> float:
+        return total[f"{name}_square"] / total["count"] - (total[name] / total["count"]) ** 2
+
+    return 1.0 - variance("errors") / variance("targets") if variance("targets") > 0 else 0.0
+
+
+def episode_metrics(rollout: Rollout, timing: dict[str, float], world: World) -> dict[str, Any]:
+    """Returns and lengths of the episodes that ended in this rollout, over all ranks and per rank."""
+    ended = rollout.episode_end
+    own = {
+        "rank": world.rank,
+        "episode/count": int(ended.sum()),
+        "return_sum": float((rollout.episode_returns * ended).sum()),
+        "length_sum": int((rollout.episode_lengths * ended).sum()),
+        **timing,
+    }
+    ranks = gather_json(own, world)
+    count = sum(item["episode/count"] for item in ranks)
+    return_sum = sum(item["return_sum"] for item in ranks)
+    length_sum = sum(item.pop("length_sum") for item in ranks)
+    for item in ranks:
+        total = item.pop("return_sum")
+        item["episode/return"] = total / item["episode/count"] if item["episode/count"] else None
+    return {
+        "episode/return": return_sum / count if count else None,
+        "episode/length": length_sum / count if count else None,
+        "episode/count": count,
+        **{key: max(item[key] for item in ranks) for key in timing},
+        "ranks": ranks,
+    }
+
+
+def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag) -> int:
+    """Train until the budget is spent or a stop signal was agreed on; always leaves a checkpoint.
+
+    Returns:
+        The signal number that ended the run, or 0.
+    """
+    job, world, sizes = training.job, training.world, training.sizes
+    if training.iteration == 0:
+        training.warm_up_normalizers()
+    signal = 0
+    while training.progress < 1.0 and not signal:
+        world.sync_seconds = 0.0
+        learning_rate = training.ppo.set_learning_rate(1.0 - training.progress)
+        started = time.perf_counter()
+        training.iteration += 1
+        rollout = training.collect(lifetime_step=training.iteration * job.train.num_steps)
+        collected = time.perf_counter()
+        losses = training.update(rollout)
+        updated = time.perf_counter()
+        timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
+        metrics = episode_metrics(rollout, timing, world)
+        training.global_step += sizes.global_num_envs * job.train.num_steps
+        training.episodes += metrics["episode/count"]
+        signal = agree_max(stop.signum, world)
+        elapsed = time.perf_counter() - started
+        metrics |= losses | {
+            "iteration": training.iteration,
+            "global_step": training.global_step,
+            "episode/total": training.episodes,
+            "optim/learning_rate": learning_rate,
+            "time/sync_s": world.sync_seconds,
+            "time/sps": sizes.global_num_envs * job.train.num_steps / elapsed,
+        }
+        if job.validate and job.train.validate_every and training.iteration % job.train.validate_every == 0:
+            metrics |= job.validate(training.policy, training.obs_normalizer)
+        writer.write(metrics, done=training.global_step if job.train.total_steps else training.episodes)
+        if signal or training.progress >= 1.0 or training.iteration % job.train.checkpoint_every == 0:
+            save(training)
+    return signal
+
+
+def save(training: Training) -> None:
+    """Gather the state of all ranks; the main process writes one checkpoint."""
+    state = training.state()
+    if state is not None:
+        train = training.job.train
+        directory = training.job.run_dir / "checkpoints"
+        save_checkpoint(directory, state, iteration=training.iteration, keep=train.keep_checkpoints)

@@ -1,0 +1,179 @@
+"""The worlds: registers our environments with Gymnasium and makes batches of any of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+if TYPE_CHECKING:  # torch and pandas are loaded when a factory is called, not when ids are registered
+    from envs.market_data import Market, Span
+    from envs.trading import TradingConfig, TradingVectorEnv
+    from envs.vector import TorchVectorEnv
+
+TRADING_ID = "StockTrading-v0"
+STREAMS: Mapping[str, int] = {"policy": 0, "environment": 1, "noise": 2, "shuffle": 3, "evaluation": 4}
+VECTORIZATIONS = ("auto", "sync", "native")
+
+_LOGGER = logging.getLogger(__name__)
+_ENTRY_POINTS = {
+    TRADING_ID: ("envs.trading:StockTradingEnv", "envs.trading:make_trading_vector_env"),
+    "Recall-v0": ("envs.recall:RecallEnv", "envs.recall:RecallVectorEnv"),
+    "CartPolePositions-v1": (
+        "envs.cartpole_positions:CartPolePositionsEnv",
+        "envs.cartpole_positions:CartPolePositionsVectorEnv",
+    ),
+}
+for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
+    if _env_id not in gymnasium.registry:
+        gymnasium.register(_env_id, entry_point=_single, vector_entry_point=_batch)
+
+
+def environment_seeds(seed: int, stream: str, first_global_index: int, num_envs: int) -> list[int]:
+    """Return one 63-bit seed per environment, which depends only on its number in the whole run.
+
+    Raises:
+        ValueError: a negative seed, or a stream that is not one of STREAMS.
+    """
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}: choose another")
+    if stream not in STREAMS:
+        raise ValueError(f"stream must be one of {', '.join(STREAMS)}, got {stream!r}")
+    numbers = range(first_global_index, first_global_index + num_envs)
+    sequences = (np.random.SeedSequence([seed, STREAMS[stream], number]) for number in numbers)
+    return [int(sequence.generate_state(1, np.uint64)[0]) >> 1 for sequence in sequences]
+
+
+def make_vector_env(
+    env_id: str,
+    num_envs: int,
+    *,
+    first_global_index: int = 0,
+    seed: int = 1,
+    stream: str = "environment",
+    device: str = "cpu",
+    vectorization: str = "auto",
+    env_kwargs: Mapping[str, Any] | None = None,
+) -> TorchVectorEnv:
+    """Make a batch of any Gymnasium id or `module:id` but the trading one.
+
+    The batch is environments first_global_index, ... of the run; `seed` and `stream` give the seeds of a
+    first reset without seeds. `vectorization` "auto" uses a native vector environment if it takes one seed
+    per environment and autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it,
+    logs what is given up and lists it in `given_up`.
+
+    Raises:
+        ValueError: an unknown id, environment arguments it does not take, unsupported spaces, or bad sizes.
+    """
+    from envs.vector import TorchVectorEnv
+
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    if vectorization not in VECTORIZATIONS:
+        raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}")
+    if env_id.rsplit(":", 1)[-1] == TRADING_ID:
+        raise ValueError(f"{TRADING_ID} needs market data: make it with make_trading_env")
+    default_seeds = environment_seeds(seed, stream, first_global_index, num_envs)
+    spec = _find_spec(env_id)
+    kwargs = dict(env_kwargs or {})
+    native, takes_seed_list = False, True
+    if vectorization != "sync":
+        native, takes_seed_list = _probe_native(spec, kwargs, forced=vectorization == "native")
+    return TorchVectorEnv(
+        _construct(spec, num_envs, kwargs, native=native),
+        env_id=env_id,
+        first_global_index=first_global_index,
+        default_seeds=default_seeds,
+        device=device,
+        force_native=native and vectorization == "native",
+        takes_seed_list=takes_seed_list,
+    )
+
+
+def make_trading_env(
+    num_envs: int,
+    *,
+    markets: Sequence[Market],
+    span: Span,
+    train_span: Span | None,
+    config: TradingConfig,
+    evaluation: bool = False,
+    device: str = "cpu",
+) -> TradingVectorEnv:
+    """Make the batched trading environment over a span of days of some markets.
+
+    `evaluation` makes environment i pass once over market i from the first to the last day of the span.
+    """
+    from envs.trading import TradingVectorEnv
+
+    return TradingVectorEnv(
+        num_envs,
+        markets=markets,
+        span=span,
+        train_span=train_span,
+        config=config,
+        evaluation=evaluation,
+        device=device,
+    )
+
+
+def _find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
+    """Find an id, importing the module of `module:id`; unknown ones raise ValueError."""
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gymnasium.spec(name)
+    except ImportError as error:
+        raise ValueError(f"environment {env_id!r}: {error}: check its module and the Python path") from error
+    except gymnasium.error.Error as error:
+        close = difflib.get_close_matches(name, gymnasium.registry, n=3)
+        cure = f"did you mean {' or '.join(close)}?" if close else "give a Gymnasium id or module:id"
+        raise ValueError(f"unknown environment {env_id!r}: {cure}") from error
+
+
+def _construct(
+    spec: gymnasium.envs.registration.EnvSpec, num_envs: int, kwargs: dict[str, Any], *, native: bool
+) -> VectorEnv[Any, Any, Any]:
+    """Build a native or a SAME_STEP SyncVectorEnv; whatever its code raises becomes one ValueError line."""
+    from envs.faults import one_line
+
+    try:
+        if native:
+            return gymnasium.make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+        # Our adapter checks every step, so Gymnasium's own checker would only cost time.
+        makers = [lambda: gymnasium.make(spec, disable_env_checker=True, **kwargs)] * num_envs
+        return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    except Exception as error:  # environments are foreign code and may raise anything
+        given = f" with {kwargs}" if kwargs else ""
+        raise ValueError(f"environment {spec.id}{given} cannot be made: {one_line(error)}") from error
+
+
+def _probe_native(
+    spec: gymnasium.envs.registration.EnvSpec, kwargs: dict[str, Any], *, forced: bool
+) -> tuple[bool, bool]:
+    """Return whether to use the native vector environment, and whether reset takes one seed for each."""
+    from envs.vector import seeds_are_per_environment
+
+    if spec.vector_entry_point is None:
+        if forced:
+            raise ValueError(f"environment {spec.id} has no native vector environment: choose 'sync'")
+        return False, True
+    try:
+        probe = _construct(spec, 2, kwargs, native=True)
+    except ValueError as error:
+        if forced:
+            raise
+        _LOGGER.info("%s: using one environment after the other", error)
+        return False, True
+    same_step = probe.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+    takes_seed_list = seeds_are_per_environment(probe)
+    if forced or (same_step and takes_seed_list):
+        return True, takes_seed_list
+    return False, True

@@ -1,0 +1,77 @@
+"""Faults of environments, named by environment and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Name an error and its message on one line of at most about `limit` characters."""
+    message = " ".join(str(error).split())
+    shown = message if len(message) <= limit else message[:limit] + "..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment raised, or returned what no learner can use; its text is one line for the user."""
+
+    def __init__(self, env_id: str, number: str, step: int, problem: str) -> None:
+        """Name the environment's id, its global number, its lifetime step (0 = reset) and the problem."""
+        super().__init__(f"environment {env_id} number {number} at its step {step}: {problem}")
+        self.env_id = env_id
+        self.number = number
+        self.step = step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Faults travel between processes by pickle, which would call __init__ with the text alone.
+        return (_rebuild, (self.args, self.__dict__))
+
+
+def _rebuild(args: tuple[Any, ...], attributes: dict[str, Any]) -> EnvironmentFault:
+    fault = EnvironmentFault.__new__(EnvironmentFault, *args)
+    fault.__dict__.update(attributes)
+    return fault
+
+
+class LocatedFault(Exception):
+    """A problem of one row of a vector environment, on its way to become an EnvironmentFault."""
+
+    def __init__(self, row: int, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
+class Locator(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A sub-environment that says which row it is when it fails."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], row: int) -> None:
+        super().__init__(env)
+        self._row = row
+        self._shape = env.observation_space.shape
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset; raises LocatedFault in place of whatever the environment raises."""
+        try:
+            obs, info = self.env.reset(seed=seed, options=options)
+        except Exception as error:  # environments are foreign code and may raise anything
+            raise LocatedFault(self._row, f"raised {one_line(error)}") from error
+        return self._checked(obs), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step; raises LocatedFault in place of whatever the environment raises."""
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        except Exception as error:  # environments are foreign code and may raise anything
+            raise LocatedFault(self._row, f"raised {one_line(error)}") from error
+        return self._checked(obs), reward, terminated, truncated, info
+
+    def _checked(self, obs: Any) -> Any:
+        shape = np.shape(obs)
+        if shape != self._shape:
+            raise LocatedFault(self._row, f"observation has shape {shape}, not {self._shape}")
+        return obs

@@ -1,0 +1,99 @@
+"""What a run trains on: the trading task, or any Gymnasium environment, behind one interface."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from envs import TRADING_ID, make_vector_env
+
+DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which environment to train on."""
+
+    env: str = field(
+        default=TRADING_ID,
+        metadata={"help": "Gymnasium id, or module:id to import a module first", "unit": ""},
+    )
+    env_kwargs: str = field(
+        default="", metadata={"help": "JSON object of arguments for another environment", "unit": ""}
+    )
+    vectorization: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: a native vector environment if it keeps our promises, else one after the other; "
+            "native forces it",
+            "choices": ("auto", "sync", "native"),
+        },
+    )
+    eval_episodes: int = field(
+        default=100,
+        metadata={"help": "episodes that judge the policy of another environment", "unit": "episodes"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.vectorization not in ("auto", "sync", "native"):
+            raise ValueError(f"vectorization must be auto, sync or native, got {self.vectorization!r}")
+        if not 1 <= self.eval_episodes <= 10**6:
+            raise ValueError(f"eval_episodes must be 1..1000000, got {self.eval_episodes}")
+        self.kwargs()
+
+    @property
+    def is_trading(self) -> bool:
+        """Whether this is our trading task."""
+        return self.env == TRADING_ID
+
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments in `env_kwargs`."""
+        try:
+            found = json.loads(self.env_kwargs or "{}")
+        except ValueError as error:
+            raise ValueError(f"env_kwargs must be a JSON object, got {self.env_kwargs!r}: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"env_kwargs must be a JSON object such as '{{\"size\": 3}}', got {self.env_kwargs!r}")
+        return found
+
+
+@dataclass(frozen=True)
+class GymTask:
+    """Any Gymnasium id with vector observations and Discrete or Box actions."""
+
+    config: TaskConfig
+
+    def training_env(self, num_envs: int, first_global_index: int = 0, device: str = "cpu") -> Any:
+        """A batch of environments first_global_index, ... of the run."""
+        return make_vector_env(
+            self.config.env,
+            num_envs,
+            first_global_index=first_global_index,
+            device=device,
+            vectorization=self.config.vectorization,
+            env_kwargs=self.config.kwargs(),
+        )
+
+    def describe(self) -> str:
+        """Which environment the run uses."""
+        return f"environment: {self.config.env} {self.config.env_kwargs}".rstrip()
+
+
+def check_flags(config: TaskConfig, simulated: bool, given: set[str], owners: dict[str, str]) -> None:
+    """Refuse flags that cannot take effect.
+
+    Args:
+        given: flags on the command line. owners: section of each flag ("data", "market", "trading", ...).
+
+    Raises:
+        ValueError: names the flag and why it would do nothing.
+    """
+    sections = {name: owners[name] for name in sorted(given) if name in owners}
+    for name, section in sections.items():
+        if not config.is_trading and section in ("data", "market", "trading"):
+            raise ValueError(f"--{name} belongs to {TRADING_ID} and does nothing with --env {config.env}")
+        if config.is_trading and name in ("env_kwargs", "vectorization", "eval_episodes"):
+            raise ValueError(f"--{name} does nothing with {TRADING_ID}, which has flags of its own: see --help")
+        if config.is_trading and not simulated and section == "market":
+            raise ValueError(f"--{name} belongs to the simulated market and does nothing with --data FILE")

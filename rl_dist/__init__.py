@@ -1,0 +1,1 @@
+"""Distributed runtime: ranks, collectives, metrics and checkpoints, with no knowledge of RL."""

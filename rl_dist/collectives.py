@@ -1,0 +1,156 @@
+"""Collective calls between ranks; nothing is ever pickled.
+
+Every rank makes the same calls in the same order. All work with gloo and NCCL, and with one rank;
+tensors travel on `world.device` and come back to where they were. The time spent here is added to
+`world.sync_seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_dist.strategy import parameter_hash
+from rl_dist.world import World, current_world
+
+
+class DesyncError(RuntimeError):
+    """Ranks that should hold or send the same thing do not."""
+
+
+def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
+    """Sum named numbers and tensors over all ranks in one float64 all-reduce.
+
+    The layout is by sorted name. Its fingerprint travels along, so that ranks that disagree about
+    names or shapes get an error and not the sum of unrelated numbers.
+
+    Returns:
+        float64 tensors of the shapes that went in, each on the device its value came from.
+
+    Raises:
+        DesyncError: the ranks passed different names or shapes.
+    """
+    tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
+    layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
+    mark = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)  # its square and sums are exact in float64
+    head = torch.tensor([mark, mark * mark], dtype=torch.float64, device=world.device)
+    flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
+    packed = torch.cat([head, *flat])
+    with world.waiting():
+        dist.all_reduce(packed)
+        sums, squares = packed[:2].tolist()
+    if (sums, squares) != (mark * world.size, mark * mark * world.size):  # equal only if all marks are
+        raise DesyncError(f"rank {world.rank} sums {list(tensors)}, another rank sums other names or shapes")
+    parts = packed[2:].split([tensor.numel() for tensor in flat])
+    return {
+        name: part.reshape(tensor.shape).to(tensor.device)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor] | None:
+    """Concatenate named tensors [B, ...] over ranks, in rank order, on the main process.
+
+    Returns:
+        CPU tensors [sum of all B, ...] on the main process, None elsewhere. B may differ by rank.
+
+    Raises:
+        DesyncError: the ranks passed different names, types or trailing shapes.
+    """
+    names = sorted(tensors)
+    layouts = gather_json([[n, str(tensors[n].dtype), list(tensors[n].shape)] for n in names], world)
+    for rank, layout in enumerate(layouts):
+        for mine, theirs in zip(layouts[0], layout, strict=False):
+            if mine[:2] != theirs[:2] or mine[2][1:] != theirs[2][1:]:
+                raise DesyncError(f"rank {rank} gathers {theirs} where rank 0 gathers {mine}")
+        if len(layout) != len(layouts[0]):
+            raise DesyncError(f"rank {rank} gathers {len(layout)} tensors, rank 0 {len(layouts[0])}")
+    if not names:
+        return {} if world.main else None
+    raw = torch.cat([_as_bytes(tensors[name]) for name in names])
+    sizes = [sum(_num_bytes(tensors[e[0]].dtype, e[2]) for e in layout) for layout in layouts]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: raw.numel()] = raw
+    with world.waiting():
+        padded = padded.to(world.device)
+        received = [torch.empty_like(padded) for _ in layouts] if world.main else None
+        dist.gather(padded, received, dst=0)
+    if received is None:
+        return None
+    ranks = [_unpack(buffer.cpu(), layout, tensors) for buffer, layout in zip(received, layouts, strict=True)]
+    return {name: torch.cat([rank[name] for rank in ranks]) for name in tensors}
+
+
+def gather_json(obj: Any, world: World) -> list[Any]:
+    """Every rank's JSON-serialisable object, in rank order, on every rank."""
+    raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
+    with world.waiting():
+        size = torch.tensor([raw.numel()], device=world.device)
+        sizes = [torch.empty_like(size) for _ in range(world.size)]
+        dist.all_gather(sizes, size)
+        lengths = [int(s) for s in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=world.device)
+        padded[: raw.numel()] = raw.to(world.device)
+        received = [torch.empty_like(padded) for _ in range(world.size)]
+        dist.all_gather(received, padded)
+        texts = [bytes(r[:n].cpu().numpy()) for r, n in zip(received, lengths, strict=True)]
+    return [json.loads(text) for text in texts]
+
+
+def broadcast_module(module: nn.Module, world: World | None = None) -> None:
+    """Overwrite all parameters and buffers with those of rank 0."""
+    world = world or current_world()
+    with world.waiting(), torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            travelling = tensor.to(world.device).contiguous()
+            dist.broadcast(travelling, src=0)
+            tensor.copy_(travelling)
+
+
+def agree_max(value: int, world: World) -> int:
+    """The largest of all ranks' integers: how ranks take a decision together."""
+    agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
+    with world.waiting():
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return int(agreed.item())
+
+
+def barrier(world: World | None = None) -> None:
+    """Wait until every rank is here."""
+    agree_max(0, world or current_world())
+
+
+def check_in_sync(module: nn.Module, world: World) -> str:
+    """Compare the parameters of all ranks by hash and return the hash.
+
+    Raises:
+        DesyncError: names the ranks whose parameters differ from rank 0's.
+    """
+    hashes = gather_json(parameter_hash(module), world)
+    different = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
+    if different:
+        raise DesyncError(f"parameters of rank(s) {different} differ from those of rank 0")
+    return hashes[0]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _num_bytes(dtype: torch.dtype, shape: list[int]) -> int:
+    return torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+
+
+def _unpack(raw: Tensor, layout: list[Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors, first = {}, 0
+    for name, _, shape in layout:
+        last = first + _num_bytes(like[name].dtype, shape)
+        tensors[name] = raw[first:last].clone().view(like[name].dtype).reshape(shape)  # clone: aligned
+        first = last
+    return tensors

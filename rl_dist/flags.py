@@ -1,0 +1,192 @@
+"""Command-line flags out of frozen dataclasses: one flag per field, flat over all sections."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True)
+class ParsedFlags:
+    """The configs built from a command line."""
+
+    configs: dict[str, Any]  # one instance per section
+    given: set[str]  # names of the fields that stood on the command line
+    extra: argparse.Namespace  # values of the flags that `extra` added
+
+    def with_defaults(self, values: Mapping[str, Any]) -> ParsedFlags:
+        """The same with other defaults: `values` fill the fields that were not given.
+
+        Raises:
+            ValueError: an unknown name, or a value that a section refuses.
+        """
+        owners = {f.name: s for s, config in self.configs.items() for f in dataclasses.fields(config)}
+        unknown = sorted(set(values) - set(owners))
+        if unknown:
+            raise ValueError(f"{unknown[0]} is no field of {', '.join(self.configs)}")
+        configs = {}
+        for section, config in self.configs.items():
+            mine = {n: v for n, v in values.items() if owners[n] == section and n not in self.given}
+            configs[section] = dataclasses.replace(config, **mine)
+        return dataclasses.replace(self, configs=configs)
+
+
+def parse_flags(
+    sections: Mapping[str, type[Any]],
+    argv: Sequence[str] | None = None,
+    *,
+    description: str,
+    epilog: str = "",
+    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> ParsedFlags:
+    """Parse `argv` into one instance per section; bad input prints one line and exits with 2.
+
+    Args:
+        sections: dataclass by heading. Fields are int, float, str or bool, optionally None;
+            metadata: "help", "unit", "choices".
+        argv: without the program's name; None is the process's own.
+        extra: adds further flags to the parser, returned in `.extra`.
+    """
+    parser = _Parser(
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    owners = _add_fields(parser, sections)
+    if extra:
+        extra(parser)
+    known = vars(_parse_known(parser, list(sys.argv[1:] if argv is None else argv)))
+    configs = {}
+    for section, cls in sections.items():
+        values = {name: known.pop(name) for name in list(known) if owners.get(name) == section}
+        known[f"given {section}"] = set(values)
+        try:
+            configs[section] = cls(**values)
+        except ValueError as error:
+            parser.error(str(error))
+    given: set[str] = set().union(*(known.pop(f"given {section}") for section in sections))
+    return ParsedFlags(configs=configs, given=given, extra=argparse.Namespace(**known))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, whatever their kind."""
+
+    def error(self, message: str) -> NoReturn:
+        print("error: " + " ".join(message.split()), file=sys.stderr)
+        sys.exit(2)
+
+
+def _add_fields(parser: argparse.ArgumentParser, sections: Mapping[str, type[Any]]) -> dict[str, str]:
+    """Add one flag per field; returns the section of each field."""
+    owners: dict[str, str] = {}
+    for section, cls in sections.items():
+        group = parser.add_argument_group(section)
+        hints = typing.get_type_hints(cls)
+        for entry in dataclasses.fields(cls):
+            assert entry.name not in owners, f"{entry.name} is in {owners[entry.name]} and in {section}"
+            owners[entry.name] = section
+            _add_field(group, entry, hints[entry.name])
+    return owners
+
+
+def _add_field(group: Any, entry: dataclasses.Field[Any], hint: Any) -> None:
+    kind, optional = _kind(hint)
+    options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": _help(entry)}
+    if kind is bool:
+        names = [f"--{entry.name}", f"--no-{entry.name}"]
+        group.add_argument(*names, action=_OnOff, nargs=0, **options)
+        return
+    choices = entry.metadata.get("choices")
+    metavar = "{" + ",".join(map(str, choices)) + "}" if choices else kind.__name__.upper()
+    group.add_argument(
+        f"--{entry.name}", type=_converter(kind, optional), choices=choices, metavar=metavar, **options
+    )
+
+
+class _OnOff(argparse.Action):
+    """`--name` is True, `--no-name` is False."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """The plain type of an annotation and whether None is allowed."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        plain = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        assert len(plain) == 1 and len(typing.get_args(hint)) == 2, f"no flag can be made of {hint}"
+        return plain[0], True
+    assert hint in (int, float, str, bool), f"no flag can be made of {hint}"
+    return hint, False
+
+
+def _help(entry: dataclasses.Field[Any]) -> str:
+    assert entry.default is not dataclasses.MISSING, f"{entry.name} needs a default"
+    words = {"None": "none", "": "unset", "True": "on", "False": "off"}
+    shown = words.get(str(entry.default), str(entry.default))
+    unit = f" {entry.metadata['unit']}" if entry.metadata.get("unit") else ""
+    return f"{entry.metadata.get('help', '')} (default: {shown}{unit})".strip().replace("%", "%%")
+
+
+def _converter(kind: type, optional: bool) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        if optional and text.lower() in ("none", "off"):
+            return None
+        if kind is str:
+            return text
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(text)
+        if kind is float:
+            return number
+        if number != int(number):
+            raise ValueError(text)
+        return int(number) if "e" in text.lower() or "." in text else int(text)
+
+    convert.__name__ = kind.__name__  # argparse names it: "invalid int value"
+    return convert
+
+
+def _parse_known(parser: _Parser, argv: list[str]) -> argparse.Namespace:
+    options = {name[2:].replace("-", "_"): name for name in parser._option_string_actions if name[:2] == "--"}
+    namespace, unknown = parser.parse_known_args(_canonical(argv, options))
+    if unknown and unknown[0].startswith("-"):
+        name = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), options, n=1)
+        hint = f" (did you mean {options[near[0]]}?)" if near else ", see --help"
+        parser.error(f"unknown flag {name}{hint}")
+    if unknown:
+        parser.error(f"unexpected argument {unknown[0]!r}: values follow a flag, see --help")
+    return namespace
+
+
+def _canonical(argv: list[str], options: Mapping[str, str]) -> list[str]:
+    """Dashes or underscores in names, negative numbers and `--flag=true` as argparse wants them."""
+    tokens: list[str] = []
+    for token in argv:
+        name, equals, value = token.partition("=")
+        option = options.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+        on_off = option and f"--no-{option[2:]}" in options.values()
+        if option and on_off and equals and value.lower() in _TRUE + _FALSE:
+            option = option if value.lower() in _TRUE else f"--no-{option[2:]}"
+            equals = value = ""
+        if option:
+            tokens.append(option + equals + value)
+        elif _NUMBER.match(token) and tokens and tokens[-1] in options.values():
+            tokens[-1] += "=" + token  # argparse takes -1e-3 for a flag
+        else:
+            tokens.append(token)
+    return tokens

@@ -1,0 +1,273 @@
+"""What the main process writes while training: metrics.jsonl, TensorBoard, progress; and log files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rl_dist.world import UserError, World
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+PLAIN_LINE_EVERY_S = 5.0  # progress lines where stderr is no terminal
+SHOWN = {"steps/s": "time/sps", "return": "episode/return"}  # in the progress display
+
+
+class NullWriter:
+    """The writer of every rank but the main one: takes everything, writes nothing."""
+
+    def write(self, record: Mapping[str, Any], *, done: int) -> None:
+        """Take the metrics of one iteration."""
+
+    def say(self, text: str) -> None:
+        """Take a line for the user."""
+
+    def close(self) -> None:
+        """Finish; safe to call twice."""
+
+
+class MetricsWriter(NullWriter):
+    """Writes one record per iteration to a file, TensorBoard and the progress display.
+
+    Args:
+        run_dir: gets metrics.jsonl (appended to) and TensorBoard's event file.
+        total: `done` at the end of the run, None if unknown.
+        unit: what `done` counts, e.g. "episodes".
+        start: `done` at the start, above 0 on resume.
+        purge_step: on resume, the first `global_step` that TensorBoard shall forget.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        world: World,
+        total: int | None,
+        unit: str,
+        *,
+        start: int = 0,
+        purge_step: int | None = None,
+    ) -> None:
+        assert world.main, "only the main process writes; use open_writer"
+        from torch.utils.tensorboard import SummaryWriter  # a second to import: the main process only
+
+        try:
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+            self._file = open(Path(run_dir, METRICS_FILE), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._board = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=10)
+        except OSError as error:
+            raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
+        self._progress = _Bar(total, unit, start) if sys.stderr.isatty() else _Lines(total, unit, start)
+        self._closed = False
+
+    def write(self, record: Mapping[str, Any], *, done: int) -> None:
+        """Write the metrics of one iteration.
+
+        Args:
+            record: numbers by name, with "iteration", "global_step" and optionally "ranks", a list of
+                one such mapping per rank. NaN and infinities become null.
+            done: progress so far, in the writer's unit.
+        """
+        plain = _plain(record)
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        for tag, value in _scalars(plain):
+            self._board.add_scalar(tag, value, plain["global_step"])
+        self._progress.show(plain, done)
+
+    def say(self, text: str) -> None:
+        """Print a line for the user without tearing the progress bar."""
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Finish the files and the progress display; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._progress.close()
+        self._board.close()
+        self._file.close()
+
+
+def open_writer(
+    run_dir: str | Path,
+    world: World,
+    total: int | None,
+    unit: str,
+    *,
+    start: int = 0,
+    purge_step: int | None = None,
+) -> NullWriter:
+    """A `MetricsWriter` on the main process, a writer of nothing elsewhere."""
+    if not world.main:
+        return NullWriter()
+    return MetricsWriter(run_dir, world, total, unit, start=start, purge_step=purge_step)
+
+
+def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
+    """Cut metrics.jsonl to the iterations up to `iteration`, atomically; a torn last line goes too.
+
+    Returns:
+        Number of lines kept.
+    """
+    path = Path(run_dir, METRICS_FILE)
+    if not path.exists():
+        return 0
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["iteration"] <= iteration:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s: dropped a line that is no record: %.60s", path, line)
+    part = path.with_suffix(".tmp")
+    with open(part, "w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    return len(kept)
+
+
+def setup_logging(run_dir: str | Path, rank: int) -> Path:
+    """Log to logs/rank_N.log from INFO up; the main process also to the console from WARNING up.
+
+    Replaces what an earlier call set up. Python warnings are logged too.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    close_logging()
+    path = Path(run_dir, "logs", f"rank_{rank}.log")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
+    except OSError as error:
+        raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
+    handlers[0].setFormatter(
+        logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s")
+    )
+    if rank == 0:
+        handlers.append(_Console(logging.WARNING))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        handler.set_name(f"rl_dist {handler.get_name()}")
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    return path
+
+
+def close_logging() -> None:
+    """Undo `setup_logging`."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if (handler.get_name() or "").startswith("rl_dist "):
+            root.removeHandler(handler)
+            handler.close()
+    logging.captureWarnings(False)
+
+
+class _Console(logging.Handler):
+    """Warnings for the user, above the progress bar; `launch` prints failures itself, once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "rl_dist.launch":
+            tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+class _Bar:
+    """One tqdm bar, for terminals."""
+
+    def __init__(self, total: int | None, unit: str, start: int) -> None:
+        tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes
+        self._bar = tqdm(total=total, unit=f" {unit}", initial=start, dynamic_ncols=True, smoothing=0.05)
+        self._last: dict[str, float] = {}
+
+    def show(self, record: dict[str, Any], done: int) -> None:
+        self._last |= {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
+        self._bar.set_postfix({name: _short(value) for name, value in self._last.items()}, refresh=False)
+        self._bar.update(done - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """A plain line every few seconds, for log files and pipes."""
+
+    def __init__(self, total: int | None, unit: str, start: int) -> None:
+        self._total, self._unit, self._start = total, unit, start
+        self._started_s = time.monotonic()
+        self._printed_s = -math.inf
+        self._pending = ""
+        self._last: dict[str, float] = {}
+
+    def show(self, record: dict[str, Any], done: int) -> None:
+        self._last |= {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
+        now = time.monotonic()
+        self._pending = self._line(record, done, now - self._started_s)
+        if now - self._printed_s >= PLAIN_LINE_EVERY_S:
+            self._print(now)
+
+    def _line(self, record: dict[str, Any], done: int, elapsed_s: float) -> str:
+        parts = [f"iteration {record['iteration']}"]
+        if self._total:
+            parts.append(f"{done:,}/{self._total:,} {self._unit} ({min(1.0, done / self._total):.0%})")
+        else:
+            parts.append(f"{done:,} {self._unit}")
+        parts += [f"{name} {_short(value)}" for name, value in self._last.items()]
+        if self._total and done > self._start:
+            left_s = elapsed_s * max(0, self._total - done) / (done - self._start)
+            parts.append(f"ETA {tqdm.format_interval(left_s)}")
+        return " | ".join(parts)
+
+    def _print(self, now: float) -> None:
+        print(self._pending, file=sys.stderr, flush=True)
+        self._pending, self._printed_s = "", now
+
+    def close(self) -> None:
+        if self._pending:
+            self._print(time.monotonic())
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON types only: tensors and numpy scalars as numbers, NaN and infinities as None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _scalars(plain: dict[str, Any]) -> list[tuple[str, float]]:
+    """TensorBoard's tags and values; rank N's stand below rank_N/."""
+    found = []
+    for name, value in plain.items():
+        if name == "ranks":
+            for entry in value:
+                found += [(f"rank_{entry['rank']}/{tag}", number) for tag, number in _scalars(entry)]
+        elif isinstance(value, int | float) and name not in ("iteration", "global_step", "rank"):
+            found.append((name, float(value)))
+    return found

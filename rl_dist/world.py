@@ -1,0 +1,238 @@
+"""The process group as seen from one rank, and the signals that ask it to stop."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher; its ranks meet there
+STARTUP_TIMEOUT_S = 600.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: printed as one line, without a traceback."""
+
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class World:
+    """One rank's place among all ranks, with the process group open."""
+
+    rank: int
+    local_rank: int  # rank within this machine
+    size: int
+    device: torch.device
+    backend: str  # "gloo" or "nccl"
+    sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Add the time spent inside to `sync_seconds`, queued GPU work of before excluded."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        finally:
+            self.sync_seconds += time.perf_counter() - started
+
+
+_current: World | None = None
+
+
+def current_world() -> World:
+    """The world that `open_world` opened in this process."""
+    assert _current is not None, "open_world() has not been called"
+    return _current
+
+
+def available_cores() -> int:
+    """CPU cores this process may use: its affinity, cut to the container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Threads for one of `local_ranks` processes on this machine; more only slow each other down.
+
+    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 by itself.
+    """
+    share = max(1, available_cores() // local_ranks)
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
+        return share
+    return min(share, int(limit)) if limit.isdecimal() and int(limit) > 0 else share
+
+
+def open_world(device: str, timeout_s: float = 300.0) -> World:
+    """Join the process group that the environment describes, or open one of size 1.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (nccl).
+        timeout_s: longest wait in a collective while training; start-up may take STARTUP_TIMEOUT_S.
+
+    Raises:
+        UserError: no CUDA device for this rank.
+    """
+    global _current
+    assert not dist.is_initialized(), "the process group is already open"
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
+        die_with_parent(os.getppid())  # a killed torchrun would leave this rank training on alone
+    torch.set_num_threads(threads_per_rank(local_size))
+    if device == "cuda":
+        _check_cuda_device(local_rank)
+        torch.cuda.set_device(local_rank)
+        options: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", local_rank)}
+    else:
+        options = {"backend": "gloo"}
+        if local_size == size:
+            _bind_gloo_to_loopback()
+    dist.init_process_group(
+        rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s), store=_store(rank, size), **options
+    )
+    _current = World(
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        device=torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu"),
+        backend=options["backend"],
+    )
+    logger.info("rank %d of %d on %s, %d threads", rank, size, _current.device, torch.get_num_threads())
+    return _current
+
+
+def close_world(world: World) -> None:
+    """Leave the process group; safe to call twice."""
+    global _current
+    if _current is world and dist.is_initialized():
+        dist.destroy_process_group()
+    _current = None
+
+
+def _store(rank: int, size: int) -> dist.Store:
+    """Where the ranks find each other: nowhere (size 1), a private file, or torchrun's address."""
+    if size == 1:
+        return dist.HashStore()
+    timeout = timedelta(seconds=STARTUP_TIMEOUT_S)
+    job_dir = os.environ.get(JOB_DIR_VARIABLE)
+    if job_dir:  # no port is opened, and nobody else may read the directory
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
+    else:
+        rendezvous = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout)
+        store, _, _ = next(iter(rendezvous))
+    store.set_timeout(timeout)
+    return store
+
+
+def _check_cuda_device(local_rank: int) -> None:
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"device cuda: rank {local_rank} of this machine needs its own GPU, but torch sees {count}; "
+            "start fewer ranks or use --device cpu"
+        )
+
+
+def _bind_gloo_to_loopback() -> None:
+    """Keep one machine's traffic off the network; a variable set by the user is respected."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux for a SIGTERM when the parent dies, even by SIGKILL; a no-op elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopFlag:
+    """Remembers the first stop signal; the trainer reads it at the end of each iteration.
+
+    `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
+    all ranks agree first (`agree_max(stop_flag.signum, world)`), then save and leave together with
+    exit code 128 + signum. A second SIGINT ends the process at once.
+    """
+
+    SAME_KEYPRESS_S = 0.5  # Ctrl-C may come twice: from the terminal and from a launcher passing it on
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._first_s = 0.0
+        self._second_ends = True
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self, *, second_ends: bool = True) -> StopFlag:
+        """Install the handlers (once, main thread only) and let blocked stop signals in.
+
+        Args:
+            second_ends: a second SIGINT ends this process; False where the launcher sees to that.
+        """
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return self
+        self.signum, self._second_ends = 0, second_ends
+        for signum in STOP_SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # nohup
+            self._previous[signum] = signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return self
+
+    def uninstall(self) -> None:
+        """Put the handlers of before back."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.signum:
+            self.signum, self._first_s = signum, now
+        elif signum == signal.SIGINT and self._second_ends and now - self._first_s > self.SAME_KEYPRESS_S:
+            os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")
+            os._exit(128 + signum)
+
+
+stop_flag = StopFlag()  # one per process, as signal handlers are

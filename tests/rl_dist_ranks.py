@@ -1,0 +1,157 @@
+"""What the ranks of the rl_dist tests run; spawned processes must be able to import it.
+
+As a script it is a job with two ranks that loops until it is stopped: rl_dist_ranks.py MODE OUT_DIR.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rl_dist.collectives import (
+    DesyncError,
+    agree_max,
+    barrier,
+    broadcast_module,
+    check_in_sync,
+    gather_dicts,
+    gather_json,
+    sum_over_ranks,
+)
+from rl_dist.launch import UserError, launch
+from rl_dist.metrics import close_logging, open_writer, setup_logging
+from rl_dist.strategy import parameter_hash, wrap
+from rl_dist.world import close_world, open_world, stop_flag
+
+
+def make_module(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def data_of_rank(rank):
+    return torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def loss_of(module, rank):
+    return module(data_of_rank(rank)).square().mean()
+
+
+def exercise(out_dir):
+    """Use everything on this rank; the results go to rank_N.pt for the tests to judge."""
+    world = open_world("cpu", timeout_s=30)
+    setup_logging(out_dir, world.rank)
+    results = {"size": world.size, "pid": os.getpid(), "threads": torch.get_num_threads()}
+    results |= {"environment": {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}}
+    results |= use_collectives(world) | use_ddp(world)
+    writer = open_writer(out_dir, world, total=2, unit="episodes")
+    ranks = gather_json({"rank": world.rank, "episode/return": float(world.rank)}, world)
+    for iteration in (1, 2):
+        writer.write({"iteration": iteration, "global_step": 8 * iteration, "ranks": ranks}, done=iteration)
+    writer.close()
+    results["sync_seconds"] = world.sync_seconds
+    torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
+    barrier(world)
+    close_logging()
+    close_world(world)
+
+
+def use_collectives(world):
+    rank = world.rank
+    sums = sum_over_ranks({"b": torch.full((2, 2), rank + 1.0), "a": 10.0**rank}, world)
+    reversed_order = {"b": 1.0, "a": 2.0} if rank else {"a": 2.0, "b": 1.0}
+    results = {"sums": sums, "same_names_in_any_order": sum_over_ranks(reversed_order, world)}
+    results["desync"] = error_of(lambda: sum_over_ranks({f"name {rank}": 1.0}, world))
+    uneven = {
+        "x": torch.arange(2 + rank) + 10 * rank,
+        "flag": torch.tensor([rank == 0]),
+        "y": torch.full((1, 2), 0.5 + rank, dtype=torch.float64),
+        "none": torch.zeros(0, 3),
+    }
+    results["gathered"] = gather_dicts(uneven, world)
+    results["wrong_gather"] = error_of(lambda: gather_dicts({"x": torch.zeros(1, 2 + rank)}, world))
+    results["json"] = gather_json({"rank": rank, "text": "é" * (1 + 5 * rank)}, world)
+    results["largest"] = agree_max(3 - 5 * rank, world)
+    return results
+
+
+def use_ddp(world):
+    module = make_module(seed=world.rank)  # ranks start apart, and are made equal
+    results = {"apart": error_of(lambda: check_in_sync(module, world))}
+    broadcast_module(module)
+    results["broadcast"] = check_in_sync(module, world)
+    wrapped = wrap(module, world, "auto")
+    results["none_refused"] = error_of(lambda: wrap(module, world, "none"))
+    loss_of(wrapped, world.rank).backward()
+    results["gradient"] = [p.grad.clone() for p in module.parameters()]
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    results["hashes"] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped, world.rank).backward()
+        optimizer.step()
+        results["hashes"].append(parameter_hash(wrapped))
+    return results
+
+
+def error_of(call):
+    try:
+        call()
+    except (DesyncError, UserError) as error:
+        return str(error)
+    return ""
+
+
+def loop(out_dir, raising=""):
+    """Iterate until all ranks agree to stop; rank 1 fails after a while if asked to."""
+    world = open_world("cpu", timeout_s=30)
+    setup_logging(out_dir, world.rank)
+    Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        if raising and world.rank == 1:
+            {"error": fail, "user": mistake, "killed": kill_myself}[raising]()
+        time.sleep(0.02)
+        signum = agree_max(stop_flag.signum, world)
+        if signum:
+            saved = Path(out_dir, "saved.json")
+            if world.main:
+                saved.write_text(json.dumps({"signum": signum}))
+            close_world(world)
+            return 128 + signum
+    return 1
+
+
+def fail():
+    raise RuntimeError("the roof is on fire")
+
+
+def mistake():
+    raise UserError("num_envs must be at least 1, got 0")
+
+
+def kill_myself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(out_dir):
+    """Never reach the end of an iteration."""
+    Path(out_dir, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+    time.sleep(60)
+    return 0
+
+
+def adopt(out_dir):
+    """What a rank under torchrun does."""
+    world = open_world("cpu", timeout_s=30)
+    Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
+    return 0 if gather_json(world.rank, world) == [0, 1] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(launch({"loop": loop, "hang": hang, "adopt": adopt}[sys.argv[1]], (sys.argv[2],), num_ranks=2))

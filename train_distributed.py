@@ -1,0 +1,171 @@
+"""Train a recurrent PPO policy on one rank or many: `python train_distributed.py --num_gpus N`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from agents.evaluate import judge_run, validation
+from agents.report import plot_learning_curve
+from agents.run import OWNERS, SECTIONS, RunConfig, checkpoint_path, resumed_config, save_config
+from agents.sizes import share_out, sizes_table
+from agents.trainer import Job, Training, train
+from envs.simulated_market import market_card
+from envs.task import check_flags
+from envs.trading_task import TradingTask
+from rl_dist.checkpoint import find_latest_run, latest_checkpoint, load_checkpoint
+from rl_dist.flags import ParsedFlags, parse_flags
+from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve
+from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
+from rl_dist.world import close_world, open_world, stop_flag
+
+RUNS = Path("runs")
+QUICK = {"num_episodes": 256, "num_worlds": 16, "num_envs": 32, "batch_size": 64, "validate_every": 5}
+PAPER = {
+    "feature_window": 30,
+    "observation": "paper",
+    "order_unit": "shares",
+    "max_order": 100.0,
+    "execution": "close",
+    "excess_reward": False,
+    "learning_rate": 3e-4,
+    "anneal_lr": False,
+}
+DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
+EPILOG = """examples:
+  python train_distributed.py --quick                          the whole path in half a minute
+  python train_distributed.py                                  the main job: 5000 episodes, simulated market
+  python train_distributed.py --num_gpus 2 --device cpu        the same with two CPU ranks
+  python train_distributed.py --data prices.csv --train_end 2015-12-31 --test_start 2016-01-04
+  python train_distributed.py --env CartPole-v1 --total_steps 200000
+  python train_distributed.py --resume runs/2026-01-31_12-00-00 --num_episodes 10000
+exit codes: 0 done, 1 failed, 2 bad usage, 130 and 143 stopped by INT and TERM after saving"""
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that belong to no component."""
+    group = parser.add_argument_group("run")
+    group.add_argument("--run_dir", default="", metavar="DIR", help="where to write (default: runs/DATE_TIME)")
+    group.add_argument("--resume", default="", metavar="DIR", help="go on with this run, or 'auto': the newest")
+    group.add_argument("--quick", action="store_true", help="a complete small run in under 30 s")
+    group.add_argument("--preset", default="", choices=("", "paper"), help="paper: the form of arXiv 2212.02721")
+
+
+def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
+    """Configuration, run directory and checkpoint to resume from ("": a fresh run)."""
+    extra = parsed.extra
+    if extra.resume:
+        run_dir = find_latest_run(extra.run_dir or RUNS) if extra.resume == "auto" else Path(extra.resume)
+        if run_dir is not None and extra.resume == "auto" and latest_checkpoint(run_dir) is None:
+            run_dir = None
+        if run_dir is not None:
+            path = checkpoint_path(run_dir)
+            saved = RunConfig.from_dict(json.loads(load_checkpoint(path)["config"]))
+            return resumed_config(saved, parsed), run_dir, str(path)
+        print("nothing to resume: starting a fresh run")
+    parsed = parsed.with_defaults((PAPER if extra.preset else {}) | (QUICK if extra.quick else {}))
+    config = RunConfig(**parsed.configs)
+    check_flags(config.task, config.data.data == "simulated", parsed.given, OWNERS)
+    run_dir = Path(extra.run_dir) if extra.run_dir and extra.resume != "auto" else _fresh_directory()
+    if (run_dir / "checkpoints").exists() or (run_dir / "metrics.jsonl").exists():
+        raise UserError(f"run_dir {run_dir} holds a run already: go on with --resume {run_dir}, or name another")
+    return config, run_dir, ""
+
+
+def _fresh_directory() -> Path:
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    candidates = [RUNS / stamp, *(RUNS / f"{stamp}_{number}" for number in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
+    """What every rank does: train, judge, leave. Returns the exit code."""
+    world = open_world(resolved.device_type)
+    setup_logging(run_dir, world.rank)
+    writer = None
+    try:
+        task = config.prepare_task()
+        job = Job(
+            train=config.train,
+            policy=config.policy,
+            ppo=config.ppo,
+            make_env=lambda count, first: task.training_env(count, first, str(world.device)),
+            run_dir=run_dir,
+            strategy=config.launch.strategy,
+            dtype=config.launch.dtype,
+            validate=validation(task, config, world),
+            config=config.to_dict(),
+        )
+        training = Training(job, world)
+        if resume_from:
+            training.restore(load_checkpoint(resume_from))
+        by_steps = config.train.total_steps
+        writer = open_writer(
+            run_dir,
+            world,
+            by_steps or config.train.num_episodes,
+            "steps" if by_steps else "episodes",
+            start=training.global_step if by_steps else training.episodes,
+            purge_step=training.global_step + 1 if resume_from else None,
+        )
+        signum = train(training, writer, stop_flag)
+        writer.close()
+        if signum:
+            if world.main:
+                print(f"stopped by signal {signum}, saved; go on with --resume {run_dir}")
+            return 128 + signum
+        summary, text = judge_run(
+            task, config, training.policy, training.obs_normalizer, world, run_dir / "plots"
+        )
+        if world.main:
+            finish(config, run_dir, training, summary, text)
+        return 0
+    finally:
+        if writer is not None:
+            writer.close()
+        close_world(world)
+
+
+def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
+    """Write summary.json and the learning curve, and print the result."""
+    counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
+    (run_dir / "summary.json").write_text(json.dumps(counters | {"test": summary}, indent=2) + "\n")
+    simulated = config.task.is_trading and config.data.data == "simulated"
+    title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
+    plot_learning_curve(run_dir, run_dir / "plots" / "learning_curve.png", title, simulated)
+    print(f"\n{text}\n\nrun directory: {run_dir} (plots/, metrics.jsonl, summary.json, checkpoints/)")
+
+
+def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> None:
+    """Check everything that can be checked before ranks start, and say what will happen."""
+    sizes = share_out(config.train, 0, resolved.num_ranks)
+    task = config.prepare_task()
+    print(resolved.message)
+    print(task.describe())
+    if isinstance(task, TradingTask) and task.real is None:
+        print(market_card(task.markets("train", 8)))
+    print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo.update_epochs))
+    print(f"run directory: {run_dir}" + (f", going on from {resume_from}" if resume_from else ""), flush=True)
+
+
+def main() -> int:
+    """Entry of the command; returns the exit code."""
+    parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
+    try:
+        config, run_dir, resume_from = choose_run(parsed)
+        resolved = resolve(config.launch)
+        announce(config, resolved, run_dir, resume_from)
+        save_config(config, run_dir)
+        if resume_from:
+            truncate_metrics(run_dir, load_checkpoint(resume_from)["iteration"])
+    except ValueError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return launch(run_rank, (config, resolved, run_dir, resume_from), resolved.num_ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
