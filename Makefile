@@ -64,7 +64,8 @@ clean:
 # A Python without ensurepip (Debian's, without python3-venv) still does if it has pip: pip can install itself.
 define install
 python='$(PYTHON)'; \
-test -n "$$python" || { echo "error: Python 3.11 or newer is needed, found `python3 --version 2>&1`;" \
+"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+  { echo "error: Python 3.11 or newer is needed, found `$${python:-python3} --version 2>&1`;" \
   "name one with PYTHON=/path/to/python3" >&2; exit 1; }; \
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
   if "$$python" -c 'import ensurepip, venv' 2>/dev/null; then "$$python" -m venv --clear .venv; \

@@ -1,6 +1,6 @@
 """Install what the running Python lacks of this project's requirements, and change nothing else.
 
-`make ... VENV=/path` runs it with that environment's Python, from the root of the checkout. Whatever is installed
+`make ... VENV=/path` runs it with that environment's Python, from the root of the checkout. What is installed
 there (torch first of all) is pinned to its present version; what is missing comes as constraints.txt says.
 """
 
@@ -61,8 +61,8 @@ def main(extras: list[str]) -> int:
         if version is None:
             missing.append(requirement)
         elif not requirement.specifier.contains(version, prereleases=True):
-            cure = "upgrade it there, or leave VENV out and .venv is made"
-            sys.exit(f"error: {sys.prefix} has {requirement.name} {version}, not {requirement.specifier}: {cure}")
+            found = f"{sys.prefix} has {requirement.name} {version}, not {requirement.specifier}"
+            sys.exit(f"error: {found}: upgrade it there, or leave VENV out and .venv is made")
     return install(missing, installed) if missing else 0
 
 

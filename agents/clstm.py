@@ -7,8 +7,8 @@ cascaded LSTM networks", https://arxiv.org/abs/2212.02721: a feature LSTM feeds 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,28 +17,19 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.lstm import run_sequence
+from rl_dist.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """Shape of the policy network."""
 
-    policy: str = field(
-        default="clstm",
-        metadata={"help": "clstm: cascaded LSTM; mlp: its memoryless twin", "choices": ("clstm", "mlp")},
+    policy: str = flag("clstm", "clstm: cascaded LSTM; mlp: its memoryless twin", choices=("clstm", "mlp"))
+    hidden_size: int = flag(128, "width of every LSTM and layer", "units")
+    feature_window: int = flag(
+        0, "0: the feature LSTM keeps its state; n: it reads the last n observations anew, as in the paper", "steps"
     )
-    hidden_size: int = field(default=128, metadata={"help": "width of every LSTM and layer", "unit": "units"})
-    feature_window: int = field(
-        default=0,
-        metadata={
-            "help": "0: the feature LSTM keeps its state; n: it reads the last n observations anew at "
-            "every step, as in the paper",
-            "unit": "steps",
-        },
-    )
-    log_std_init: float = field(
-        default=-0.5, metadata={"help": "initial log standard deviation of Box actions", "unit": "nats"}
-    )
+    log_std_init: float = flag(-0.5, "initial log standard deviation of Box actions", "nats")
 
     def __post_init__(self) -> None:
         if self.policy not in ("clstm", "mlp"):
@@ -80,7 +71,7 @@ class Policy(nn.Module):
             self.num_actions = int(np.prod(action_space.shape))
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
         size = config.hidden_size
-        core = nn.LSTM if config.policy == "clstm" else _TanhLayer
+        core: Any = nn.LSTM if config.policy == "clstm" else _TanhLayer
         self.feature_core = core(num_obs, size)
         self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
         self.actor_core = core(size, size)
@@ -125,10 +116,10 @@ class Policy(nn.Module):
             if self.config.feature_window:
                 features, new_parts = self._windowed_features(obs), ()
             else:
-                features, new_parts = self.feature_core(obs, (parts[-2:-1], parts[-1:]))
+                features, new_parts = _run_lstm(self.feature_core, obs, parts[4:])
             features = self.feature_mlp(features)
-            actor, actor_state = self.actor_core(features, (parts[0:1], parts[1:2]))
-            critic, critic_state = self.critic_core(features, (parts[2:3], parts[3:4]))
+            actor, actor_state = _run_lstm(self.actor_core, features, parts[0:2])
+            critic, critic_state = _run_lstm(self.critic_core, features, parts[2:4])
             new_state = torch.cat([*actor_state, *critic_state, *new_parts]).permute(1, 0, 2)
         return (self.actor_head(actor), self.critic_head(critic).squeeze(-1)), new_state
 
@@ -175,6 +166,14 @@ class Policy(nn.Module):
             actor, values = run_sequence(self.network, obs, state, episode_start)
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+
+
+def _run_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One LSTM over inputs [L, N, F] from state [2, N, H]; single steps without gradient take the faster cell."""
+    if len(inputs) == 1 and not torch.is_grad_enabled():
+        hidden, cell = torch.lstm_cell(inputs[0], (state[0], state[1]), *lstm.all_weights[0])
+        return hidden[None], (hidden[None], cell[None])
+    return lstm(inputs, (state[0:1], state[1:2]))
 
 
 class _TanhLayer(nn.Sequential):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
 from torch import Tensor
 
 from agents.clstm import Policy
@@ -23,7 +24,6 @@ from agents.report import plot_equity
 from agents.run import LoadedAgent, RunConfig, load_agent
 from agents.statistics import Record, bootstrap_interval, mean_interval, performance
 from envs.market_data import DataConfig, Market, Span
-from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
 from envs.task import GymTask
 from envs.trading import first_tradable_day
 from envs.trading_task import TradingTask, prepare_task

@@ -48,7 +48,7 @@ def action_noise(
     """
     if isinstance(space, spaces.Discrete):
         words = random_words(seed, first_env, num_envs, first_step, num_steps, int(space.n))
-        uniforms = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+        uniforms = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # exact, in (0, 1)
         return torch.from_numpy(-np.log(-np.log(uniforms)))
     assert isinstance(space, spaces.Box) and space.shape is not None
     num_actions = int(np.prod(space.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,29 +11,26 @@ from torch import Tensor, nn
 from agents.clstm import Evaluation
 from agents.rollout import Minibatch, minibatches, slot_order
 from rl_dist.collectives import sum_over_ranks
+from rl_dist.flags import flag
 from rl_dist.world import World
-
-
-def _flag(default, text: str, unit: str = ""):  # noqa: ANN001, ANN202
-    return field(default=default, metadata={"help": text, "unit": unit})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """Hyperparameters of PPO; the names are CleanRL's."""
 
-    learning_rate: float = _flag(1e-3, "Adam's learning rate")
-    anneal_lr: bool = _flag(True, "lower the learning rate linearly to zero over num_episodes or total_steps")
-    gamma: float = _flag(0.99, "discount", "per step")
-    gae_lambda: float = _flag(0.95, "lambda of generalised advantage estimation")
-    update_epochs: int = _flag(4, "passes over each rollout", "epochs")
-    clip_coef: float = _flag(0.2, "clipping of the probability ratio")
-    clip_vloss: bool = _flag(False, "clip the value loss as well")
-    norm_adv: bool = _flag(True, "normalise advantages over the whole rollout of all ranks")
-    ent_coef: float = _flag(0.0, "weight of the entropy bonus")
-    vf_coef: float = _flag(0.5, "weight of the value loss")
-    max_grad_norm: float = _flag(0.5, "clip the reduced gradient to this norm")
-    target_kl: float = _flag(0.0, "stop the epochs when the KL estimate over all ranks exceeds this; 0 = off")
+    learning_rate: float = flag(1e-3, "Adam's learning rate")
+    anneal_lr: bool = flag(True, "lower the learning rate linearly to zero over num_episodes or total_steps")
+    gamma: float = flag(0.99, "discount", "per step")
+    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation")
+    update_epochs: int = flag(4, "passes over each rollout", "epochs")
+    clip_coef: float = flag(0.2, "clipping of the probability ratio")
+    clip_vloss: bool = flag(False, "clip the value loss as well")
+    norm_adv: bool = flag(True, "normalise advantages over the whole rollout of all ranks")
+    ent_coef: float = flag(0.0, "weight of the entropy bonus")
+    vf_coef: float = flag(0.5, "weight of the value loss")
+    max_grad_norm: float = flag(0.5, "clip the reduced gradient to this norm")
+    target_kl: float = flag(0.0, "stop the epochs when the KL estimate over all ranks exceeds this; 0 = off")
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -9,10 +9,10 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
 
-from agents.statistics import Record  # noqa: E402
+from agents.statistics import Record
 
 COLORS = {"policy": "#1f5fbf", "policy, state zeroed": "#8fb3e6", "equal weight": "#555555"}
 SPARE_COLORS = ("#2e8b57", "#d2691e", "#8b3fa0", "#c0392b", "#b8860b")

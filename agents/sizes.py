@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
-from agents.rollout import stratum_size
-
-
-def _flag(default, text: str, unit: str = "", choices: tuple[str, ...] = ()):  # noqa: ANN001, ANN202
-    return field(default=default, metadata={"help": text, "unit": unit, "choices": choices})
+from rl_dist.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long and how large to train, and what to keep."""
 
-    num_episodes: int = _flag(5000, "training episodes, total over all ranks", "episodes")
-    total_steps: int = _flag(0, "stop by environment steps of all ranks instead; 0 = by episodes", "steps")
-    batch_size: int = _flag(128, "slots (sequences of bptt_steps) per minibatch", "slots")
-    num_envs: int = _flag(0, "environments; 0 = two minibatches per epoch", "environments")
-    num_steps: int = _flag(128, "rollout length", "steps")
-    bptt_steps: int = _flag(32, "length of truncated backpropagation through time", "steps")
-    scaling: str = _flag(
+    num_episodes: int = flag(5000, "training episodes, total over all ranks", "episodes")
+    total_steps: int = flag(0, "stop by environment steps of all ranks instead; 0 = by episodes", "steps")
+    batch_size: int = flag(128, "slots (sequences of bptt_steps) per minibatch", "slots")
+    num_envs: int = flag(0, "environments; 0 = two minibatches per epoch", "environments")
+    num_steps: int = flag(128, "rollout length", "steps")
+    bptt_steps: int = flag(32, "length of truncated backpropagation through time", "steps")
+    scaling: str = flag(
         "strong",
         "strong: num_envs and batch_size are totals shared out over the ranks; weak: they are per rank",
         choices=("strong", "weak"),
     )
-    seed: int = _flag(1, "seed of policy, environments, action noise and shuffling")
-    normalize_obs: bool = _flag(True, "normalise observations by running statistics of all ranks")
-    normalize_rewards: bool = _flag(True, "scale rewards by the running deviation of discounted returns")
-    validate_every: int = _flag(40, "evaluate the validation span this often; 0 = never", "iterations")
-    checkpoint_every: int = _flag(20, "save this often; always at the end and on a stop signal", "iterations")
-    keep_checkpoints: int = _flag(3, "newest checkpoints to keep", "files")
+    seed: int = flag(1, "seed of policy, environments, action noise and shuffling")
+    normalize_obs: bool = flag(True, "normalise observations by running statistics of all ranks")
+    normalize_rewards: bool = flag(True, "scale rewards by the running deviation of discounted returns")
+    validate_every: int = flag(40, "evaluate the validation span this often; 0 = never", "iterations")
+    checkpoint_every: int = flag(20, "save this often; always at the end and on a stop signal", "iterations")
+    keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
 
     def __post_init__(self) -> None:
         if self.scaling not in ("strong", "weak"):
@@ -82,24 +79,19 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
         ValueError: something that must divide does not; the message names the nearest sizes that do.
     """
     slots_per_env = config.num_steps // config.bptt_steps
-    ranks = num_ranks if config.scaling == "weak" else 1
-    batch_size = config.batch_size * ranks
-    num_envs = config.num_envs * ranks or -(-2 * batch_size // slots_per_env)
-    unit = _environment_unit(batch_size, slots_per_env, num_ranks)
-    if batch_size % num_ranks:
-        raise ValueError(
-            f"batch_size {batch_size} does not divide over {num_ranks} ranks: "
-            f"try --batch_size {_nearest_multiple(batch_size, num_ranks)}"
-        )
-    if num_envs % unit or (num_envs // num_ranks) % stratum_size(
-        num_envs * slots_per_env // batch_size, slots_per_env
-    ):
-        near = _valid_counts(num_envs, unit, batch_size, slots_per_env, num_ranks)
-        raise ValueError(
-            f"num_envs {num_envs} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, batch_size "
-            f"{batch_size} does not divide into whole minibatches over {num_ranks} ranks: try --num_envs "
-            + " or ".join(str(count // (num_ranks if ranks > 1 else 1)) for count in near)
-        )
+    unit = num_ranks if config.scaling == "weak" else 1  # totals per unit of the flags
+    batch_size = config.batch_size * unit
+    num_envs = unit * (config.num_envs or _default_num_envs(config.batch_size, slots_per_env))
+    if not _fits(num_envs, batch_size, slots_per_env, num_ranks):
+        if batch_size % num_ranks:
+            what = f"batch_size {batch_size} does not divide over {num_ranks} ranks"
+        else:
+            what = (
+                f"num_envs {num_envs // unit} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, "
+                f"batch_size {config.batch_size} does not divide into whole minibatches over {num_ranks} rank"
+                + "s" * (num_ranks > 1)
+            )
+        raise ValueError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
     return Sizes(
         num_envs=num_envs // num_ranks,
         first_env=rank * (num_envs // num_ranks),
@@ -111,33 +103,50 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
     )
 
 
-def _environment_unit(batch_size: int, slots_per_env: int, num_ranks: int) -> int:
-    """Smallest number of environments that gives whole minibatches and whole ranks."""
-    unit = num_ranks
-    while unit * slots_per_env % batch_size:
-        unit += num_ranks
-    return unit
+def _fits(num_envs: int, batch_size: int, slots_per_env: int, num_ranks: int) -> bool:
+    """Whether these totals give whole minibatches of which every rank owns an equal share.
+
+    Strata then divide as well: with batch_size = num_ranks * b, K = slots_per_env and g = gcd(M, K), K / g
+    divides b, so that the M * b / K environments of a rank are a multiple of the stratum M / g.
+    """
+    return not (batch_size % num_ranks or num_envs % num_ranks or num_envs * slots_per_env % batch_size)
 
 
-def _valid_counts(num_envs: int, unit: int, batch_size: int, slots_per_env: int, num_ranks: int) -> list[int]:
-    """The nearest valid numbers of environments below and above `num_envs`."""
+def _default_num_envs(batch_size: int, slots_per_env: int) -> int:
+    """Two minibatches per epoch, or the next number that fits; the same for any number of ranks."""
+    return _nearest_num_envs(-(-2 * batch_size // slots_per_env), batch_size, slots_per_env, num_ranks=1)[-1]
 
-    def valid(count: int) -> bool:
-        minibatches = count * slots_per_env // batch_size
-        return count > 0 and (count // num_ranks) % stratum_size(minibatches, slots_per_env) == 0
 
-    below = [count for count in range(num_envs // unit * unit, 0, -unit) if valid(count)][:1]
-    above = [count for count in range((num_envs // unit + 1) * unit, 65 * num_envs + 65 * unit, unit) if valid(count)]
-    return below + above[:1]
+def _nearest_num_envs(num_envs: int, batch_size: int, slots_per_env: int, num_ranks: int) -> list[int]:
+    """`num_envs` if it fits, else the nearest that do, below (if any) and above."""
+    step = math.lcm(num_ranks, batch_size // math.gcd(batch_size, slots_per_env))
+    return sorted({count for count in (num_envs // step * step, -(-num_envs // step) * step) if count})
+
+
+def _proposals(config: TrainConfig, unit: int, num_ranks: int) -> list[str]:
+    """Flags with the nearest sizes that fit, for an error message."""
+    slots_per_env = config.num_steps // config.bptt_steps
+    asked = config.batch_size * unit
+    found: list[str] = []
+    for batch_size in sorted({asked // num_ranks * num_ranks, -(-asked // num_ranks) * num_ranks} - {0}):
+        change = f"--batch_size {batch_size} " if batch_size != asked else ""  # never with weak scaling
+        wanted = unit * (config.num_envs or _default_num_envs(batch_size // unit, slots_per_env))
+        near = _nearest_num_envs(wanted, batch_size, slots_per_env, num_ranks)
+        if change and near == [wanted]:
+            found.append(change.strip())
+        else:
+            found += [f"{change}--num_envs {count // unit}" for count in near]
+    return found
 
 
 def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, update_epochs: int) -> str:
     """What one rank does and what all do together, as printed at the start."""
     steps = update_epochs * sizes.num_minibatches
+    length = config.num_steps
     rows = [
         ("", "each rank", f"all {num_ranks} rank" + "s" * (num_ranks > 1)),
         ("environments", sizes.num_envs, sizes.global_num_envs),
-        ("environment steps per iteration", sizes.num_envs * config.num_steps, sizes.global_num_envs * config.num_steps),
+        ("environment steps per iteration", sizes.num_envs * length, sizes.global_num_envs * length),
         (f"slots of {config.bptt_steps} steps per minibatch", sizes.batch_size, sizes.global_batch_size),
         ("gradient steps per iteration", steps, f"{steps} (together)"),
     ]

@@ -67,7 +67,7 @@ class Training:
     def _reset(self, life: int = 0) -> Carry:
         train, sizes = self.job.train, self.sizes
         seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, sizes.first_env, sizes.num_envs, life)
-        return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
+        return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])  # type: ignore[arg-type]
 
     @property
     def progress(self) -> float:

@@ -1,9 +1,10 @@
 """Fills, fees and portfolio value: pure functions for a whole batch of portfolios.
 
 Money lies on a grid of 2**-20 USD (about a millionth of a dollar). Sums and products of grid prices and
-whole shares are then exact in float64 as long as a portfolio stays below 2**33 USD (8.6 billion), whatever the
-order of summation: cash never goes negative through rounding, and the closed form below equals a loop over the
-stocks to the last bit, on the CPU and on a GPU. Shapes: B portfolios, n stocks; one amount each is [B, 1].
+whole shares are then exact in float64 as long as a portfolio stays below 2**33 USD (8.6 billion), whatever
+the order of summation: cash never goes negative through rounding, and the closed form below equals a loop
+over the stocks to the last bit, on the CPU and on a GPU. Shapes: B portfolios, n stocks; one amount each is
+[B, 1].
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def portfolio_value(
 
 
 def orders_by_value(
-    actions: Tensor,  # [B, n] float64 in [-1, 1]
+    actions: Tensor,  # [B, n] in [-1, 1]
     limit_usd: Tensor,  # [B, 1] largest order
     price: Tensor,  # [B, n] the price the order is sized with
 ) -> Tensor:

@@ -12,10 +12,17 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
 _NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def flag(default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = ()) -> T:
+    """A dataclass field that becomes a command-line flag."""
+    metadata: dict[str, Any] = {"help": help_text, "unit": unit}
+    return dataclasses.field(default=default, metadata=metadata | ({"choices": choices} if choices else {}))
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,7 @@ def _add_field(group: Any, entry: dataclasses.Field[Any], hint: Any) -> None:
         return
     choices = entry.metadata.get("choices")
     metavar = "{" + ",".join(map(str, choices)) + "}" if choices else kind.__name__.upper()
-    group.add_argument(
-        f"--{entry.name}", type=_converter(kind, optional), choices=choices, metavar=metavar, **options
-    )
+    group.add_argument(f"--{entry.name}", type=_converter(kind, optional), choices=choices, metavar=metavar, **options)
 
 
 class _OnOff(argparse.Action):

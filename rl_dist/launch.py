@@ -41,6 +41,7 @@ from rl_dist.world import (
     JOB_DIR_VARIABLE,
     STOP_SIGNALS,
     UserError,
+    close_any_world,
     die_with_parent,
     stop_flag,
     threads_per_rank,
@@ -65,9 +66,7 @@ class LaunchConfig:
             "unit": "ranks",
         },
     )
-    device: str = field(
-        default="auto", metadata={"help": "where to train", "choices": ("auto", "cpu", "cuda")}
-    )
+    device: str = field(default="auto", metadata={"help": "where to train", "choices": ("auto", "cpu", "cuda")})
     strategy: str = field(
         default="auto",
         metadata={"help": "gradients over ranks; auto = ddp on several ranks", "choices": STRATEGIES},
@@ -163,6 +162,7 @@ def launch(fn: RankFunction, args: tuple[Any, ...], num_ranks: int) -> int:
         stop_flag.install()
         try:
             report = _run_guarded(fn, args)
+            close_any_world(failed=report.at_ns > 0)
         finally:
             stop_flag.uninstall()
         if report.message:
@@ -207,6 +207,7 @@ def _run_as_rank(fn: RankFunction, args: tuple[Any, ...], job_dir: str, launcher
     report = _run_guarded(fn, args)
     if report.at_ns:
         _leave_failed(report, Path(job_dir, f"rank_{report.rank}.json"))
+    close_any_world()
     threading.Thread(target=_leave_when_orphaned, args=(launcher_pid, report.exit_code), daemon=True).start()
     return report.exit_code
 

@@ -156,9 +156,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> Path:
         handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
     except OSError as error:
         raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
-    handlers[0].setFormatter(
-        logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s")
-    )
+    handlers[0].setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"))
     if rank == 0:
         handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()

@@ -146,6 +146,15 @@ def close_world(world: World) -> None:
     _current = None
 
 
+def close_any_world(*, failed: bool = False) -> None:
+    """Close what a function left open: gloo's threads may abort a process that exits beside them.
+
+    After a failure NCCL is left alone: closing it could wait for ranks that are gone.
+    """
+    if _current is not None and not (failed and _current.backend == "nccl" and _current.size > 1):
+        close_world(_current)
+
+
 def _store(rank: int, size: int) -> dist.Store:
     """Where the ranks find each other: nowhere (size 1), a private file, or torchrun's address."""
     if size == 1:

@@ -79,9 +79,7 @@ def test_switches_are_turned_on_and_off(flag, value):
 
 
 def test_numbers_may_be_written_in_any_usual_form():
-    learning = parse("--num_envs", "1e3", "--learning_rate", "-1e-3", "--target_kl", "none").configs[
-        "learning"
-    ]
+    learning = parse("--num_envs", "1e3", "--learning_rate", "-1e-3", "--target_kl", "none").configs["learning"]
     assert (learning.num_envs, learning.learning_rate, learning.target_kl) == (1000, -1e-3, None)
     assert parse("--num_envs", str(2**62 + 1)).configs["learning"].num_envs == 2**62 + 1
 

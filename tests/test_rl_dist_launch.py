@@ -80,7 +80,7 @@ def test_a_stop_signal_lets_all_ranks_save_and_leaves_no_process(tmp_path, send,
     everyone = family(job.pid)
     send(job, ranks, signum)
     stdout, stderr = job.communicate(timeout=30)
-    assert job.returncode == 128 + signum
+    assert job.returncode == 128 + signum, stderr
     assert (tmp_path / "saved.json").read_text() == f'{{"signum": {int(signum)}}}'
     assert "Traceback" not in stderr and "Error" not in stderr, stderr
     assert_all_gone(everyone)
