@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of a key and a counter, in torch: no generator has a state to save."""
+"""Random numbers as a function of a key and a counter: no state to save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of the trading task: what the agent sees and what orders fill at, one row per market and day."""
+"""Market tables: what the agent sees and what orders fill at, row by day."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def turbulent_days(market: Market, quantile: float, train_span: Span, span: Span) -> np.ndarray:
-    """Days of a span with turbulence above a quantile of the training span's: [days] bool."""
+    """Days of a span above a quantile of the training span's turbulence, bool."""
     turbulence = indicators.turbulence(market.close)
     known = turbulence[train_span.first : train_span.last + 1]
     known = known[np.isfinite(known)]
@@ -101,7 +101,7 @@ def turbulent_days(market: Market, quantile: float, train_span: Span, span: Span
 
 
 def first_tradable_day(market: Market, observation: str, *, with_turbulence: bool) -> int:
-    """Index of the first day from which on every feature in use is known for every stock.
+    """Index of the first day from which on every feature in use is known.
 
     Raises ValueError when the market is too short for its indicators.
     """
@@ -113,7 +113,10 @@ def first_tradable_day(market: Market, observation: str, *, with_turbulence: boo
 
 @dataclass(frozen=True, kw_only=True)
 class MarketTables:
-    """Everything a step looks up, on the CPU; row = market * days of the span + day - span.first."""
+    """Everything a step looks up, one row per market and day.
+
+    Row = market * days of the span + day - span.first.
+    """
 
     features: Tensor  # [rows, F] float32, an observation of the day by a portfolio that is all cash
     prices: Tensor  # [rows, 4, n] float64 USD: close, price received and paid per share, tomorrow's close

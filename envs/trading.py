@@ -1,4 +1,4 @@
-"""Daily stock trading, "StockTrading-v0": one batched implementation in torch for the CPU and CUDA."""
+"""Daily stock trading, "StockTrading-v0": batched, in torch, for CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from envs import accounting, features
 from envs.counter_hash import random_int63, seed_keys
-from envs.market_data import DataConfig, Market, Span
-from envs.simulated_market import SimulatedMarketConfig
+from envs.market_data import DataConfig, Market, Span, load_market, split_spans
+from envs.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
 from envs.trading_config import TradingConfig, check_setup
 
 REWARD_SCALE = 1e-4  # reward per USD
@@ -127,7 +127,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
 
     @property
     def weights(self) -> Tensor:
-        """Share of the portfolio's value in each stock at the close just seen, [B, n] float64."""
+        """Share of the value held in each stock at the close just seen, [B, n]."""
         close = self._prices[:, 0].index_select(0, self._row)
         return self._shares * close / self._value
 
@@ -181,7 +181,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         return self._planned_episode - 1 + self._cursor - self._plan_first
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Trade one day in every environment; ended episodes are followed by new ones at once.
+        """Trade one day everywhere; a new episode follows an ended one at once.
 
         Returns: obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B], info. Info holds
             "final_obs" [B, F], the last observation of an ended episode, elsewhere equal to obs. In training
@@ -197,9 +197,11 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         if self.evaluation:
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
         else:
-            info["raw_rewards"] = rewards
+            info["raw_rewards"] = raw_rewards = rewards
             if self.config.excess_reward:
-                rewards = rewards - self._baseline_rewards.index_select(0, self._row)
+                rewards = raw_rewards - self._baseline_rewards.index_select(0, self._row)
+            else:
+                rewards = raw_rewards.clone()
         row = self._row + 1
         info["final_obs"] = final_obs = self._observe(row, cash, value, shares, position_usd)
         terminated, truncated = value.squeeze(1) < self._ruin_usd, row == self._end_row
@@ -219,8 +221,11 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         return cash, shares, position_usd, value, info
 
     def _orders(self, actions: Tensor, close: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole shares wanted [B, n] float64 and the priority of buys [B, n]."""
-        config, actions = self.config, actions.clamp(-1.0, 1.0)
+        """Whole shares wanted [B, n] float64 and the priority of buys [B, n] float32."""
+        config = self.config
+        actions = actions.clamp(-1.0, 1.0)
+        if actions.dtype != torch.float32:
+            actions = actions.to(torch.float32)
         if config.order_unit == "value":
             orders = accounting.orders_by_value(actions, self._value * config.max_order, close)
         else:
@@ -230,15 +235,13 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             orders = torch.where(sell_all, -self._shares, orders)
         return orders, actions
 
-    def _observe(
-        self, row: Tensor, cash: Tensor, value: Tensor, shares: Tensor, position_usd: Tensor
-    ) -> Tensor:
+    def _observe(self, row: Tensor, cash: Tensor, value: Tensor, shares: Tensor, position_usd: Tensor) -> Tensor:
         """The market's features with the portfolio written into their gaps, [B, F] float32."""
         obs = self._features.index_select(0, row)
         cash_column, gap = obs.narrow(1, 0, 1), obs.narrow(1, self._gap.start, len(self.tickers))
         if self.config.observation == "relative":
-            cash_column.copy_(cash / value)
-            gap.copy_(position_usd / value)
+            torch.div(cash, value, out=cash_column)
+            torch.div(position_usd, value, out=gap)
         else:
             cash_column.copy_(cash)
             gap.copy_(shares)
@@ -268,15 +271,13 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         return {**state, "episode": self._episode()}
 
     def set_state(self, state: dict[str, Tensor]) -> None:
-        """Go on exactly where `get_state` was called, on the same markets, span and config."""
+        """Go on exactly where `get_state` was called (same markets, span, config)."""
         for name in STATE:
             setattr(self, f"_{name}", state[name].to(self.device, copy=True))
         self._plan_starts(state["episode"].to(self.device) + 1)
 
 
-def _account_of_step(
-    value: Tensor, cash: Tensor, trades: Tensor, sell: Tensor, buy: Tensor
-) -> dict[str, Any]:
+def _account_of_step(value: Tensor, cash: Tensor, trades: Tensor, sell: Tensor, buy: Tensor) -> dict[str, Any]:
     """What evaluation reports of a step, each [B] float64."""
     traded = trades.abs()
     return {
@@ -299,7 +300,7 @@ def make_trading_vector_env(
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> TradingVectorEnv:
-    """Batched environment from keyword arguments; what `gymnasium.make_vec("StockTrading-v0", ...)` calls.
+    """Batched environment from keyword arguments, for `gymnasium.make_vec`.
 
     `options` are fields of TradingConfig and, unless `markets` and `span` are given, of DataConfig ("data": a
     file of daily bars, or "simulated") and SimulatedMarketConfig; `split` then is train, valid or test.
@@ -310,22 +311,35 @@ def make_trading_vector_env(
         if span is None:
             raise ValueError("markets needs span beside it: the first and last day to trade")
         (config,) = _configs(options, TradingConfig)
-        kwargs = {"markets": markets, "span": span, "train_span": train_span, "config": config}
-        return TradingVectorEnv(num_envs, **kwargs, evaluation=evaluation, device=device)
-    from envs.trading_task import prepare_task  # builds on this module
-
+        return TradingVectorEnv(
+            num_envs,
+            markets=markets,
+            span=span,
+            train_span=train_span,
+            config=config,
+            evaluation=evaluation,
+            device=device,
+        )
     data, simulated, config = _configs(options, DataConfig, SimulatedMarketConfig, TradingConfig)
-    task = prepare_task(data, simulated, config)
-    span = span or getattr(task.spans, split, None)
+    if data.data == "simulated":
+        count = num_envs if evaluation else simulated.num_worlds
+        markets = simulate_markets(simulated, world_seeds(simulated, split, count))
+    else:
+        markets = [load_market(data.data, missing=data.data_missing)]
+    first = first_tradable_day(markets[0], config)
+    spans = split_spans(markets[0].dates, data, first_tradable=first)
+    span = span or getattr(spans, split, None)
     if span is None:
         raise ValueError(f"split must be train, valid or test and have days, got {split!r}")
-    kwargs = {
-        "markets": task.markets(split, num_envs if evaluation else None),
-        "span": span,
-        "train_span": train_span or task.spans.train,
-        "config": config,
-    }
-    return TradingVectorEnv(num_envs, **kwargs, evaluation=evaluation, device=device)
+    return TradingVectorEnv(
+        num_envs,
+        markets=markets,
+        span=span,
+        train_span=train_span or spans.train,
+        config=config,
+        evaluation=evaluation,
+        device=device,
+    )
 
 
 def _configs(options: dict[str, Any], *kinds: type) -> list[Any]:
@@ -342,7 +356,7 @@ def _configs(options: dict[str, Any], *kinds: type) -> list[Any]:
 
 
 class StockTradingEnv(gymnasium.Env):
-    """One portfolio, numpy in and out: the single-environment face of TradingVectorEnv.
+    """One portfolio, numpy in and out: a face of TradingVectorEnv.
 
     Takes the keyword arguments of `make_trading_vector_env`, such as data="prices.csv.gz",
     observation="paper". Episodes are always of full length; `info` holds plain numbers.
@@ -358,7 +372,7 @@ class StockTradingEnv(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode; a seed decides this and all later ones.  Returns: observation [F], empty info."""
+        """Start an episode; a seed decides this and all later ones."""
         super().reset(seed=seed)
         episode_seed = int(self.np_random.integers(2**63))
         obs, _ = self.batch.reset(seed=[episode_seed], options={"random_age": False})

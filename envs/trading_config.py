@@ -1,4 +1,4 @@
-"""The rules of the trading task as one configuration, and the checks of what it is combined with."""
+"""The rules of the trading task, and checks of what they are combined with."""
 
 from __future__ import annotations
 
@@ -42,12 +42,8 @@ class TradingConfig:
     fee_bps: float = field(
         default=10.0, metadata={"help": "fee of every purchase and every sale", "unit": "basis points"}
     )
-    episode_days: int = field(
-        default=252, metadata={"help": "length of a training episode", "unit": "trading days"}
-    )
-    initial_cash_usd: float = field(
-        default=1e6, metadata={"help": "cash at the start of an episode", "unit": "USD"}
-    )
+    episode_days: int = field(default=252, metadata={"help": "length of a training episode", "unit": "trading days"})
+    initial_cash_usd: float = field(default=1e6, metadata={"help": "cash at the start of an episode", "unit": "USD"})
     execution: str = field(
         default="next_open",
         metadata={
@@ -59,8 +55,7 @@ class TradingConfig:
     turbulence_quantile: float = field(
         default=0.0,
         metadata={
-            "help": "sell all and buy nothing on days above this quantile of the training span's turbulence; "
-            "0: off",
+            "help": "sell all and buy nothing on days above this quantile of the training span's turbulence; 0: off",
             "unit": "quantile",
         },
     )
@@ -111,14 +106,10 @@ def check_setup(
     if not markets:
         raise ValueError("markets must hold at least one market, got none")
     if evaluation and num_envs != len(markets):
-        raise ValueError(
-            f"evaluation needs one environment per market, got {num_envs} for {len(markets)} markets"
-        )
+        raise ValueError(f"evaluation needs one environment per market, got {num_envs} for {len(markets)} markets")
     for market in markets:
         if market.tickers != markets[0].tickers or not np.array_equal(market.dates, markets[0].dates):
-            raise ValueError(
-                f"all markets need the same dates and tickers: {market.name} and {markets[0].name} differ"
-            )
+            raise ValueError(f"all markets need the same dates and tickers: {market.name} and {markets[0].name} differ")
     num_days = span.last - span.first + 1
     if not 0 <= span.first < span.last < len(markets[0].dates):
         raise ValueError(

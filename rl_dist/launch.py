@@ -12,8 +12,10 @@ traceback of either goes to the rank's log file.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import math
 import multiprocessing
 import multiprocessing.process
 import os
@@ -202,6 +204,7 @@ def _run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> _Report:
 def _run_as_rank(fn: RankFunction, args: tuple[Any, ...], job_dir: str, launcher_pid: int) -> int:
     """The main function of a rank's process; stop signals are blocked until `install`."""
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
+    atexit.register(_ignore_stop_signals)  # Python restores their deadly defaults while it shuts down
     die_with_parent(launcher_pid)
     os.environ[JOB_DIR_VARIABLE] = job_dir
     report = _run_guarded(fn, args)
@@ -221,6 +224,11 @@ def _leave_failed(report: _Report, path: Path) -> None:
     sys.stderr.flush()
     logging.shutdown()
     os._exit(report.exit_code or 1)
+
+
+def _ignore_stop_signals() -> None:
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _leave_when_orphaned(launcher_pid: int, exit_code: int) -> None:
@@ -244,7 +252,9 @@ class _Job:
         self.foreign = set(multiprocessing.active_children())
         self.ranks: list[Any] = []  # the processes of the ranks, in rank order
         self.told = False  # whether the signal was passed on to them
-        self.killed = False
+        self.failed_at_s = math.inf  # when a rank was first seen dead
+        self.first_dead: list[int] = []  # ranks that were dead by then
+        self.ended = False  # by a second Ctrl-C
 
     def run(self) -> int:
         """Start the ranks, pass signals on, wait, and say what went wrong."""
@@ -255,12 +265,12 @@ class _Job:
                 agent.start()
                 while agent.is_alive():
                     agent.join(0.1)
-                    self._watch(relay, job_dir)
+                    self._watch(relay)
             finally:
                 if agent.is_alive():
                     self._kill_ranks(signal.SIGKILL)
                 relay.close()
-            if self.killed and relay.signums:
+            if self.ended:
                 _say("stopped at once, nothing saved since the last checkpoint")
                 return 128 + relay.signums[0]
             if isinstance(self.failure, ChildFailedError):
@@ -290,7 +300,7 @@ class _Job:
         except BaseException as error:  # handed to the main thread, which raises or explains it
             self.failure = error
 
-    def _watch(self, relay: _Relay, job_dir: str) -> None:
+    def _watch(self, relay: _Relay) -> None:
         """Pass signals on to ranks; end what a second Ctrl-C or a failed rank leaves behind."""
         if len(self.ranks) < self.num_ranks:
             # active_children() would reap processes under the agent's feet
@@ -299,8 +309,11 @@ class _Job:
         elif relay.signums and not self.told:
             self.told = True
             self._kill_ranks(relay.signums[0])
-        if relay.signums.count(signal.SIGINT) > 1 or self._failed_long_ago(job_dir):
-            self.killed = True
+        if not self.first_dead:  # the agent sets return codes
+            self.first_dead = [rank for rank, p in enumerate(self.ranks) if p._popen.returncode]
+            self.failed_at_s = time.monotonic() if self.first_dead else math.inf
+        self.ended = relay.signums.count(signal.SIGINT) > 1
+        if self.ended or time.monotonic() - self.failed_at_s > DEATH_GRACE_S:
             self._kill_ranks(signal.SIGKILL)
 
     def _kill_ranks(self, signum: int) -> None:
@@ -308,11 +321,6 @@ class _Job:
             if process.pid and process._popen.returncode is None:
                 with suppress(ProcessLookupError):  # it has just left
                     os.kill(process.pid, signum)
-
-    def _failed_long_ago(self, job_dir: str) -> bool:
-        """Whether the other ranks had their time to notice that a rank has failed."""
-        reports = self._reports(job_dir)
-        return bool(reports) and time.monotonic_ns() - reports[0].at_ns > DEATH_GRACE_S * 1e9
 
     def _reports(self, job_dir: str) -> list[_Report]:
         """Reports of failed ranks, the cause first."""
@@ -322,10 +330,11 @@ class _Job:
     def _explain(self, job_dir: str, error: ChildFailedError) -> int:
         """Print the cause once and return the job's exit code."""
         reports = self._reports(job_dir)
-        for rank, process in enumerate(self.ranks):
-            code = process.exitcode or 0
-            if code < 0 and not self.killed:
-                _say(f"error: rank {rank} (process {process.pid}) was ended by {signal.Signals(-code).name}")
+        for rank in self.first_dead:
+            code = self.ranks[rank].exitcode or 0
+            if code < 0:
+                pid, name = self.ranks[rank].pid, signal.Signals(-code).name
+                _say(f"error: rank {rank} (process {pid}) was ended by {name}")
                 return 1
         if not reports:
             rank, failure = error.get_first_failure()

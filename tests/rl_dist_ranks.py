@@ -139,9 +139,12 @@ def kill_myself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(out_dir):
-    """Never reach the end of an iteration."""
-    Path(out_dir, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+def hang(out_dir, failing=-1):
+    """Never reach the end of an iteration, while one rank may fail."""
+    rank = int(os.environ["RANK"])
+    Path(out_dir, f"pid_{rank}").write_text(str(os.getpid()))
+    if rank == failing:
+        fail()
     time.sleep(60)
     return 0
 

@@ -42,7 +42,7 @@ def random_case(rng: np.random.Generator, n: int):
     sell, buy = accounting.net_prices(accounting.to_grid(fill), float(rng.choice([0, 10, 123])))
     shares = torch.from_numpy(rng.integers(0, 30, n) * rng.integers(0, 2, n)).double()
     orders = torch.from_numpy(rng.integers(-20, 25, n)).double()
-    priority = torch.from_numpy(rng.choice([-0.5, 0, 0.5, 1], n)) if rng.random() < 0.5 else orders
+    priority = torch.from_numpy(rng.choice([0, 0.25, 0.5, 1], n)) if rng.random() < 0.5 else orders
     usd = float(rng.choice([0, 1, 50, 900, 20_000]) * rng.random())
     cash = accounting.to_grid(torch.tensor(usd, dtype=torch.float64))
     if rng.random() < 0.5:  # money for exactly some of the orders, or one grid step less

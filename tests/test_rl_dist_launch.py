@@ -135,6 +135,15 @@ def test_a_users_mistake_found_by_one_rank_is_one_line(tmp_path, capfd):
 
 
 @pytest.mark.slow
+def test_ranks_that_hang_while_another_fails_are_ended_soon(tmp_path, capfd):
+    started_s = time.monotonic()
+    assert launch(rl_dist_ranks.hang, (str(tmp_path), 1), num_ranks=2) == 1
+    assert time.monotonic() - started_s < 30
+    assert "rank 1 failed" in capfd.readouterr().err
+    assert_all_gone([int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)])
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path, capfd):
     assert launch(rl_dist_ranks.loop, (str(tmp_path), "killed"), num_ranks=2) == 1
     stderr = capfd.readouterr().err

@@ -1,81 +1,18 @@
-"""The trading environment: rules of the market day, episodes, seeds, snapshots, and both faces."""
+"""The rules of a trading day: what is seen, ordered, filled and rewarded."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.utils.env_checker import check_env
+from trading_markets import FIRST, NUM_DAYS, make_env, random_actions, random_market, same, whole_pass
 
 from envs.market_data import Market, Span, load_market
-from envs.trading import (
-    StockTradingEnv,
-    TradingVectorEnv,
-    first_tradable_day,
-    make_trading_vector_env,
-)
+from envs.trading import TradingVectorEnv, first_tradable_day, make_trading_vector_env
 from envs.trading_config import TradingConfig
 
 REAL_PRICES = Path(__file__).parents[1] / "../shared/data/dow30_daily.csv.gz"
-NUM_DAYS, FIRST = 420, 60
-
-
-def random_market(
-    seed: int = 0, num_stocks: int = 4, num_days: int = NUM_DAYS, volatility: float = 0.02
-) -> Market:
-    """Bars without any pattern."""
-    rng = np.random.default_rng(seed)
-    close = 50 * np.exp(np.cumsum(rng.normal(0, volatility, (num_days, num_stocks)), axis=0))
-    open_ = close * np.exp(rng.normal(0, volatility / 2, close.shape))
-    spread = np.exp(np.abs(rng.normal(0, volatility / 2, close.shape)))
-    return Market(
-        name=f"test market {seed}",
-        dates=np.datetime64("2020-01-01") + np.arange(num_days),
-        tickers=tuple(f"T{i:02d}" for i in range(num_stocks)),
-        open=open_,
-        high=np.maximum(open_, close) * spread,
-        low=np.minimum(open_, close) / spread,
-        close=close,
-        volume=rng.lognormal(12, 0.5, close.shape),
-    )
-
-
-def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) -> TradingVectorEnv:
-    """A small training environment, already reset unless `seed` is None."""
-    seed = options.pop("seed", list(range(100, 100 + num_envs)))
-    evaluation, last = options.pop("evaluation", False), options.pop("last", NUM_DAYS - 1)
-    env = TradingVectorEnv(
-        num_envs,
-        markets=markets or [random_market()],
-        span=Span(FIRST, last),
-        train_span=Span(FIRST, last),
-        config=TradingConfig(**{"episode_days": 20, **options}),
-        evaluation=evaluation,
-    )
-    if seed is not None:
-        env.reset(seed=seed)
-    return env
-
-
-def random_actions(num_steps: int, env: TradingVectorEnv, seed: int = 0) -> torch.Tensor:
-    """Actions [num_steps, B, n], some of them outside of [-1, 1]."""
-    generator = torch.Generator().manual_seed(seed)
-    return 1.2 * (2 * torch.rand(num_steps, env.num_envs, len(env.tickers), generator=generator) - 1)
-
-
-def whole_pass(env: TradingVectorEnv, actions: torch.Tensor) -> list[tuple]:
-    return [env.step(action) for action in actions]
-
-
-def same(left, right) -> bool:
-    """Bit for bit, through tuples and dictionaries."""
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
-    if isinstance(left, tuple):
-        return all(same(a, b) for a, b in zip(left, right, strict=True))
-    return torch.equal(left, right)
 
 
 def flat_bars(open_: list[list[float]], close: list[list[float]]) -> Market:
@@ -174,105 +111,6 @@ def test_no_feature_of_a_day_depends_on_later_days():
     assert not torch.equal(left._features[rows:], right._features[rows:])
 
 
-def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
-    env = make_env(32, [random_market(1), random_market(2)])
-    num_ended = 0
-    for actions in random_actions(45, env):
-        day, market_index = env.day, env.market_index
-        obs, _, terminated, truncated, info = env.step(actions)
-        ended = terminated | truncated
-        num_ended += int(ended.sum())
-        assert torch.equal(info["final_obs"][~ended], obs[~ended])
-        assert (info["final_obs"][ended] != obs[ended]).any(1).all()
-        assert (obs[ended, 0] == 1).all() and (obs[ended][:, env._gap] == 0).all()
-        assert (env.cash[ended] == 1e6).all() and (env.portfolio_value[ended] == 1e6).all()
-        assert torch.equal(env.day[~ended], day[~ended] + 1)
-        assert torch.equal(env.market_index[~ended], market_index[~ended])
-        expected = env._features[env._row[ended]]
-        assert torch.equal(obs[ended], expected)
-    assert num_ended >= 2 * 32 and env.market_index.unique().numel() == 2
-
-
-def test_first_episodes_have_random_ages_and_later_ones_full_length():
-    env = make_env(64)
-    lengths: list[list[int]] = [[] for _ in range(64)]
-    age = torch.zeros(64, dtype=torch.int64)
-    for _ in range(61):
-        truncated = env.step(torch.zeros(64, 4))[3]
-        age += 1
-        for i in truncated.nonzero().flatten().tolist():
-            lengths[i].append(int(age[i]))
-            age[i] = 0
-    firsts = [own[0] for own in lengths]
-    assert min(firsts) >= 1 and max(firsts) <= 20 and len(set(firsts)) > 12
-    assert {length for own in lengths for length in own[1:]} == {20}
-
-
-def test_episodes_start_uniformly_on_every_day_and_market_that_fit_them():
-    env = make_env(1000, [random_market(1), random_market(2)], episode_days=350, last=FIRST + 354)
-    starts = env.market_index * 1000 + env.day
-    counts = torch.unique(starts, return_counts=True)[1]
-    assert counts.numel() == 2 * 5, "five days can start an episode in each market"
-    assert counts.min() > 60 and counts.max() < 150
-
-
-def test_different_seeds_start_on_different_days_and_the_same_seed_on_the_same():
-    steps = [1000 * i for i in range(16)]
-    runs = {}
-    for name, seed in {"a": 7, "again": 7, "b": 8, "big": 2**63 - 20_000}.items():
-        env = make_env(16, seed=[seed + step for step in steps])
-        runs[name] = [torch.stack([env.day, env._end_row])]
-        for _ in range(40):
-            env.step(torch.zeros(16, 4))
-        runs[name].append(env.day)
-    assert all(torch.equal(x, y) for x, y in zip(runs["a"], runs["again"], strict=True))
-    for other in ("b", "big"):
-        assert (runs["a"][0] != runs[other][0]).any(0).sum() > 12
-        assert (runs["a"][1] != runs[other][1]).sum() > 12
-    assert runs["a"][0][0].unique().numel() > 10
-
-
-def test_a_batch_equals_its_environments_one_by_one():
-    markets = [random_market(1), random_market(2)]
-    seeds = [5, 2**62 + 3, 17, 4]
-    batch = make_env(4, markets, seed=seeds)
-    actions = random_actions(70, batch)
-    together = whole_pass(batch, actions)
-    for i, seed in enumerate(seeds):
-        alone = whole_pass(make_env(1, markets, seed=[seed]), actions[:, i : i + 1])
-        for (obs, *rest, info), (own_obs, *own_rest, own_info) in zip(together, alone, strict=True):
-            assert torch.equal(obs[i], own_obs[0])
-            assert all(torch.equal(x[i], y[0]) for x, y in zip(rest, own_rest, strict=True))
-            assert all(torch.equal(info[name][i], own_info[name][0]) for name in own_info)
-
-
-@pytest.mark.parametrize("steps_before", [0, 7, 64, 130])
-def test_a_restored_environment_goes_on_bit_for_bit(steps_before):
-    env = make_env(6, [random_market(1), random_market(2)], episode_days=3)
-    actions = random_actions(steps_before + 140, env)
-    whole_pass(env, actions[:steps_before])
-    state = env.get_state()
-    assert all(tensor.shape[0] == 6 for tensor in state.values())
-    copies = {name: tensor.clone() for name, tensor in state.items()}
-    expected = whole_pass(env, actions[steps_before:])
-    assert same(state, copies), "a snapshot must not change when its environment goes on"
-    restored = make_env(6, [random_market(1), random_market(2)], episode_days=3, seed=None)
-    restored.set_state(state)
-    assert same(tuple(expected), tuple(whole_pass(restored, actions[steps_before:])))
-    assert same(env.get_state(), restored.get_state())
-
-
-def test_states_of_two_halves_concatenate_to_the_state_of_the_whole():
-    whole = make_env(6, seed=list(range(6)))
-    actions = random_actions(50, whole)
-    halves = [make_env(3, seed=list(range(3 * i, 3 * i + 3))) for i in range(2)]
-    whole_pass(whole, actions)
-    for i, half in enumerate(halves):
-        whole_pass(half, actions[:, 3 * i : 3 * i + 3])
-    states = [half.get_state() for half in halves]
-    assert same(whole.get_state(), {name: torch.cat([s[name] for s in states]) for name in states[0]})
-
-
 def test_raw_rewards_of_an_episode_add_up_to_its_change_of_value():
     env = make_env(1, seed=None)
     env.reset(seed=[3], options={"random_age": False})
@@ -309,29 +147,6 @@ def test_rewards_are_plain_without_excess_reward_and_in_evaluation():
     assert torch.equal(rewards, info["raw_rewards"])
 
 
-def test_evaluation_passes_the_whole_span_once():
-    env = make_env(2, [random_market(1), random_market(2)], evaluation=True)
-    assert env.market_index.tolist() == [0, 1]
-    for step, actions in enumerate(random_actions(NUM_DAYS - 1 - FIRST, env)):
-        assert env.day.tolist() == [FIRST + step] * 2
-        _, _, terminated, truncated, info = env.step(actions)
-        assert not terminated.any()
-        assert truncated.tolist() == [step == NUM_DAYS - 2 - FIRST] * 2
-    assert (info["portfolio_value"] != 1e6).all() and env.day.tolist() == [FIRST, FIRST]
-    assert env.market_index.tolist() == [0, 1]
-
-
-def test_ruin_terminates():
-    market = random_market(num_stocks=2)
-    crash = {name: getattr(market, name).copy() for name in ("open", "high", "low", "close")}
-    for prices in crash.values():
-        prices[FIRST + 5 :] *= 0.05
-    env = make_env(1, [replace(market, **crash)], evaluation=True, max_order=1.0)
-    ends = [env.step(torch.tensor([[0.5, 0.49]]))[2].item() for _ in range(5)]
-    assert ends == [False, False, False, False, True]
-    assert env.day.item() == FIRST and env.portfolio_value.item() == 1e6
-
-
 def test_turbulence_sells_everything_and_buys_nothing():
     market = random_market(num_days=600)
     shaken = {name: getattr(market, name).copy() for name in ("open", "high", "low", "close")}
@@ -342,9 +157,7 @@ def test_turbulence_sells_everything_and_buys_nothing():
     first = first_tradable_day(market, config)
     assert first >= 252
     span = Span(490, 599)
-    env = TradingVectorEnv(
-        1, markets=[market], span=span, train_span=Span(first, 480), config=config, evaluation=True
-    )
+    env = TradingVectorEnv(1, markets=[market], span=span, train_span=Span(first, 480), config=config, evaluation=True)
     env.reset(seed=[0])
     calm = 0
     for _ in range(20):
@@ -413,37 +226,7 @@ def test_a_span_that_starts_before_the_indicators_are_warm_is_refused():
         make_trading_vector_env(1, num_stonks=3)
 
 
-@pytest.mark.parametrize("options", [{}, {"observation": "paper", "order_unit": "shares", "max_order": 100}])
-def test_single_environment_passes_gymnasiums_checker(options):
-    env = StockTradingEnv(
-        markets=[random_market()], span=Span(FIRST, NUM_DAYS - 1), episode_days=15, **options
-    )
-    check_env(env, skip_render_check=True)
-
-
-def test_single_environment_runs_full_episodes_and_tells_the_last_observation():
-    span = Span(FIRST, NUM_DAYS - 1)
-    env = StockTradingEnv(markets=[random_market()], span=span, episode_days=15)
-    for seed in range(3):
-        env.reset(seed=seed)
-        ends = [env.step(np.ones(4, dtype=np.float32)) for _ in range(15)]
-        assert [end[3] for end in ends] == [False] * 14 + [True]
-        assert ends[-1][0][0] < 0.1, "the last observation still shows the ended portfolio"
-
-
-def test_gymnasium_makes_both_faces_of_simulated_markets_and_of_files():
-    kwargs = {"num_worlds": 2, "num_stocks": 3}
-    single = gymnasium.make("StockTrading-v0", **kwargs)
-    assert single.reset(seed=1)[0].shape == (25,)
-    batch = gymnasium.make_vec("StockTrading-v0", num_envs=5, observation="paper", **kwargs)
-    assert batch.reset(seed=1)[0].shape == (5, 19)
-    with pytest.raises(ValueError, match="no such file"):
-        make_trading_vector_env(2, data="nowhere.csv")
-
-
-@pytest.mark.skipif(
-    not REAL_PRICES.exists(), reason="needs shared/data/dow30_daily.csv.gz beside the checkout"
-)
+@pytest.mark.skipif(not REAL_PRICES.exists(), reason="needs shared/data/dow30_daily.csv.gz beside the checkout")
 def test_trading_on_the_dow_never_goes_negative():
     market = load_market(REAL_PRICES)
     config = TradingConfig(observation="paper", order_unit="shares", max_order=100)

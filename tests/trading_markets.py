@@ -1,0 +1,66 @@
+"""Small markets and environments that the trading tests share."""
+
+import numpy as np
+import torch
+
+from envs.market_data import Market, Span
+from envs.trading import TradingVectorEnv
+from envs.trading_config import TradingConfig
+
+NUM_DAYS, FIRST = 420, 60
+
+
+def random_market(seed: int = 0, num_stocks: int = 4, num_days: int = NUM_DAYS, volatility: float = 0.02) -> Market:
+    """Bars without any pattern."""
+    rng = np.random.default_rng(seed)
+    close = 50 * np.exp(np.cumsum(rng.normal(0, volatility, (num_days, num_stocks)), axis=0))
+    open_ = close * np.exp(rng.normal(0, volatility / 2, close.shape))
+    spread = np.exp(np.abs(rng.normal(0, volatility / 2, close.shape)))
+    return Market(
+        name=f"test market {seed}",
+        dates=np.datetime64("2020-01-01") + np.arange(num_days),
+        tickers=tuple(f"T{i:02d}" for i in range(num_stocks)),
+        open=open_,
+        high=np.maximum(open_, close) * spread,
+        low=np.minimum(open_, close) / spread,
+        close=close,
+        volume=rng.lognormal(12, 0.5, close.shape),
+    )
+
+
+def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) -> TradingVectorEnv:
+    """A small training environment, already reset unless `seed` is None."""
+    seed = options.pop("seed", list(range(100, 100 + num_envs)))
+    evaluation, last = options.pop("evaluation", False), options.pop("last", NUM_DAYS - 1)
+    device = options.pop("device", "cpu")
+    env = TradingVectorEnv(
+        num_envs,
+        markets=markets or [random_market()],
+        span=Span(FIRST, last),
+        train_span=Span(FIRST, last),
+        config=TradingConfig(**{"episode_days": 20, **options}),
+        evaluation=evaluation,
+        device=device,
+    )
+    if seed is not None:
+        env.reset(seed=seed)
+    return env
+
+
+def random_actions(num_steps: int, env: TradingVectorEnv, seed: int = 0) -> torch.Tensor:
+    """Actions [num_steps, B, n], some of them outside of [-1, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return 1.2 * (2 * torch.rand(num_steps, env.num_envs, len(env.tickers), generator=generator) - 1)
+
+
+def whole_pass(env: TradingVectorEnv, actions: torch.Tensor) -> list[tuple]:
+    return [env.step(action) for action in actions]
+
+
+def same(left, right) -> bool:
+    """Bit for bit, through tuples and dictionaries."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    if isinstance(left, tuple):
+        return all(same(a, b) for a, b in zip(left, right, strict=True))
+    return torch.equal(left, right)
