@@ -1,4 +1,7 @@
-"""Train a recurrent PPO policy on one rank or many: `python train_distributed.py --num_gpus N`."""
+"""Train a recurrent PPO policy on one rank or many.
+
+Run it as `python train_distributed.py --num_gpus N`.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,10 @@ PAPER = {
     "order_unit": "shares",
     "max_order": 100.0,
     "execution": "close",
-    "excess_reward": False,
+    "reward": "plain",
     "learning_rate": 3e-4,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
     "anneal_lr": False,
 }
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
@@ -140,7 +145,7 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
 
 def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> None:
-    """Check everything that can be checked before ranks start, and say what will happen."""
+    """Check what can be checked before ranks start, and say what will happen."""
     sizes = share_out(config.train, 0, resolved.num_ranks)
     task = config.prepare_task()
     print(resolved.message)

@@ -1,4 +1,4 @@
-"""Install what the running Python lacks of this project's requirements, and change nothing else.
+"""Install what this Python lacks of the project's requirements, nothing else.
 
 `make ... VENV=/path` runs it with that environment's Python, from the root of the checkout. What is installed
 there (torch first of all) is pinned to its present version; what is missing comes as constraints.txt says.
@@ -27,14 +27,14 @@ def canonical(name: str) -> str:
 
 
 def requirements(extras: list[str]) -> list[Requirement]:
-    """The project's dependencies and those of the extras, as pyproject.toml names them."""
+    """The dependencies and those of the extras, as pyproject.toml names them."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [r for extra in extras for r in project["optional-dependencies"][extra]]
     return [Requirement(line) for line in lines]
 
 
 def pins(installed: dict[str, str]) -> list[str]:
-    """Constraints: what is installed stays as it is, the rest follows constraints.txt."""
+    """Constraints: what is installed stays, the rest follows constraints.txt."""
     tested = (line.strip() for line in Path("constraints.txt").read_text().splitlines() if "==" in line)
     ours = [line for line in tested if not line.startswith("#") and line.split("==")[0] not in installed]
     return [f"{name}=={version}" for name, version in installed.items()] + ours

@@ -1,1 +1,1 @@
-"""The learner: recurrent PPO over gymnasium vector environments, on one rank or many."""
+"""The learner: recurrent PPO over vector environments, on one rank or many."""

@@ -97,7 +97,7 @@ class Policy(nn.Module):
 
     @property
     def num_states(self) -> int:
-        """How many [B, H] recurrent vectors the state holds: (h, c) of each stateful LSTM."""
+        """How many [B, H] vectors the state holds: (h, c) of each stateful LSTM."""
         if self.config.policy == "mlp":
             return 0
         return 4 if self.config.feature_window else 6
@@ -107,14 +107,19 @@ class Policy(nn.Module):
         return self.critic_head.weight.new_zeros(num_envs, self.num_states, self.config.hidden_size)
 
     def network(self, obs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Dense pass without resets: obs [L, N, F], state [N, S, H] -> (actor [L, N, A], values [L, N])."""
+        """Dense pass without resets: obs [L, N, F], state [N, S, H] before them.
+
+        Returns:
+            (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
+        """
         if self.config.policy == "mlp":
             features = self.feature_mlp(self.feature_core(obs))
             actor, critic, new_state = self.actor_core(features), self.critic_core(features), state
         else:
             parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
+            new_parts: tuple[Tensor, ...] = ()
             if self.config.feature_window:
-                features, new_parts = self._windowed_features(obs), ()
+                features = self._windowed_features(obs)
             else:
                 features, new_parts = _run_lstm(self.feature_core, obs, parts[4:])
             features = self.feature_mlp(features)
@@ -156,7 +161,9 @@ class Policy(nn.Module):
         return actions, self.distribution(actor).log_prob(actions), values[0], new_state
 
     def forward(self, obs: Tensor, actions: Tensor, state: Tensor, episode_start: Tensor) -> Evaluation:
-        """Re-evaluate stored steps: obs [L, N, F], state [N, S, H] before them, episode_start [L, N].
+        """Re-evaluate stored steps: log probabilities, entropies and values.
+
+        Takes obs [L, N, F], the state [N, S, H] before them and episode_start [L, N].
 
         The only entry for training: DistributedDataParallel arms its reduction in `forward`.
         """

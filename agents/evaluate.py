@@ -54,7 +54,7 @@ class Judgement:
     simulated: bool
 
     def summary(self) -> dict[str, Any]:
-        """Mean figures per controller, and differences to equal weight with 95 % intervals."""
+        """Mean figures per controller; differences to equal weight, 95 % intervals."""
         found: dict[str, Any] = {"markets": len(self.records[EQUAL_WEIGHT].values), "policies": {}}
         found["days"] = [str(self.dates[0]), str(self.dates[-1])]
         base = performance(self.records[EQUAL_WEIGHT])
@@ -113,7 +113,10 @@ def judge_trading(
     world: World,
     baselines: bool = True,
 ) -> Judgement:
-    """Run policies and baselines over a span of markets they never saw; all ranks share the work."""
+    """Run policies and baselines over a span of markets they never saw.
+
+    All ranks share the work.
+    """
     made = {
         name: (lambda parts=parts: PolicyController(parts[0], parts[1], zero_state=parts[2]))
         for name, parts in agents.items()
@@ -138,7 +141,7 @@ def judge_trading(
 
 
 def validation(task: TradingTask | GymTask, config: RunConfig, world: World) -> Callable | None:
-    """What training calls now and then: figures of the validation span, or of evaluation episodes."""
+    """What training calls now and then: figures of validation days or episodes."""
     if isinstance(task, GymTask):
         return lambda policy, normalizer: _episode_figures(task, config, policy, normalizer, world, "valid/")
     span = task.spans.valid
@@ -189,7 +192,10 @@ def judge_run(
     world: World,
     plots: Path,
 ) -> tuple[dict[str, Any], str]:
-    """The end of a training run: the test span once, or evaluation episodes; a summary and its text."""
+    """The judgement at the end of a training run: a summary and its text.
+
+    It covers the test span, once, or evaluation episodes of a Gymnasium task.
+    """
     if isinstance(task, GymTask):
         figures = _episode_figures(task, config, policy, normalizer, world, "")
         return figures, _episode_text(figures)

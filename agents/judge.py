@@ -1,4 +1,4 @@
-"""Running policies without noise: one pass over markets, or whole episodes of any task; over all ranks."""
+"""Running policies without noise over markets or whole episodes, on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")
 
 
 class PolicyController:
-    """A trained policy's most likely actions; it keeps the recurrent state between calls.
+    """A trained policy's most likely actions; it keeps its state between calls.
 
     `zero_state` forgets everything before every step: the ablation that shows what memory is worth.
     """
@@ -68,7 +68,7 @@ def run_markets(env: Any, controller: Controller) -> Record:
 
 
 def shard(count: int, world: World) -> range:
-    """This rank's share of `count` things: contiguous, every one exactly once over all ranks."""
+    """This rank's share of `count` things: contiguous, each on exactly one rank."""
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
@@ -103,7 +103,7 @@ def judge_episodes(
     seed: int,
     world: World,
 ) -> dict[str, list[float]]:
-    """Whole episodes of a task, one environment each, spread over the ranks; every one counted once.
+    """Whole episodes, one environment each, over all ranks; each counted once.
 
     Each environment runs its first episode from its own evaluation seed, so long episodes weigh as
     much as short ones.

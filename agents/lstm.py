@@ -1,4 +1,4 @@
-"""LSTM over [T, B] with episode resets: dense calls on pieces, and the stepwise oracle.
+"""LSTM over [T, B] with episode resets: dense pieces, and the stepwise oracle.
 
 On CPU only dense `nn.LSTM` calls without per-step masks run at full speed, forward and backward.
 A sequence with episode starts inside is therefore cut at every start into pieces that begin from zero
@@ -65,7 +65,7 @@ def plan_pieces(episode_start: np.ndarray) -> PiecePlan:
 
 
 def run_sequence(network: Network, obs: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, ...]:
-    """Run a recurrent network over [T, N] steps, resetting its state before every episode start.
+    """Run a recurrent network over [T, N] steps, reset at every episode start.
 
     Args:
         network: maps (obs [L, N, F], state [N, S, H]) to (outputs, each [L, N, ...], new state).
@@ -97,7 +97,7 @@ def run_sequence(network: Network, obs: Tensor, state: Tensor, episode_start: Te
 
 
 def run_stepwise(network: Network, obs: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, ...]:
-    """The oracle of `run_sequence`: one step at a time, masking the state at episode starts."""
+    """The oracle of `run_sequence`: single steps, state masked at episode starts."""
     steps = []
     for step_obs, starts in zip(obs, episode_start, strict=True):
         outputs, state = network(step_obs[None], state * ~starts[:, None, None])

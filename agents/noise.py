@@ -28,7 +28,11 @@ def _philox_key(seed: int, global_env: int) -> tuple[int, int]:
 def random_words(
     seed: int, first_env: int, num_envs: int, first_step: int, num_steps: int, num_words: int
 ) -> np.ndarray:
-    """Random 64-bit words [num_steps, num_envs, num_words] for global environments and lifetime steps."""
+    """Random 64-bit words for global environments and their lifetime steps.
+
+    Returns:
+        [num_steps, num_envs, num_words].
+    """
     counters = -(-num_words // WORDS_PER_COUNTER)  # each step owns whole counter values
     words = np.empty((num_envs, num_steps, counters * WORDS_PER_COUNTER), dtype=np.uint64)
     for index in range(num_envs):

@@ -25,7 +25,10 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Additive summary [2F + 1] of samples [..., F]: count, sums and square sums around the mean."""
+        """Additive summary [2F + 1] of samples [..., F].
+
+        Holds the count, then the sums and square sums around the mean.
+        """
         deviations = samples.flatten(0, -2).double() - self.mean
         count = torch.full((1,), float(len(deviations)), dtype=torch.float64, device=deviations.device)
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
@@ -43,7 +46,7 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Shift and scale to mean 0 and standard deviation 1, clipped; the identity when disabled."""
+    """Shift and scale to mean 0 and deviation 1, clipped; identity when disabled."""
 
     def __init__(self, num_features: int, *, enabled: bool = True, center: bool = True, clip: float = 10.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation on slots: the loss as a pure function, and the update over all ranks."""
+"""Proximal policy optimisation on slots: pure loss, and update over all ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ppo_loss(
     returns: Tensor,  # [L, N]
     config: PPOConfig,
 ) -> LossParts:
-    """Clipped surrogate objective, value loss and entropy bonus, each averaged over the L * N steps.
+    """Clipped surrogate, value loss and entropy bonus, averaged over L * N steps.
 
     Every rank averages over the same fixed number of steps, so the mean over ranks that
     DistributedDataParallel takes of the gradients is the mean over the global minibatch.
@@ -94,7 +94,7 @@ def ppo_loss(
 
 
 def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
-    """Advantages [T, B] with mean 0 and standard deviation 1 over the rollouts of all ranks."""
+    """Advantages [T, B] of mean 0 and deviation 1 over the rollouts of all ranks."""
     wide = advantages.double()
     sums = sum_over_ranks({"count": float(wide.numel()), "sum": wide.sum(), "square": wide.square().sum()}, world)
     mean = sums["sum"] / sums["count"]
@@ -116,7 +116,7 @@ class PPO:
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
 
     def set_learning_rate(self, remaining: float) -> float:
-        """Anneal to `remaining` (1 at the start, 0 at the end) of the configured rate; returns the rate."""
+        """Anneal to `remaining` (from 1 to 0) of the configured rate; returns the rate."""
         rate = self.config.learning_rate * (max(remaining, 0.0) if self.config.anneal_lr else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

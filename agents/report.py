@@ -48,7 +48,10 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
 
 
 def plot_equity(records: dict[str, Record], dates: np.ndarray, path: Path, title: str, simulated: bool) -> None:
-    """Portfolio value over time; with several markets the median, and the policy's middle half shaded."""
+    """Portfolio value over time; with several markets the median.
+
+    The middle half of the policy's markets is then shaded.
+    """
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     spare = iter(SPARE_COLORS * 3)
     for name, record in records.items():

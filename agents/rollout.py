@@ -18,7 +18,7 @@ from agents.normalize import Normalizer
 
 @dataclass
 class Carry:
-    """What goes on from one rollout to the next, per environment; saved in checkpoints, never zeroed."""
+    """What goes on between rollouts, per environment; checkpointed, never zeroed."""
 
     obs: Tensor  # [B, F] as the environment gave it
     history: Tensor  # [B, n-1, F] normalised observations before it (feature_window n), zeros before the start
@@ -75,7 +75,11 @@ class Rollout:
 
 
 def policy_input(normalizer: Normalizer, history: Tensor, obs: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the policy sees of `obs` [B, F]: normalised, with a window the last n flattened, [B, n*F]."""
+    """What the policy sees of `obs` [B, F]: normalised, with a window the last n.
+
+    Returns:
+        [B, F]; with a window of n observations [B, n*F], flattened.
+    """
     seen = normalizer(obs.to(dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
@@ -179,7 +183,10 @@ class Minibatch:
 
 
 def stratum_size(num_minibatches: int, slots_per_env: int) -> int:
-    """Neighbouring global environments whose slots are shuffled among themselves (DESIGN.md, Slots)."""
+    """How many neighbouring global environments shuffle their slots together.
+
+    See DESIGN.md, Slots.
+    """
     return num_minibatches // math.gcd(num_minibatches, slots_per_env)
 
 
@@ -190,7 +197,7 @@ def slot_order(
     slots_per_env: int,
     num_minibatches: int,
 ) -> np.ndarray:
-    """Which of this rank's slots go to which minibatch: [num_minibatches, slots], entries k * B + b.
+    """This rank's slots (k * B + b) by minibatch: [num_minibatches, slots].
 
     Slots are permuted within strata of global environments and every stratum gives each minibatch
     equally many, so the global minibatch is the same however environments are grouped onto ranks.
@@ -214,12 +221,12 @@ def _entropy(seed: int, iteration: int, epoch: int, stratum: int) -> np.random.S
 
 
 def to_slots(values: Tensor, bptt_steps: int) -> Tensor:
-    """Rearrange [T, B, ...] into slots [L, K*B, ...]; slot (k, b) is column k * B + b."""
+    """Rearrange [T, B, ...] into slots [L, K*B, ...]; (k, b) is column k * B + b."""
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
 def minibatches(slots: Minibatch, order: np.ndarray) -> Iterator[Minibatch]:
-    """The minibatches of one epoch, picked out of all slots of the rollout by `slot_order`."""
+    """An epoch's minibatches, picked out of a rollout's slots by `slot_order`."""
     for columns in order:
         index = torch.from_numpy(columns).to(slots.obs.device)
         yield Minibatch(

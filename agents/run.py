@@ -75,7 +75,7 @@ class RunConfig:
     def prepare_task(self) -> TradingTask | GymTask:
         """The markets and spans of the trading task, or the Gymnasium task."""
         if self.task.is_trading:
-            return prepare_task(self.data, self.market, self.trading)
+            return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
         return GymTask(self.task)
 
 

@@ -1,4 +1,4 @@
-"""Training sizes: what the user asks for, shared out over the ranks, checked before anything starts."""
+"""Training sizes as asked for, shared out over ranks, checked before the start."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rank's share of the work; `global_` figures are those of all ranks together."""
+    """One rank's share of the work; `global_` figures are of all ranks together."""
 
     num_envs: int
     first_env: int  # global index of this rank's first environment
@@ -84,12 +84,11 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
     num_envs = unit * (config.num_envs or _default_num_envs(config.batch_size, slots_per_env))
     if not _fits(num_envs, batch_size, slots_per_env, num_ranks):
         if batch_size % num_ranks:
-            what = f"batch_size {batch_size} does not divide over {num_ranks} ranks"
+            what = f"batch_size {batch_size} does not divide over {_ranks(num_ranks)}"
         else:
             what = (
                 f"num_envs {num_envs // unit} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, "
-                f"batch_size {config.batch_size} does not divide into whole minibatches over {num_ranks} rank"
-                + "s" * (num_ranks > 1)
+                f"batch_size {config.batch_size} does not divide into whole minibatches over {_ranks(num_ranks)}"
             )
         raise ValueError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
     return Sizes(
@@ -101,6 +100,10 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
         global_num_envs=num_envs,
         global_batch_size=batch_size,
     )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" + "s" * (number > 1)
 
 
 def _fits(num_envs: int, batch_size: int, slots_per_env: int, num_ranks: int) -> bool:
@@ -144,7 +147,7 @@ def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, update_epochs
     steps = update_epochs * sizes.num_minibatches
     length = config.num_steps
     rows = [
-        ("", "each rank", f"all {num_ranks} rank" + "s" * (num_ranks > 1)),
+        ("", "each rank", f"all {_ranks(num_ranks)}"),
         ("environments", sizes.num_envs, sizes.global_num_envs),
         ("environment steps per iteration", sizes.num_envs * length, sizes.global_num_envs * length),
         (f"slots of {config.bptt_steps} steps per minibatch", sizes.batch_size, sizes.global_batch_size),

@@ -1,4 +1,4 @@
-"""Figures of trading evaluations: performance of one pass, and intervals over worlds or days."""
+"""Trading evaluations: figures of one pass, intervals over worlds or days."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Record:
 
 
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
-    """Annualised Sharpe ratio at a risk-free rate of 0, along the last axis; 0 where nothing moves."""
+    """Annualised Sharpe ratio (risk-free rate 0) along the last axis; 0 if still."""
     deviation = returns.std(axis=-1, ddof=1)
     still = deviation < 1e-12
     return np.where(still, 0.0, returns.mean(-1) / np.where(still, 1.0, deviation) * np.sqrt(TRADING_DAYS))
@@ -72,7 +72,9 @@ def bootstrap_interval(
     baseline: np.ndarray,  # [D] of the baseline on the same days
     seed: int = 0,
 ) -> dict[str, tuple[float, float, float]]:
-    """Differences to the baseline on one market, with 95 % intervals from resampled blocks of days.
+    """Differences to the baseline on one market, with 95 % intervals.
+
+    The intervals come from resampled blocks of days.
 
     Returns:
         (estimate, low, high) of "sharpe" and of "annual_return" (mean daily difference x 252).

@@ -77,7 +77,7 @@ class Training:
         return min(done, 1.0)
 
     def warm_up_normalizers(self) -> None:
-        """One rollout of the initial policy only fills the normalisers; then all environments reset."""
+        """One initial rollout only fills the normalisers; all environments then reset."""
         if self.job.train.normalize_obs or self.job.train.normalize_rewards:
             rollout = self.collect(lifetime_step=0)
             self.merge_statistics(rollout, self.discounted_returns(rollout))
@@ -90,11 +90,11 @@ class Training:
             self.action_space, train.seed, sizes.first_env, sizes.num_envs, lifetime_step, train.num_steps
         ).to(self.world.device, self.job.dtype)
         rollout = collect(self.policy, self.obs_normalizer, self.env, self.carry, noise, train.bptt_steps)
-        _refuse_non_finite(rollout, sizes.first_env, lifetime_step)
+        _refuse_non_finite(rollout, self.carry.obs, sizes.first_env, lifetime_step)
         return rollout
 
     def discounted_returns(self, rollout: Rollout) -> Tensor:
-        """Running discounted sums of rewards [T, B], the quantity whose deviation scales rewards."""
+        """Running discounted sums of rewards [T, B]; their deviation scales rewards."""
         running, rows = self.carry.discounted_return, []
         for rewards, ended in zip(rollout.rewards, rollout.episode_end, strict=True):
             running = running * self.job.ppo.gamma + rewards
@@ -141,7 +141,7 @@ class Training:
         )
 
     def merge_statistics(self, rollout: Rollout, discounted: Tensor) -> None:
-        """Merge this rollout's observation and reward sums of all ranks into the normalisers."""
+        """Merge this rollout's sums, of all ranks, into both normalisers' statistics."""
         obs, rewards = self.obs_normalizer.moments, self.reward_normalizer.moments
         sums = {"obs": obs.sums(rollout.raw_obs), "rewards": rewards.sums(discounted[..., None])}
         reduced = sum_over_ranks(sums, self.world)
@@ -149,7 +149,7 @@ class Training:
         rewards.merge(reduced["rewards"])
 
     def state(self) -> dict[str, Any] | None:
-        """The whole state of the run on the main process, None on the other ranks (all must call)."""
+        """The run's whole state on the main process, else None; all ranks must call."""
         carry = gather_dicts(self.carry.tensors(), self.world)
         snapshot = getattr(self.env, "can_snapshot", False)
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None  # type: ignore[attr-defined]
@@ -210,19 +210,19 @@ def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
     policy.load_state_dict(weights)
 
 
-def _refuse_non_finite(rollout: Rollout, first_env: int, lifetime_step: int) -> None:
+def _refuse_non_finite(rollout: Rollout, next_obs: Tensor, first_env: int, lifetime_step: int) -> None:
     """Name the environment and step of the first NaN or inf an environment returned."""
-    bad = ~torch.isfinite(rollout.raw_obs).all(-1) | ~torch.isfinite(rollout.rewards)  # [T, B]
+    bad_obs = ~torch.isfinite(torch.cat([rollout.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
+    bad_rewards = torch.nn.functional.pad(~torch.isfinite(rollout.rewards), (0, 0, 0, 1))
+    bad = bad_obs | bad_rewards
     if bad.any():
         t, column = (int(index) for index in bad.nonzero()[0])
-        what = "reward" if not torch.isfinite(rollout.rewards[t, column]) else "observation"
-        raise UserError(
-            f"NaN or inf in the {what} of environment {first_env + column} at its step {lifetime_step + t}"
-        )
+        what = "reward" if bad_rewards[t, column] else "observation"
+        raise UserError(f"NaN or inf in the {what} of environment {first_env + column} at its step {lifetime_step + t}")
 
 
 def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
-    """1 - Var(returns - values) / Var(returns) over all ranks; 0 when returns do not vary."""
+    """1 - Var(returns - values) / Var(returns) over ranks; 0 for constant returns."""
     targets, errors = returns.double(), (returns - values).double()
     sums = {"count": float(targets.numel())}
     for name, quantity in (("targets", targets), ("errors", errors)):
@@ -236,7 +236,7 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
 
 
 def episode_metrics(rollout: Rollout, timing: dict[str, float], world: World) -> dict[str, Any]:
-    """Returns and lengths of the episodes that ended in this rollout, over all ranks and per rank."""
+    """Returns and lengths of this rollout's ended episodes, overall and per rank."""
     ended = rollout.episode_end
     own = {
         "rank": world.rank,
@@ -262,7 +262,7 @@ def episode_metrics(rollout: Rollout, timing: dict[str, float], world: World) ->
 
 
 def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag) -> int:
-    """Train until the budget is spent or a stop signal was agreed on; always leaves a checkpoint.
+    """Train until the budget ends or a stop is agreed; always leaves a checkpoint.
 
     Returns:
         The signal number that ended the run, or 0.

@@ -1,4 +1,4 @@
-"""The worlds: registers our environments with Gymnasium and makes batches of any of them."""
+"""The worlds: registers ours with Gymnasium, makes batches of any environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
 
 
 def environment_seeds(seed: int, stream: str, first_global_index: int, num_envs: int) -> list[int]:
-    """Return one 63-bit seed per environment, which depends only on its number in the whole run.
+    """Return a 63-bit seed per environment, fixed by its number in the whole run.
 
     Raises:
         ValueError: a negative seed, or a stream that is not one of STREAMS.

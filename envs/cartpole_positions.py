@@ -1,4 +1,4 @@
-"""CartPolePositions-v1: CartPole-v1 without velocities, so that the policy has to remember to balance.
+"""CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
 
 Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton and Anderson 1983).
 """
@@ -95,7 +95,7 @@ class CartPolePositionsVectorEnv(BatchedEnv):
         return self.state[:, _POSITIONS].astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Integrate one Euler step, in the order of CartPoleEnv.step: equal to it to the last bit."""
+        """Integrate one Euler step in CartPoleEnv.step's order: equal to the last bit."""
         constants = self._physics
         x, x_dot, theta, theta_dot = self.state.T
         force = np.where(actions == 1, constants.force_mag, -constants.force_mag)

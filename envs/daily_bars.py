@@ -1,4 +1,7 @@
-"""Daily bars in long format: read a file and refuse what is not clean, naming ticker, date and cure."""
+"""Daily bars in long format: read a file and refuse what is not clean.
+
+A refusal names ticker, date and cure.
+"""
 
 import logging
 import zlib
@@ -20,7 +23,7 @@ MAX_DROPPED_SHARE = 0.05
 
 
 class MarketDataError(ValueError):
-    """Market data that cannot be used; the message is one line: where, what, and the cure."""
+    """Market data that cannot be used; one line says where, what, and the cure."""
 
 
 def read_bars(path: Path, *, missing: str = "error") -> pd.DataFrame:

@@ -16,7 +16,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 class EnvironmentFault(RuntimeError):
-    """An environment raised, or returned what no learner can use; its text is one line for the user."""
+    """An environment raised or returned what no learner can use, told in one line."""
 
     def __init__(self, env_id: str, number: str, step: int, problem: str) -> None:
         """Name the environment's id, its global number, its lifetime step (0 = reset) and the problem."""
@@ -37,7 +37,7 @@ def _rebuild(args: tuple[Any, ...], attributes: dict[str, Any]) -> EnvironmentFa
 
 
 class LocatedFault(Exception):
-    """A problem of one row of a vector environment, on its way to become an EnvironmentFault."""
+    """A problem of one row of a vector environment, to become an EnvironmentFault."""
 
     def __init__(self, row: int, problem: str) -> None:
         super().__init__(problem)

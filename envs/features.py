@@ -119,13 +119,14 @@ class MarketTables:
     """
 
     features: Tensor  # [rows, F] float32, an observation of the day by a portfolio that is all cash
-    prices: Tensor  # [rows, 4, n] float64 USD: close, price received and paid per share, tomorrow's close
+    prices: Tensor  # [rows, 6, n] float64 USD: close, received and paid per share, tomorrow's close, and what a
+    # share gains later, discounted: after today's close, and after tomorrow's as seen from today
     mean_returns: Tensor  # [rows] float64, of all stocks, from today's close to tomorrow's
     turbulent: Tensor | None  # [rows] bool, None without the rule
 
 
 def market_tables(
-    markets: Sequence[Market], span: Span, config: TradingConfig, train_span: Span | None
+    markets: Sequence[Market], span: Span, config: TradingConfig, train_span: Span | None, discount: float
 ) -> MarketTables:
     """Tabulate the days of a span.
 
@@ -138,6 +139,7 @@ def market_tables(
         fill = _tomorrow(torch.from_numpy(np.stack([market.open[days] for market in markets])))
     close = accounting.to_grid(close)
     sell, buy = accounting.net_prices(accounting.to_grid(fill), config.fee_bps)
+    gains = _later_gains(close, discount)
     turbulent = None
     if config.turbulence_quantile > 0:
         assert train_span is not None
@@ -145,10 +147,18 @@ def market_tables(
         turbulent = np.concatenate([turbulent_days(m, quantile, train_span, span) for m in markets])
     return MarketTables(
         features=torch.from_numpy(_warm_table(markets, span, config)).flatten(0, 1),
-        prices=torch.stack([close, sell, buy, _tomorrow(close)], dim=2).flatten(0, 1),
+        prices=torch.stack([close, sell, buy, _tomorrow(close), gains, discount * _tomorrow(gains)], 2).flatten(0, 1),
         mean_returns=(_tomorrow(close) / close - 1.0).mean(2).flatten(),
         turbulent=None if turbulent is None else torch.from_numpy(turbulent),
     )
+
+
+def _later_gains(close: Tensor, discount: float) -> Tensor:
+    """Discounted sum of the price changes after each day, up to the last one, [M, days, n] USD."""
+    changes, gains = _tomorrow(close) - close, torch.zeros_like(close)
+    for day in range(close.shape[1] - 2, -1, -1):
+        gains[:, day] = changes[:, day] + discount * gains[:, day + 1]
+    return gains
 
 
 def _tomorrow(values: Tensor) -> Tensor:

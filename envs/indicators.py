@@ -1,4 +1,4 @@
-"""Technical indicators of daily bars: MACD, RSI, CCI, ADX, trailing mean, turbulence.
+"""Indicators of daily bars: MACD, RSI, CCI, ADX, trailing mean, turbulence.
 
 All are causal: the value of a day uses that day's bar and earlier ones only. While an indicator warms up its
 value is NaN; nothing is back-filled. Columns do not see each other (except in turbulence), so that several
@@ -37,9 +37,9 @@ def rsi(close: np.ndarray, days: int = 30) -> np.ndarray:
 
 
 def cci(high: np.ndarray, low: np.ndarray, close: np.ndarray, days: int = 30) -> np.ndarray:
-    """Commodity channel index: typical price against its mean, in 0.015 mean deviations.
+    """Commodity channel index: typical price against its mean.
 
-    Returns: [D, n], scale-free, warm from day `days - 1` on; 0 for a price that did not move.
+    Returns: [D, n] in 0.015 mean deviations, scale-free, warm from day `days - 1` on; 0 for a price that did not move.
     Source: https://ta-lib.org/functions/cci/
     """
     return _by_column(talib.CCI, high, low, close, days=days)

@@ -1,4 +1,4 @@
-"""Market data: daily bars adjusted for splits and dividends, aligned, split by date."""
+"""Market data: bars adjusted for splits and dividends, aligned, split by date."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -108,7 +108,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Spans:
-    """Disjoint spans in ascending order; `valid` is None when no day lies between training and test."""
+    """Disjoint spans in ascending order; `valid` is None where it has no day."""
 
     train: Span
     valid: Span | None

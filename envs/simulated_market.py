@@ -3,12 +3,15 @@
 SIMULATED: a test bed for memory, not a promise of profit. Volatility, correlation, fat tails and
 volatility clustering resemble the 30 Dow stocks (DOW_FIGURES); what can be earned is planted.
 
-The edge. Now and then a stock has a day of unusual volume, a surge or a drought. Such events come in
-pairs, PAIR_DAYS apart; each is a surge or a drought by its own fair coin. From the day after the second
-event the stock drifts by +market_edge a day if the two were of the SAME type and by -market_edge if they
-were DIFFERENT, until the next pair is complete. So one event alone means nothing, the meaning of the
-second depends on one that lies PAIR_DAYS back, and holdings cannot store the first one, because nothing
-sensible is bought or sold on it.
+The edge is old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has a day of unusual volume, a surge or
+a drought by a fair coin: an announcement. It moves the price only DELAY_DAYS later, when newer announcements
+have already been seen: for MOVE_DAYS days the stock drifts by +market_edge a day after a surge and by
+-market_edge after a drought. And it moves it on a condition: one announcement in four is denied DENIAL_DAYS
+later by an event of the other kind, and then nothing happens. So
+- an event says nothing about the days until the next one is due: whoever trades on it when it is seen has
+  turned round on newer news when the move comes, and holdings, which follow the newest news, cannot store it;
+- moves are short and independent of each other: past prices tell almost nothing about the next move;
+- yet the wanted position is nearly a linear function of past events, which a recurrent policy can learn.
 
 Seeds. A world is a function of its own seed and the config alone: it is the same whichever worlds are
 drawn with it, and the same noise is used at every market_edge, so that edges compare pair by pair.
@@ -28,10 +31,12 @@ FIRST_DATE = "2010-01-04"
 PURPOSES = ("train", "valid", "test")
 MAX_WORLDS = 10**8  # world numbers of one purpose: 0 .. MAX_WORLDS - 1
 
-# The events. A regime lasts QUIET_DAYS + MEAN_WAIT_DAYS + PAIR_DAYS = 25 days on average.
-PAIR_DAYS = 5  # from the first event of a pair to the second
-QUIET_DAYS = 5  # no event for so many days after a pair
-MEAN_WAIT_DAYS = 15.0  # geometric wait (>= 1 day) after the quiet days until the next first event
+# The events and what they do. Chosen by measurement, see docs/LOG.md, and frozen since.
+GAP_DAYS = (5, 7)  # from one announcement to the next, uniform
+DENIAL_DAYS = 2  # from an announcement to its denial
+DENIAL_CHANCE = 0.25
+DELAY_DAYS = 9  # days after an announcement before the move; longer than the longest gap
+MOVE_DAYS = 3  # the move is at work on days DELAY_DAYS + 1 .. DELAY_DAYS + MOVE_DAYS
 EVENT_SIZE = 1.4  # of log volume: a surge is 4 times the usual volume, a drought a quarter
 VOLUME_NOISE = 0.25  # sd of log volume from day to day
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
@@ -39,11 +44,11 @@ VOLUME_ON_MOVE = 0.10  # log volume per unit of a stock's own standardised absol
 
 # Prices. The volatilities are the product of a slow wave common to all stocks and one of each stock.
 MARKET_DRIFT = 0.0006  # per day: equal weight earns a Sharpe ratio of roughly 0.8
-ANNUAL_VOLATILITY = 0.27  # of a stock, without the planted drift
-MARKET_SHARE = 0.46  # of the variance: the pairwise correlation
-COMMON_WAVE = (0.985, 0.42)  # AR(1) coefficient and stationary sd of the log volatility
-OWN_WAVE = (0.95, 0.25)
-TAIL_DEGREES = 7.0  # of the Student t innovations
+ANNUAL_VOLATILITY = 0.25  # of a stock, without the planted drift
+MARKET_SHARE = 0.62  # of that variance; the planted moves lower the correlation
+COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of the log volatility
+OWN_WAVE = (0.95, 0.30)
+TAIL_DEGREES = 5.0  # of the Student t innovations
 OVERNIGHT_SHARE = 1.0 / 3.0  # of a day's variance that falls between close and open
 
 # Measured 2026-11-21 on adjusted daily closes of 30 Dow stocks, 2008-06-02 to 2024-03-08 (3,970 days):
@@ -66,15 +71,15 @@ class SimulatedMarketConfig:
 
     num_stocks: int = field(default=5, metadata={"help": "stocks in each simulated market", "unit": "stocks"})
     market_edge: float = field(
-        default=60.0,
-        metadata={"help": "planted drift per day, up or down; 0 plants nothing", "unit": "basis points"},
+        default=150.0,
+        metadata={"help": "planted drift on days that move, up or down; 0: none", "unit": "basis points"},
     )
     market_seed: int = field(default=1, metadata={"help": "seed of all simulated worlds", "unit": ""})
     num_worlds: int = field(default=128, metadata={"help": "simulated worlds to train on", "unit": "worlds"})
 
     def __post_init__(self) -> None:
         _check_range("num_stocks", self.num_stocks, 2, 50)
-        _check_range("market_edge", self.market_edge, 0, 200)
+        _check_range("market_edge", self.market_edge, 0, 500)
         _check_range("market_seed", self.market_seed, 0, 10**9)
         _check_range("num_worlds", self.num_worlds, 1, 100_000)
 
@@ -96,7 +101,7 @@ class SimulatedWorlds:
     close: np.ndarray  # [M, D, n] USD
     volume: np.ndarray  # [M, D, n] shares
     events: np.ndarray  # [M, D, n] int8: +1 surge, -1 drought, 0 an ordinary day
-    regimes: np.ndarray  # [M, D, n] int8: +1 up, -1 down, at work on that day's return
+    moves: np.ndarray  # [M, D, n] int8: +1 up, -1 down, 0 no drift, at work on that day's return
 
     def markets(self) -> list[Market]:
         """What a trader may see: one Market per world."""
@@ -137,11 +142,11 @@ def simulate_worlds(config: SimulatedMarketConfig, seeds: Sequence[int]) -> Simu
         raise ValueError("seeds must name at least one world, got none: take them from world_seeds")
     draws = [_draw_world(int(seed), config.num_stocks) for seed in seeds]
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
-    events, regimes = noise.pop("events"), noise.pop("regimes")
-    open_, high, low, close = _prices(noise, regimes * (config.market_edge * 1e-4))
+    events, moves = noise.pop("events"), noise.pop("moves")
+    open_, high, low, close = _prices(noise, moves * (config.market_edge * 1e-4))
     volume = _volumes(noise, events)
     return SimulatedWorlds(
-        seeds=tuple(int(seed) for seed in seeds), dates=_business_days(), events=events, regimes=regimes,
+        seeds=tuple(int(seed) for seed in seeds), dates=_business_days(), events=events, moves=moves,
         open=open_, high=high, low=low, close=close, volume=volume,
     )  # fmt: skip
 
@@ -153,13 +158,13 @@ def _business_days() -> np.ndarray:
 
 def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
     """All randomness of one world, from its own generators."""
-    streams = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3)]
-    prices, volumes, hidden = streams
+    children = np.random.SeedSequence(seed).spawn(3)
+    prices, volumes, hidden = (np.random.default_rng(child) for child in children)
     size = (NUM_DAYS, num_stocks)
-    events, regimes = _draw_events(hidden, num_stocks)
+    events, moves = _draw_events(hidden, num_stocks)
     return {
         "events": events,
-        "regimes": regimes,
+        "moves": moves,
         "common_wave": prices.standard_normal((NUM_DAYS, 1)),
         "own_wave": prices.standard_normal(size),
         "market": prices.standard_t(TAIL_DEGREES, (NUM_DAYS, 1)),
@@ -175,24 +180,26 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
 
 
 def _draw_events(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Events and regimes [D, n] of one world: a renewal process per stock, without a loop over days."""
-    num_pairs = NUM_DAYS // (QUIET_DAYS + PAIR_DAYS + 1) + 1  # enough for the shortest waits
-    waits = rng.geometric(1.0 / MEAN_WAIT_DAYS, (num_pairs, num_stocks))
-    types = 2 * rng.integers(0, 2, (2, num_pairs, num_stocks)) - 1  # first and second events
-    regime_of_pair = types[0] * types[1]
-    second = np.cumsum(waits + QUIET_DAYS + PAIR_DAYS, axis=0) - QUIET_DAYS - 1  # as if quiet ended on day -1
-    events = np.zeros((NUM_DAYS, num_stocks), dtype=np.int8)
-    stock = np.broadcast_to(np.arange(num_stocks), second.shape)
-    for days, kinds in ((second - PAIR_DAYS, types[0]), (second, types[1])):
-        inside = days < NUM_DAYS
-        events[days[inside], stock[inside]] = kinds[inside]
-    resolved = np.zeros((NUM_DAYS + 1, num_stocks), dtype=np.int64)  # pairs complete before day d
-    inside = second < NUM_DAYS
-    resolved[second[inside] + 1, stock[inside]] = 1
-    before_first = 2 * rng.integers(0, 2, (1, num_stocks)) - 1
-    regime_after = np.concatenate([before_first, regime_of_pair])
-    regimes = np.take_along_axis(regime_after, np.cumsum(resolved, axis=0)[:NUM_DAYS], axis=0)
-    return events, regimes.astype(np.int8)
+    """Events and moves [D, n] of one world: a renewal process per stock, without a loop over days."""
+    before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]  # days of run-up, so that day 0 is a day like any other
+    size = ((NUM_DAYS + before) // GAP_DAYS[0] + 1, num_stocks)
+    day = np.cumsum(rng.integers(GAP_DAYS[0], GAP_DAYS[1] + 1, size), axis=0) - before
+    day -= rng.integers(0, GAP_DAYS[1], (1, num_stocks))
+    kind = 2 * rng.integers(0, 2, size) - 1
+    denied = rng.random(size) < DENIAL_CHANCE
+    events = _scatter(day, kind, num_stocks) + _scatter(day + DENIAL_DAYS, -kind * denied, num_stocks)
+    first, last = DELAY_DAYS + 1, DELAY_DAYS + MOVE_DAYS
+    moves = sum(_scatter(day + wait, kind * ~denied, num_stocks) for wait in range(first, last + 1))
+    return events, np.asarray(moves)
+
+
+def _scatter(day: np.ndarray, value: np.ndarray, num_stocks: int) -> np.ndarray:
+    """A calendar [D, n] int8 with value [K, n] at each day [K, n] that lies inside, zero elsewhere."""
+    calendar = np.zeros((NUM_DAYS, num_stocks), dtype=np.int8)
+    inside = (day >= 0) & (day < NUM_DAYS)
+    stock = np.broadcast_to(np.arange(num_stocks), day.shape)
+    calendar[day[inside], stock[inside]] = value[inside]
+    return calendar
 
 
 def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarray:
@@ -244,3 +251,39 @@ def _volumes(noise: dict[str, np.ndarray], events: np.ndarray) -> np.ndarray:
     surprise = np.minimum(np.abs(noise["own"]), 4.0)  # fat tails must not look like surges
     log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise + EVENT_SIZE * events
     return np.rint(noise["first_volume"] * np.exp(log_volume))
+
+
+def market_card(markets: Sequence[Market], config: SimulatedMarketConfig | None = None) -> str:
+    """Figures of simulated markets, averaged, beside those of the Dow, as a table to print."""
+    figures = [market_figures(market) for market in markets]
+    edge = "--market_edge" if config is None else f"{config.market_edge:g} bps (--market_edge)"
+    lines = [
+        f"SIMULATED: a test bed for memory, not a promise of profit. {len(markets)} market(s) of "
+        f"{len(markets[0].tickers)} stocks;",
+        f"planted edge: {edge} of drift on the {MOVE_DAYS} days that follow old news, see the generator.",
+        f"{'':30} {'simulated':>10} {'Dow 2008-24':>12}",
+    ]
+    for name, dow in DOW_FIGURES.items():
+        lines.append(f"{name:30} {np.mean([f[name] for f in figures]):10.3f} {dow:12.3f}")
+    return "\n".join(lines)
+
+
+def market_figures(market: Market) -> dict[str, float]:
+    """The figures of DOW_FIGURES for one market, real or simulated."""
+    log_returns = np.diff(np.log(market.close), axis=0)  # [D-1, n]
+    standard = (log_returns - log_returns.mean(0)) / log_returns.std(0)
+    size = np.abs(log_returns) - np.abs(log_returns).mean(0)
+    num_stocks = size.shape[1]
+    held = np.diff(np.log((market.close / market.close[0]).mean(1)))
+    figures = {
+        "annual volatility": log_returns.std(0).mean() * np.sqrt(252),
+        "pairwise correlation": (np.corrcoef(log_returns.T).sum() / num_stocks - 1.0) / (num_stocks - 1),
+        "excess kurtosis": (standard**4).mean() - 3.0,
+    }
+    for lag in (1, 5, 20):
+        together = (size[lag:] * size[:-lag]).sum(0) / (size**2).sum(0)
+        figures[f"autocorrelation of |r|, lag {lag}"] = together.mean()
+    figures["worst day of a stock"] = np.expm1(log_returns.min(0).mean())
+    held = np.expm1(held)
+    figures["equal-weight Sharpe ratio"] = held.mean() / held.std() * np.sqrt(252)
+    return {name: float(value) for name, value in figures.items()}

@@ -64,7 +64,7 @@ def _find_in_wrappers(env: gymnasium.Env[Any, Any]) -> _StatefulEnv | None:
 
 
 def find_stateful(env: VectorEnv[Any, Any, Any]) -> Stateful | None:
-    """Return what can be saved of a vector environment, None if any part of it cannot."""
+    """Return what can be saved of a vector environment, None if any part cannot."""
     if isinstance(env, SyncVectorEnv):
         found = [_find_in_wrappers(one) for one in env.envs]
         return None if None in found else found

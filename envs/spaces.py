@@ -1,4 +1,4 @@
-"""How observations and actions of numpy environments look to the agents: flat, and in [-1, 1]."""
+"""How numpy environments look to agents: flat observations, actions in [-1, 1]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _refusal(env_id: str, kind: str, space: Any, cure: str) -> ValueError:
 
 
 class ObservationEncoder:
-    """Encode a batch of Box (flattened) or Discrete (one-hot) observations as [B, F] float32."""
+    """Encode Box (flattened) or Discrete (one-hot) observations as [B, F] float32."""
 
     def __init__(self, source: spaces.Space[Any], env_id: str) -> None:
         self._shape = source.shape or ()
@@ -53,7 +53,7 @@ class ObservationEncoder:
 
 
 class ActionDecoder:
-    """Turn the agents' actions into an environment's: Discrete from 0, Box from [-1, 1]."""
+    """Turn agents' actions into an environment's: Discrete from 0, Box from [-1, 1]."""
 
     def __init__(self, target: spaces.Space[Any], env_id: str) -> None:
         self.space: spaces.Discrete | spaces.Box

@@ -1,4 +1,4 @@
-"""What a run trains on: the trading task, or any Gymnasium environment, behind one interface."""
+"""One interface to what a run trains on: trading, or any Gymnasium environment."""
 
 from __future__ import annotations
 

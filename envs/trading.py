@@ -39,8 +39,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     At day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of whole shares:
     sells fill first, then buys from the largest action down while cash lasts (see accounting.fill_orders).
     They fill at the open of d + 1, or at the close of d (`execution`). The reward is the change of portfolio
-    value from close to close, times 1e-4; with `excess_reward` a training reward is that minus what the
-    equal-weight mean of the stocks' returns earns on the initial cash.
+    value from close to close, times 1e-4; training rewards may be less noisy forms of it (`reward`), then
+    `info["raw_rewards"]` holds the plain ones.
 
     Observation `relative`, 1 + 8n numbers: cash share of the value, then for each of n stocks log return, log
     price against its 20-day mean, weight held, 20 x MACD / close, (RSI - 50) / 50, CCI / 200, ADX / 100, log
@@ -67,6 +67,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         config: TradingConfig,
         evaluation: bool = False,
         train_span: Span | None = None,
+        discount: float = 0.95,
         device: str | torch.device = "cpu",
     ) -> None:
         check_setup(num_envs, markets, span, config, evaluation=evaluation, train_span=train_span)
@@ -80,9 +81,9 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self.initial_cash_usd = round(config.initial_cash_usd * accounting.GRID) / accounting.GRID
         self._ruin_usd = RUIN_SHARE * self.initial_cash_usd
         self._gap = features.gap_columns(config.observation, len(self.tickers))
-        tables = features.market_tables(markets, span, config, train_span)
+        tables = features.market_tables(markets, span, config, train_span, discount)
         self._features = tables.features.to(self.device)  # [rows, F]
-        self._prices = tables.prices.to(self.device)  # [rows, 4, n]
+        self._prices = tables.prices.to(self.device)  # [rows, 6, n]
         self._baseline_rewards = (REWARD_SCALE * self.initial_cash_usd * tables.mean_returns).to(self.device)
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
         self._set_spaces()
@@ -192,33 +193,47 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         if self._steps_until_plan == 0:
             self._plan_starts(self._episode() + 1)
         self._steps_until_plan -= 1
-        cash, shares, position_usd, value, info = self._trade_one_day(actions)
+        cash, shares, position_usd, value, credit, info = self._trade_one_day(actions)
         rewards = (value - self._value).squeeze(1).mul_(REWARD_SCALE)
         if self.evaluation:
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
         else:
             info["raw_rewards"] = raw_rewards = rewards
-            if self.config.excess_reward:
-                rewards = raw_rewards - self._baseline_rewards.index_select(0, self._row)
-            else:
-                rewards = raw_rewards.clone()
+            rewards = self._training_rewards(raw_rewards, credit)
         row = self._row + 1
         info["final_obs"] = final_obs = self._observe(row, cash, value, shares, position_usd)
         terminated, truncated = value.squeeze(1) < self._ruin_usd, row == self._end_row
         obs = self._move_on(terminated | truncated, row, cash, value, shares, final_obs)
         return obs, rewards, terminated, truncated, info
 
+    def _training_rewards(self, plain: Tensor, credit: Tensor) -> Tensor:
+        """Rewards [B] with less noise and the same best policy.
+
+        "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now), where the
+        potential is the discounted later profit of the shares held. The market's path does not depend on the
+        agent, so the potential is a function of the environment's state and the discounted sum of rewards is
+        unchanged; but a trade's later profit counts when it is made, and what was held before drops out.
+        Source: Ng, Harada and Russell (1999), "Policy invariance under reward transformations".
+        """
+        if self.config.reward == "plain":
+            return plain.clone()
+        if self.config.reward == "excess":
+            return plain - self._baseline_rewards.index_select(0, self._row)
+        return torch.add(plain, credit, alpha=REWARD_SCALE)
+
     @torch.inference_mode()  # takes autograd's bookkeeping off the many small operations, an eighth of a step
-    def _trade_one_day(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Fill the orders and move to the next close: cash, shares, positions, value, evaluation's info."""
-        close, sell, buy, next_close = self._prices.index_select(0, self._row).unbind(1)  # each [B, n]
+    def _trade_one_day(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Fill the orders and move on: cash, shares, positions, value, change of potential, evaluation's info."""
+        prices = self._prices.index_select(0, self._row)
+        close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
         orders, priority = self._orders(actions, close)
         cash, trades = accounting.fill_orders(self._cash, self._shares, orders, priority, sell, buy)
         shares = self._shares + trades
         position_usd = shares * next_close
         value = accounting.portfolio_value(cash, position_usd)
         info = _account_of_step(value, cash, trades, sell, buy) if self.evaluation else {}
-        return cash, shares, position_usd, value, info
+        credit = (shares * next_gains).sub_(self._shares * gains).sum(1)  # USD
+        return cash, shares, position_usd, value, credit, info
 
     def _orders(self, actions: Tensor, close: Tensor) -> tuple[Tensor, Tensor]:
         """Whole shares wanted [B, n] float64 and the priority of buys [B, n] float32."""
@@ -304,38 +319,32 @@ def make_trading_vector_env(
 
     `options` are fields of TradingConfig and, unless `markets` and `span` are given, of DataConfig ("data": a
     file of daily bars, or "simulated") and SimulatedMarketConfig; `split` then is train, valid or test.
+    Rewards are plain here unless `reward` asks for another form.
 
     Raises: ValueError for unknown options, or for values that do not fit.
     """
+    options.setdefault("reward", "plain")
     if markets is not None:
         if span is None:
             raise ValueError("markets needs span beside it: the first and last day to trade")
         (config,) = _configs(options, TradingConfig)
-        return TradingVectorEnv(
-            num_envs,
-            markets=markets,
-            span=span,
-            train_span=train_span,
-            config=config,
-            evaluation=evaluation,
-            device=device,
-        )
-    data, simulated, config = _configs(options, DataConfig, SimulatedMarketConfig, TradingConfig)
-    if data.data == "simulated":
-        count = num_envs if evaluation else simulated.num_worlds
-        markets = simulate_markets(simulated, world_seeds(simulated, split, count))
     else:
-        markets = [load_market(data.data, missing=data.data_missing)]
-    first = first_tradable_day(markets[0], config)
-    spans = split_spans(markets[0].dates, data, first_tradable=first)
-    span = span or getattr(spans, split, None)
+        data, simulated, config = _configs(options, DataConfig, SimulatedMarketConfig, TradingConfig)
+        if data.data == "simulated":
+            count = num_envs if evaluation else simulated.num_worlds
+            markets = simulate_markets(simulated, world_seeds(simulated, split, count))
+        else:
+            markets = [load_market(data.data, missing=data.data_missing)]
+        first = first_tradable_day(markets[0], config)
+        spans = split_spans(markets[0].dates, data, first_tradable=first)
+        span, train_span = span or getattr(spans, split, None), train_span or spans.train
     if span is None:
         raise ValueError(f"split must be train, valid or test and have days, got {split!r}")
     return TradingVectorEnv(
         num_envs,
         markets=markets,
         span=span,
-        train_span=train_span or spans.train,
+        train_span=train_span,
         config=config,
         evaluation=evaluation,
         device=device,

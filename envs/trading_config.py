@@ -59,11 +59,14 @@ class TradingConfig:
             "unit": "quantile",
         },
     )
-    excess_reward: bool = field(
-        default=True,
+    reward: str = field(
+        default="attributed",
         metadata={
-            "help": "training rewards without the return of equal weight (reported returns are always plain)",
-            "unit": "yes/no",
+            "help": "what training rewards are (reported ones are always plain): attributed credits each trade at "
+            "once with its discounted later profit; excess subtracts equal weight's return; plain is the day's "
+            "change of value. The best policy is the same, the noise is not",
+            "unit": "name",
+            "choices": ("attributed", "excess", "plain"),
         },
     )
 
@@ -71,6 +74,7 @@ class TradingConfig:
         _check_choice("observation", self.observation, ("relative", "paper"))
         _check_choice("order_unit", self.order_unit, ("value", "shares"))
         _check_choice("execution", self.execution, ("next_open", "close"))
+        _check_choice("reward", self.reward, ("attributed", "excess", "plain"))
         if self.order_unit == "value":
             _check_range("max_order", self.max_order, 1e-6, 1.0, "a share of the value with order_unit value")
         else:

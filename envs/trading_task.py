@@ -1,4 +1,4 @@
-"""The trading task of a run: which markets train, validate and test, over which days."""
+"""The trading task of a run: markets and days to train, validate and test on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class TradingTask:
     trading: TradingConfig
     spans: Spans
     real: Market | None  # None: simulated
+    discount: float  # the learner's gamma, for attributed rewards
 
     def markets(self, purpose: str, count: int | None = None, first: int = 0) -> list[Market]:
-        """Markets of a purpose (train, valid, test): the one real market, or `count` simulated worlds."""
+        """Markets of a purpose (train, valid, test): the real one, or `count` worlds."""
         if self.real is not None:
             return [self.real]
         counts = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS, "test": NUM_TEST_WORLDS}
@@ -37,13 +38,14 @@ class TradingTask:
     def training_env(
         self, num_envs: int, first_global_index: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
-        """A batch of training environments; what they do depends on the seeds they are reset with only."""
+        """A batch of training environments; their reset seeds alone decide what they do."""
         return TradingVectorEnv(
             num_envs,
             markets=self.markets("train"),
             span=self.spans.train,
             config=self.trading,
             train_span=self.spans.train,
+            discount=self.discount,
             device=device,
         )
 
@@ -55,7 +57,7 @@ class TradingTask:
         max_order: float | None = None,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """One pass over each market; `max_order` lifts the order limit, for baselines bought at once."""
+        """One pass over each market; `max_order` lifts the limit, to buy all at once."""
         config = self.trading
         if max_order is not None:
             config = replace(config, max_order=max_order, order_unit="value")
@@ -89,7 +91,9 @@ class TradingTask:
         return f"{what}\ndays: {days} (indicators are warm from {first} on)"
 
 
-def prepare_task(data: DataConfig, simulated: SimulatedMarketConfig, trading: TradingConfig) -> TradingTask:
+def prepare_task(
+    data: DataConfig, simulated: SimulatedMarketConfig, trading: TradingConfig, discount: float = 0.95
+) -> TradingTask:
     """Load or simulate what a run needs to know its spans.
 
     Raises ValueError (MarketDataError for the file) with one line that names what is wrong.
@@ -97,4 +101,6 @@ def prepare_task(data: DataConfig, simulated: SimulatedMarketConfig, trading: Tr
     real = None if data.data == "simulated" else load_market(data.data, missing=data.data_missing)
     sample = real or simulate_markets(simulated, world_seeds(simulated, "train", 1))[0]
     spans = split_spans(sample.dates, data, first_tradable=first_tradable_day(sample, trading))
-    return TradingTask(data=data, simulated=simulated, trading=trading, spans=spans, real=real)
+    return TradingTask(
+        data=data, simulated=simulated, trading=trading, spans=spans, real=real, discount=discount
+    )

@@ -1,4 +1,4 @@
-"""The adapter that turns a numpy vector environment into one that speaks torch tensors, and guards it.
+"""The adapter that lets a numpy vector environment speak torch, and guards it.
 
 Everything agents rely on is held here: SAME_STEP autoreset with a full `final_obs`, one seed per environment,
 flat float32 observations, actions in [-1, 1], faults named by environment and step, and snapshots.
@@ -210,7 +210,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         raise EnvironmentFault(self.env_id, number, self._lifetime_step, problem) from cause
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return everything the future depends on, each tensor [B, ...] float64 or int64 on the CPU.
+        """Return all the future depends on: CPU tensors [B, ...], float64 or int64.
 
         Raises:
             ValueError: a sub-environment offers no `get_state` and `set_state`.
@@ -248,7 +248,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
 
 
 def seeds_are_per_environment(env: Any) -> bool:
-    """Probe whether a native vector environment of two takes one seed for each; closes it.
+    """Probe whether a native batch of two takes one seed for each; closes it.
 
     Environments whose seeds are exchanged must exchange their first observations.
     """

@@ -1,1 +1,1 @@
-"""Distributed runtime: ranks, collectives, metrics and checkpoints, with no knowledge of RL."""
+"""Distributed runtime: ranks, collectives, metrics, checkpoints; nothing of RL."""

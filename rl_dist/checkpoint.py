@@ -28,11 +28,11 @@ _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or must not be trusted; names the path and the cause."""
+    """A checkpoint cannot be written or trusted; names the path and the cause."""
 
 
 def save_checkpoint(directory: str | Path, state: dict[str, Any], *, iteration: int, keep: int) -> Path:
-    """Write `iteration_00000120.pt` so that it exists whole or not at all, and drop old ones.
+    """Write `iteration_00000120.pt` whole or not at all, and drop old ones.
 
     Args:
         directory: made if missing.
@@ -62,7 +62,7 @@ def save_checkpoint(directory: str | Path, state: dict[str, Any], *, iteration: 
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint into CPU memory; only tensors and plain values, never pickled code.
+    """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
 
     Raises:
         CheckpointError: missing, empty, truncated, changed, or no checkpoint at all.
@@ -76,7 +76,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest intact checkpoint of a run; damaged ones are skipped and reported as warnings."""
+    """The newest intact checkpoint of a run; damaged ones are skipped and logged."""
     for path in reversed(_checkpoints(Path(run_dir, CHECKPOINT_DIR))):
         try:
             _read_checked(path)

@@ -55,7 +55,7 @@ def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[s
 
 
 def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor] | None:
-    """Concatenate named tensors [B, ...] over ranks, in rank order, on the main process.
+    """Concatenate named tensors [B, ...] in rank order, on the main process.
 
     Returns:
         CPU tensors [sum of all B, ...] on the main process, None elsewhere. B may differ by rank.

@@ -1,4 +1,4 @@
-"""Command-line flags out of frozen dataclasses: one flag per field, flat over all sections."""
+"""Command-line flags out of dataclasses: one per field, flat over all sections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def parse_flags(
     epilog: str = "",
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> ParsedFlags:
-    """Parse `argv` into one instance per section; bad input prints one line and exits with 2.
+    """Parse `argv` into one instance per section.
+
+    Bad input prints one line and exits with 2.
 
     Args:
         sections: dataclass by heading. Fields are int, float, str or bool, optionally None;

@@ -1,4 +1,4 @@
-"""Start the ranks: in this process, through torch's elastic launcher, or adopted from torchrun.
+"""Start the ranks: here, through torch's elastic launcher, or under torchrun.
 
 Signals: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP reaches every rank once the launcher, the
 process group or any one rank has it; ranks stop at their next iteration end, save and leave, and

@@ -1,4 +1,4 @@
-"""What the main process writes while training: metrics.jsonl, TensorBoard, progress; and log files."""
+"""What is written while training: metrics.jsonl, TensorBoard, progress, logs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NullWriter:
 
 
 class MetricsWriter(NullWriter):
-    """Writes one record per iteration to a file, TensorBoard and the progress display.
+    """Writes a record per iteration to file, TensorBoard and the progress display.
 
     Args:
         run_dir: gets metrics.jsonl (appended to) and TensorBoard's event file.
@@ -117,7 +117,7 @@ def open_writer(
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
-    """Cut metrics.jsonl to the iterations up to `iteration`, atomically; a torn last line goes too.
+    """Cut metrics.jsonl after `iteration`, atomically; a torn last line goes too.
 
     Returns:
         Number of lines kept.
@@ -142,7 +142,7 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> Path:
-    """Log to logs/rank_N.log from INFO up; the main process also to the console from WARNING up.
+    """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
 
     Replaces what an earlier call set up. Python warnings are logged too.
 

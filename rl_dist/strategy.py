@@ -15,7 +15,7 @@ STRATEGIES = ("auto", "none", "ddp")
 
 
 def wrap(policy_module: nn.Module, world: World, strategy: str = "auto") -> nn.Module:
-    """Wrap a module so that backward through its forward averages gradients over ranks.
+    """Wrap a module so that backward through forward averages gradients over ranks.
 
     Only a loss computed through the returned module's `forward` is reduced; calling the inner
     module directly trains replicas apart without any error.

@@ -55,7 +55,7 @@ class World:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Add the time spent inside to `sync_seconds`, queued GPU work of before excluded."""
+        """Add the time spent inside to `sync_seconds`, without GPU work queued before."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         started = time.perf_counter()
@@ -87,7 +87,7 @@ def available_cores() -> int:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Threads for one of `local_ranks` processes on this machine; more only slow each other down.
+    """Threads for one of `local_ranks` processes here; more slow each other down.
 
     OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 by itself.
     """
@@ -147,7 +147,7 @@ def close_world(world: World) -> None:
 
 
 def close_any_world(*, failed: bool = False) -> None:
-    """Close what a function left open: gloo's threads may abort a process that exits beside them.
+    """Close what a function left open: gloo's threads may abort an exiting process.
 
     After a failure NCCL is left alone: closing it could wait for ranks that are gone.
     """
@@ -189,7 +189,7 @@ def _bind_gloo_to_loopback() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux for a SIGTERM when the parent dies, even by SIGKILL; a no-op elsewhere."""
+    """Ask Linux for SIGTERM when the parent dies, even by SIGKILL; no-op elsewhere."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
@@ -198,7 +198,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class StopFlag:
-    """Remembers the first stop signal; the trainer reads it at the end of each iteration.
+    """Remembers the first stop signal; the trainer reads it after each iteration.
 
     `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
     all ranks agree first (`agree_max(stop_flag.signum, world)`), then save and leave together with

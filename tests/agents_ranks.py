@@ -5,8 +5,8 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
-import numpy as np
 import torch
 
 import agents.trainer
@@ -21,7 +21,7 @@ from envs.trading import TradingVectorEnv, first_tradable_day
 from envs.trading_config import TradingConfig
 from rl_dist.metrics import NullWriter, open_writer
 from rl_dist.strategy import parameter_hash
-from rl_dist.world import close_world, current_world, open_world
+from rl_dist.world import StopFlag, close_world, open_world
 
 NUM_ENVS, NUM_STEPS, ITERATIONS = 8, 16, 10
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
@@ -45,8 +45,9 @@ def tiny_markets():
     """Two simulated markets of few days, and the span on which they can be traded."""
     config = SimulatedMarketConfig(num_stocks=2)
     markets = []
+    series_names = ("dates", "open", "high", "low", "close", "volume")
     for market in simulate_markets(config, world_seeds(config, "train", 2)):
-        series = {name: getattr(market, name)[:NUM_DAYS] for name in ("open", "high", "low", "close", "volume", "dates")}
+        series = {name: getattr(market, name)[:NUM_DAYS] for name in series_names}
         markets.append(replace(market, **series))
     return markets, Span(first_tradable_day(markets[0], TradingConfig()), NUM_DAYS - 1)
 
@@ -91,7 +92,8 @@ class Recording(Training):
 
     def __init__(self, job, world):
         super().__init__(job, world)
-        self.rollouts, self.parameters, self.hashes, self.losses = [], [], [], []
+        self.rollouts, self.parameters, self.losses = [], [], []
+        self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(lambda *_: self.hashes.append(parameter_hash(self.policy)))
 
     def collect(self, lifetime_step):
@@ -119,35 +121,22 @@ class Recording(Training):
         }
 
 
-class Stop:
-    """Stands in for StopFlag: says 15 (SIGTERM) from its n-th question on, never if n is 0."""
-
-    def __init__(self, at=0):
-        self.at, self.asked = at, 0
-
-    @property
-    def signum(self):
-        self.asked += 1
-        return 15 if self.at and self.asked >= self.at else 0
-
-
 def record_of(name, world, out_dir="", **options):
     """Train a job and return what it did; with `out_dir`, its metrics and checkpoints lie in out_dir/run."""
     run_dir = Path(out_dir, "run")
     job = make_job(name, run_dir, **options)
     writer = open_writer(run_dir, world, job.train.total_steps, "steps") if out_dir else NullWriter()
-    saved, original = [], agents.trainer.save_checkpoint
+    saved: list[int] = []
 
     def save_checkpoint(directory, state, *, iteration, keep):
         saved.append(iteration)
         if out_dir:
             original(directory, state, iteration=iteration, keep=keep)
 
-    agents.trainer.save_checkpoint = save_checkpoint
-    training = Recording(job, world)
-    train(training, writer, Stop())
+    original, training = agents.trainer.save_checkpoint, Recording(job, world)
+    with mock.patch.object(agents.trainer, "save_checkpoint", save_checkpoint):
+        train(training, writer, StopFlag())
     writer.close()
-    agents.trainer.save_checkpoint = original
     return training.record() | {"saved": saved, "writer": type(writer).__name__}
 
 
@@ -181,7 +170,8 @@ def gradient_probe(world):
     unclipped = PPOConfig(max_grad_norm=1e6, update_epochs=1)
     training = Recording(make_job("trading, clstm", iterations=1, ppo=unclipped), world)
     parameters = list(training.policy.parameters())
-    step, found = training.ppo._step, {}
+    step = training.ppo._step
+    found: dict[str, list[torch.Tensor]] = {}
 
     def probe(minibatch):
         parts = minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
@@ -190,19 +180,15 @@ def gradient_probe(world):
         own = torch.autograd.grad(ppo_loss(evaluation, *stored, unclipped).total, parameters)
         result = step(minibatch)
         if not found:
-            found["own"], found["reduced"] = list(own), [parameter.grad.clone() for parameter in parameters]
+            reduced = [p.grad.clone() for p in parameters if p.grad is not None]
+            found.update(own=list(own), reduced=reduced)
         return result
 
-    training.ppo._step = probe
-    train(training, NullWriter(), Stop())
+    with mock.patch.object(training.ppo, "_step", probe):
+        train(training, NullWriter(), StopFlag())
     return found
 
 
 def parameters_of(training):
     """All parameters of a training, one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in training.policy.parameters()])
-
-
-def finite_episodes(training):
-    """Episode returns of all rollouts a recording training made, warm-up excluded."""
-    return np.concatenate([r.episode_returns[r.episode_end].numpy() for r in training.rollouts[1:]])

@@ -7,8 +7,9 @@ REWARDS, VALUES, NEXT_VALUES = [1.0, 2.0, 3.0], [0.5, 1.0, 1.5], [1.0, 1.5, 2.0]
 
 
 def run(rewards, values, next_values, episode_end, gamma=0.9, gae_lambda=0.8):
-    columns = [torch.tensor(column, dtype=torch.float64)[:, None] for column in (rewards, values, next_values)]
-    advantages, returns = gae(*columns, torch.tensor(episode_end)[:, None], gamma, gae_lambda)
+    columns = torch.tensor([rewards, values, next_values], dtype=torch.float64)[..., None]
+    ends = torch.tensor(episode_end)[:, None]
+    advantages, returns = gae(columns[0], columns[1], columns[2], ends, gamma, gae_lambda)
     assert torch.equal(returns, advantages + columns[1])
     return pytest.approx(advantages[:, 0].tolist(), abs=1e-12)
 

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,9 +92,7 @@ def test_without_noise_the_most_likely_action_is_taken():
 def test_log_probabilities_of_discrete_actions_sum_to_one():
     policy = make_policy(FORMS["clstm"], DISCRETE)
     obs, state, starts, _ = make_inputs(policy)
-    total = sum(
-        policy(obs, torch.full(starts.shape, action), state, starts).logprobs.exp() for action in range(3)
-    )
+    total = sum(policy(obs, torch.full(starts.shape, action), state, starts).logprobs.exp() for action in range(3))
     torch.testing.assert_close(total, torch.ones_like(total))
 
 
@@ -199,13 +198,10 @@ def test_slots_of_a_rollout_evaluate_to_what_acting_gave(form):
 
 
 def test_a_wrong_shape_of_the_network_is_refused_by_name():
-    for field, value in (
-        ("policy", "gru"),
-        ("hidden_size", 0),
-        ("feature_window", -1),
-        ("log_std_init", 9.0),
-    ):
+    wrong: list[dict[str, Any]] = [{"policy": "gru"}, {"hidden_size": 0}, {"feature_window": -1}, {"log_std_init": 9.0}]
+    for options in wrong:
+        (field,) = options
         with pytest.raises(ValueError, match=f"^{field} must be"):
-            PolicyConfig(**{field: value})
+            PolicyConfig(**options)
     with pytest.raises(ValueError, match="feature_window works with policy clstm only"):
         PolicyConfig(policy="mlp", feature_window=3)

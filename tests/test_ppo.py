@@ -1,15 +1,17 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import JOBS, Recording, Stop, make_job, world_of_one
+from agents_ranks import JOBS, Recording, make_job, world_of_one
 from torch import nn
 
 from agents.clstm import Evaluation
-from agents.ppo import PPO, NonFiniteGradient, PPOConfig, normalize_advantages, ppo_loss
+from agents.ppo import PPO, LossParts, NonFiniteGradient, PPOConfig, normalize_advantages, ppo_loss
 from agents.rollout import Minibatch
 from agents.trainer import train
 from rl_dist.metrics import NullWriter
+from rl_dist.world import StopFlag
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +24,13 @@ def row(*values):
     return torch.tensor([values], dtype=torch.float64)
 
 
-def loss_of(ratios=(1.0,), values=(0.0,), entropy=(0.0,), old_values=(0.0,), advantages=(0.0,), returns=(0.0,), **config):
+def loss_of(
+    ratios=(1.0,), *, values=(0.0,), entropy=(0.0,), old_values=(0.0,), advantages=(0.0,), returns=(0.0,), **ppo
+):
     """The loss of one row of steps whose probabilities changed by these ratios."""
-    old_logprobs = row(*[-1.5] * len(ratios))
-    evaluation = Evaluation(old_logprobs + row(*ratios).log(), row(*entropy), row(*values))
-    options = {"ent_coef": 0.0, "vf_coef": 0.5} | config
-    return ppo_loss(
-        evaluation, old_logprobs, row(*old_values), row(*advantages), row(*returns), PPOConfig(**options)
-    )
+    before = row(*[-1.5] * len(ratios))
+    evaluation = Evaluation(before + row(*ratios).log(), row(*entropy), row(*values))
+    return ppo_loss(evaluation, before, row(*old_values), row(*advantages), row(*returns), PPOConfig(**ppo))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,8 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_equal_parts():
 
     def loss(pick):
         evaluation = Evaluation(parts[0][:, pick] * 0.3, parts[1][:, pick], parts[2][:, pick])
-        return ppo_loss(evaluation, *(part[:, pick] for part in parts[3:]), config).total
+        logprobs, values, advantages, returns = (part[:, pick] for part in parts[3:])
+        return ppo_loss(evaluation, logprobs, values, advantages, returns, config).total
 
     halves = (loss(slice(0, 3)) + loss(slice(3, 6))) / 2
     torch.testing.assert_close(halves, loss(slice(0, 6)))
@@ -125,6 +127,11 @@ class Line(nn.Module):
         return Evaluation(values * 0.0, values.detach() * 0.0, values)
 
 
+def gradient(line):
+    assert line.value.grad is not None
+    return line.value.grad.item()
+
+
 def slots(num_slots=8, length=2, returns=1.0):
     flat = torch.zeros(length, num_slots, dtype=torch.float64)
     return Minibatch(
@@ -149,19 +156,30 @@ def test_every_epoch_takes_one_step_per_minibatch(world):
     assert int(ppo.optimizer.state[ppo.parameters[0]]["step"]) == 6
 
 
+def test_every_epoch_uses_every_slot_once_in_an_order_of_its_own(world):
+    marked = slots(32)
+    marked.obs = torch.arange(32.0).double().expand(2, 32)[..., None]
+    line, seen = Line(), []
+    line.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0, :, 0]))
+    update(PPO(line, PPOConfig(update_epochs=4), world), marked)
+    epochs = torch.stack(seen).view(4, 32)
+    assert epochs.sort(dim=1).values.unique(dim=0).tolist() == [list(range(32))]
+    assert len(epochs.unique(dim=0)) == 4
+
+
 def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
     """Gradient of vf_coef * 0.5 * (value - 1000)^2 at 0 is -500."""
     line = Line()
     ppo = PPO(line, PPOConfig(update_epochs=1, max_grad_norm=0.25), world)
     metrics = update(ppo, slots(returns=1000.0), num_minibatches=1)
     assert metrics["optim/grad_norm"] == pytest.approx(500.0)
-    assert line.value.grad.item() == pytest.approx(-0.25, rel=1e-6)
+    assert gradient(line) == pytest.approx(-0.25, rel=1e-6)
 
 
 def test_a_small_gradient_is_not_scaled_up(world):
     line = Line()
     update(PPO(line, PPOConfig(update_epochs=1, max_grad_norm=10.0), world), slots(), num_minibatches=1)
-    assert line.value.grad.item() == pytest.approx(-0.5)
+    assert gradient(line) == pytest.approx(-0.5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -183,7 +201,7 @@ def test_the_learning_rate_falls_linearly_only_if_annealed(world):
 def trained(world, **ppo):
     options = {"update_epochs": 3, "learning_rate": 0.01} | ppo
     training = Recording(make_job("recall, clstm", iterations=2, ppo=PPOConfig(**options)), world)
-    train(training, NullWriter(), Stop())
+    train(training, NullWriter(), StopFlag())
     return training
 
 
@@ -197,7 +215,9 @@ def test_the_epochs_stop_when_the_kl_estimate_exceeds_its_target(world):
 def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
     """So the normaliser is frozen, states and inputs are the stored ones, and nothing is clipped."""
     training = Recording(make_job(name, iterations=3), world)
-    step, first_of_iteration, counts = training.ppo._step, {}, {}
+    step = training.ppo._step
+    first_of_iteration: dict[int, LossParts] = {}
+    counts: dict[int, list[float]] = {}
 
     def probe(minibatch):
         counts.setdefault(training.iteration, []).append(float(training.obs_normalizer.moments.count))
@@ -205,8 +225,8 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
         first_of_iteration.setdefault(training.iteration, result[0])
         return result
 
-    training.ppo._step = probe
-    train(training, NullWriter(), Stop())
+    with mock.patch.object(training.ppo, "_step", probe):
+        train(training, NullWriter(), StopFlag())
     assert sorted(first_of_iteration) == [1, 2, 3]
     for parts in first_of_iteration.values():
         assert abs(parts.approx_kl.item()) < 1e-14 and parts.clip_fraction.item() == 0.0

@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(run_dir):
-    return [torch.load(run_dir / f"rank_{rank}.pt") for rank in range(2)]
+    return [torch.load(run_dir / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def test_each_rank_is_a_process_of_its_own_with_its_share_of_the_cores(ranks):

@@ -186,7 +186,7 @@ GRIDS = [(8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 2, 2), (8, 3, 2, 2), (
 def global_slots(num_ranks, num_envs, slots_per_env, num_minibatches, key=(1, 2, 3)):
     """Per minibatch the global slots (environment, k), and how many of them each rank has."""
     size = num_envs // num_ranks
-    found = [set() for _ in range(num_minibatches)]
+    found: list[set] = [set() for _ in range(num_minibatches)]
     shares = []
     for rank in range(num_ranks):
         order = slot_order(key, rank * size, size, slots_per_env, num_minibatches)

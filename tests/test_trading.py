@@ -122,8 +122,8 @@ def test_raw_rewards_of_an_episode_add_up_to_its_change_of_value():
     assert abs(total) > 0.01
 
 
-def test_the_control_variate_does_not_depend_on_actions():
-    envs = [make_env(8) for _ in range(2)]
+def test_excess_rewards_remove_something_that_does_not_depend_on_actions():
+    envs = [make_env(8, reward="excess") for _ in range(2)]
     for lazy, busy in zip(random_actions(50, envs[0]), random_actions(50, envs[1], seed=1), strict=True):
         days, markets = envs[0].day, [random_market()]
         removed = []
@@ -136,8 +136,41 @@ def test_the_control_variate_does_not_depend_on_actions():
         assert removed[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_rewards_are_plain_without_excess_reward_and_in_evaluation():
-    plain, judged = make_env(1, excess_reward=False), make_env(1, evaluation=True)
+def test_attributed_rewards_keep_the_discounted_return_of_an_episode():
+    env, discount = make_env(4, reward="attributed"), 0.95
+    env.reset(seed=[1, 2, 3, 4], options={"random_age": False})  # episodes longer than the test
+    start = env.day
+    plain = shaped = torch.zeros(4, dtype=torch.float64)
+    close = torch.from_numpy(random_market().close)
+    for step, actions in enumerate(random_actions(60, env)):
+        shares_before = env.shares
+        _, rewards, terminated, truncated, info = env.step(actions)
+        plain = plain + discount**step * info["raw_rewards"]
+        shaped = shaped + discount**step * rewards
+        assert not (terminated | truncated).any()
+        if step == 30:  # what was held before the step does not matter to its reward, only what was traded
+            assert (rewards - info["raw_rewards"]).abs().max() > 1e-6 and shares_before.sum() > 0
+    last_day = env.span.last
+    later = torch.stack([
+        sum(discount**k * (close[d + k + 1] - close[d + k]) for k in range(last_day - d)) for d in env.day.tolist()
+    ])  # fmt: skip
+    left = discount**60 * 1e-4 * (env.shares * later).sum(1)  # the potential of what is still held
+    assert (env.day - start).tolist() == [60] * 4
+    assert torch.allclose(shaped, plain + left, atol=1e-6, rtol=0)
+
+
+def test_an_untouched_portfolio_earns_no_attributed_reward():
+    env = make_env(4, reward="attributed")
+    for actions in random_actions(20, env):
+        env.step(actions.abs())
+    for _ in range(5):
+        _, rewards, terminated, truncated, info = env.step(torch.zeros_like(actions))
+        if not (terminated | truncated).any():
+            assert rewards.abs().max() < 1e-9 < info["raw_rewards"].abs().max()
+
+
+def test_rewards_are_plain_when_asked_for_and_in_evaluation():
+    plain, judged = make_env(1, reward="plain"), make_env(1, evaluation=True)
     for actions in random_actions(10, plain):
         before = judged.portfolio_value
         rewards, info = judged.step(actions)[1], plain.step(actions)[4]

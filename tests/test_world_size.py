@@ -12,8 +12,6 @@ from agents_ranks import (
     NUM_STEPS,
     WITH_FILES,
     Recording,
-    Stop,
-    current_world,
     make_job,
     world_of_one,
 )
@@ -22,6 +20,7 @@ from agents.trainer import train
 from rl_dist.checkpoint import load_checkpoint
 from rl_dist.launch import launch
 from rl_dist.metrics import NullWriter
+from rl_dist.world import StopFlag, current_world
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,9 @@ def run_dir(tmp_path_factory):
 def launched(run_dir):
     """Records of all ranks, by number of ranks."""
     return {
-        num_ranks: [torch.load(run_dir.parent / f"{num_ranks}_rank_{rank}.pt") for rank in range(num_ranks)]
+        num_ranks: [
+            torch.load(run_dir.parent / f"{num_ranks}_rank_{rank}.pt", weights_only=True) for rank in range(num_ranks)
+        ]
         for num_ranks in (2, 4)
     }
 
@@ -114,9 +115,7 @@ def test_rollouts_differ_from_rank_to_rank_and_environment_to_environment(num_ra
 
 def test_the_gradient_is_the_mean_over_the_ranks_gradients(launched):
     first, second = (rank["gradient"] for rank in launched[2])
-    for one, other, reduced, also in zip(
-        first["own"], second["own"], first["reduced"], second["reduced"], strict=True
-    ):
+    for one, other, reduced, also in zip(first["own"], second["own"], first["reduced"], second["reduced"], strict=True):
         torch.testing.assert_close(reduced, (one + other) / 2, rtol=1e-10, atol=1e-14)
         assert torch.equal(reduced, also)
     assert any((one - other).abs().max() > 1e-3 for one, other in zip(first["own"], second["own"], strict=True))
@@ -141,7 +140,7 @@ def test_episodes_that_the_metrics_count_are_those_of_all_rollouts(run_dir, laun
     ends = together(launched[2], WITH_FILES, "ends")[1:]  # without the warm-up
     assert [record["episode/count"] for record in records] == ends.sum((1, 2)).tolist()
     assert records[-1]["episode/total"] == int(ends.sum())
-    assert NUM_STEPS == ends.shape[1] and NUM_ENVS == ends.shape[2]
+    assert ends.shape[1:] == (NUM_STEPS, NUM_ENVS)
 
 
 def test_the_main_process_alone_writes_checkpoints(run_dir, launched):
@@ -155,7 +154,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(r
     path = run_dir / "checkpoints" / "iteration_00000005.pt"
     training = Recording(make_job(WITH_FILES), current_world())
     training.restore(load_checkpoint(path))
-    train(training, NullWriter(), Stop())
+    train(training, NullWriter(), StopFlag())
     record, alone = training.record(), one_rank[WITH_FILES]
     assert len(record["parameters"]) == ITERATIONS - 5
     torch.testing.assert_close(record["parameters"], alone["parameters"][5:], rtol=0, atol=1e-10)
