@@ -10,12 +10,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from agents.evaluate import judge_run, validation
 from agents.report import plot_learning_curve
 from agents.run import OWNERS, SECTIONS, RunConfig, checkpoint_path, resumed_config, save_config
 from agents.sizes import share_out, sizes_table
 from agents.trainer import Job, Training, train
+from envs.faults import EnvironmentFault
 from envs.simulated_market import market_card
 from envs.task import check_flags
 from envs.trading_task import TradingTask
@@ -26,6 +28,8 @@ from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
 from rl_dist.world import close_world, open_world, stop_flag
 
 RUNS = Path("runs")
+# Rewards that credit a trade at once need neither a long horizon nor long traces: what the main job was tuned to.
+TRADING = {"learning_rate": 1e-3, "gamma": 0.95, "gae_lambda": 0.5}
 QUICK = {"num_episodes": 256, "num_worlds": 16, "num_envs": 32, "batch_size": 64, "validate_every": 5}
 PAPER = {
     "feature_window": 30,
@@ -71,9 +75,13 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
             saved = RunConfig.from_dict(json.loads(load_checkpoint(path)["config"]))
             return resumed_config(saved, parsed), run_dir, str(path)
         print("nothing to resume: starting a fresh run")
-    parsed = parsed.with_defaults((PAPER if extra.preset else {}) | (QUICK if extra.quick else {}))
+    is_trading = parsed.configs["task"].is_trading
+    check_flags(parsed.configs["task"], parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
+    if extra.preset and not is_trading:
+        raise UserError(f"--preset {extra.preset} belongs to StockTrading-v0: leave it out")
+    defaults: dict[str, Any] = TRADING if is_trading else {}
+    parsed = parsed.with_defaults(defaults | (PAPER if extra.preset else {}) | (QUICK if extra.quick else {}))
     config = RunConfig(**parsed.configs)
-    check_flags(config.task, config.data.data == "simulated", parsed.given, OWNERS)
     run_dir = Path(extra.run_dir) if extra.run_dir and extra.resume != "auto" else _fresh_directory()
     if (run_dir / "checkpoints").exists() or (run_dir / "metrics.jsonl").exists():
         raise UserError(f"run_dir {run_dir} holds a run already: go on with --resume {run_dir}, or name another")
@@ -116,6 +124,8 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             start=training.global_step if by_steps else training.episodes,
             purge_step=training.global_step + 1 if resume_from else None,
         )
+        if not getattr(training.env, "can_snapshot", False):
+            writer.say(f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew")
         signum = train(training, writer, stop_flag)
         writer.close()
         if signum:
@@ -128,6 +138,8 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         if world.main:
             finish(config, run_dir, training, summary, text)
         return 0
+    except EnvironmentFault as fault:
+        raise UserError(str(fault), exit_code=1) from fault
     finally:
         if writer is not None:
             writer.close()
@@ -151,7 +163,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
     print(resolved.message)
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:
-        print(market_card(task.markets("train", 8)))
+        print(market_card(task.markets("train", 8), config.market))
     print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo.update_epochs))
     print(f"run directory: {run_dir}" + (f", going on from {resume_from}" if resume_from else ""), flush=True)
 

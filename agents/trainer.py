@@ -286,9 +286,8 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         training.episodes += metrics["episode/count"]
         signal = agree_max(stop.signum, world)
         elapsed = time.perf_counter() - started
-        metrics |= losses | {
-            "iteration": training.iteration,
-            "global_step": training.global_step,
+        counters = {"iteration": training.iteration, "global_step": training.global_step}
+        metrics = counters | metrics | losses | {
             "episode/total": training.episodes,
             "optim/learning_rate": learning_rate,
             "time/sync_s": world.sync_seconds,

@@ -75,7 +75,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self.span, self.device = span, torch.device(device)
         # Looking whether any episode ended saves the CPU a seventh of a step; a GPU would have to be waited for.
         self._may_look = self.device.type == "cpu"
-        self.tickers = markets[0].tickers
+        self.markets, self.tickers = markets, markets[0].tickers
         self.num_markets, self.num_days = len(markets), span.last - span.first + 1
         self.episode_days = self.num_days - 1 if evaluation else config.episode_days
         self.initial_cash_usd = round(config.initial_cash_usd * accounting.GRID) / accounting.GRID

@@ -137,7 +137,7 @@ def test_excess_rewards_remove_something_that_does_not_depend_on_actions():
 
 
 def test_attributed_rewards_keep_the_discounted_return_of_an_episode():
-    env, discount = make_env(4, reward="attributed"), 0.95
+    env, discount = make_env(4, reward="attributed", episode_days=70), 0.95
     env.reset(seed=[1, 2, 3, 4], options={"random_age": False})  # episodes longer than the test
     start = env.day
     plain = shaped = torch.zeros(4, dtype=torch.float64)
