@@ -29,6 +29,7 @@ class PolicyConfig:
     feature_window: int = flag(
         0, "0: the feature LSTM keeps its state; n: it reads the last n observations anew, as in the paper", "steps"
     )
+    memory: bool = flag(True, "off: the state is zeroed before every step, the ablation of --policy clstm")
     log_std_init: float = flag(-0.5, "initial log standard deviation of Box actions", "nats")
 
     def __post_init__(self) -> None:
@@ -40,8 +41,16 @@ class PolicyConfig:
             raise ValueError(f"feature_window must be 0..1024, got {self.feature_window}: 0 turns it off")
         if self.feature_window and self.policy == "mlp":
             raise ValueError("feature_window works with policy clstm only: drop it or use --policy clstm")
+        if not self.memory and (self.feature_window or self.policy == "mlp"):
+            raise ValueError("no-memory works with policy clstm without feature_window only: drop one of them")
         if not -5.0 <= self.log_std_init <= 2.0:
             raise ValueError(f"log_std_init must be -5..2, got {self.log_std_init}")
+
+
+    @property
+    def stateless(self) -> bool:
+        """Whether a step depends on nothing before it."""
+        return self.policy == "mlp" or not self.memory
 
 
 class Evaluation(NamedTuple):
@@ -115,7 +124,12 @@ class Policy(nn.Module):
         if self.config.policy == "mlp":
             features = self.feature_mlp(self.feature_core(obs))
             actor, critic, new_state = self.actor_core(features), self.critic_core(features), state
+        elif self.config.stateless and len(obs) > 1:  # every step is a sequence of its own
+            outputs, _ = self.network(obs.flatten(0, 1)[None], self.initial_state(obs.shape[0] * obs.shape[1]))
+            return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
         else:
+            if self.config.stateless:
+                state = torch.zeros_like(state)
             parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
             new_parts: tuple[Tensor, ...] = ()
             if self.config.feature_window:
@@ -167,7 +181,7 @@ class Policy(nn.Module):
 
         The only entry for training: DistributedDataParallel arms its reduction in `forward`.
         """
-        if self.config.policy == "mlp":
+        if self.config.stateless:
             (actor, values), _ = self.network(obs, state)
         else:
             actor, values = run_sequence(self.network, obs, state, episode_start)

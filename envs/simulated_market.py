@@ -71,7 +71,7 @@ class SimulatedMarketConfig:
 
     num_stocks: int = field(default=5, metadata={"help": "stocks in each simulated market", "unit": "stocks"})
     market_edge: float = field(
-        default=150.0,
+        default=120.0,
         metadata={"help": "planted drift on days that move, up or down; 0: none", "unit": "basis points"},
     )
     market_seed: int = field(default=1, metadata={"help": "seed of all simulated worlds", "unit": ""})

@@ -17,6 +17,7 @@ FORMS = {
     "clstm": PolicyConfig(hidden_size=8),
     "window of 1": PolicyConfig(hidden_size=8, feature_window=1),
     "window of 4": PolicyConfig(hidden_size=8, feature_window=4),
+    "no memory": PolicyConfig(hidden_size=8, memory=False),
     "mlp": PolicyConfig(hidden_size=8, policy="mlp"),
 }
 NUM_OBS = 4
@@ -66,7 +67,11 @@ def test_gradients_of_the_sequence_equal_those_of_single_steps(form):
     for got, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
     silent = [name for (name, _), one in zip(policy.named_parameters(), expected, strict=True) if not one.any()]
-    assert silent == (["feature_core.weight_hh_l0"] if form == "window of 1" else [])  # nothing to remember
+    nothing_to_remember = {
+            "window of 1": ["feature_core.weight_hh_l0"],
+            "no memory": [f"{name}_core.weight_hh_l0" for name in ("feature", "actor", "critic")],
+        }
+        assert silent == nothing_to_remember.get(form, [])
 
 
 def test_the_log_probability_is_that_of_the_unclipped_sample():
@@ -205,3 +210,16 @@ def test_a_wrong_shape_of_the_network_is_refused_by_name():
             PolicyConfig(**options)
     with pytest.raises(ValueError, match="feature_window works with policy clstm only"):
         PolicyConfig(policy="mlp", feature_window=3)
+
+
+def test_without_memory_a_step_depends_on_nothing_before_it():
+    policy = make_policy(FORMS["no memory"])
+    obs, state, starts, noise = make_inputs(policy)
+    other = obs.clone()
+    other[:-1] += 1.0
+    actions = noise
+    values = [policy(seen, actions, state, starts).values[-1] for seen in (obs, other)]
+    torch.testing.assert_close(*values, rtol=0, atol=0)
+    remembering = make_policy(FORMS["clstm"])
+    values = [remembering(seen, actions, state, starts & False).values[-1] for seen in (obs, other)]
+    assert (values[0] - values[1]).abs().max() > 1e-6
