@@ -218,9 +218,7 @@ def _volatilities(noise: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]
     variance = ANNUAL_VOLATILITY**2 / 252.0
     # A lognormal exp(w) has mean square exp(2 * var(w)); dividing it out keeps the planned volatility.
     market = np.sqrt(variance * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
-    stock = np.sqrt(variance * (1.0 - MARKET_SHARE)) * np.exp(
-        common + own - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2
-    )
+    stock = np.sqrt(variance * (1.0 - MARKET_SHARE)) * np.exp(common + own - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2)
     return market, stock
 
 

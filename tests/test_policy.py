@@ -68,10 +68,10 @@ def test_gradients_of_the_sequence_equal_those_of_single_steps(form):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
     silent = [name for (name, _), one in zip(policy.named_parameters(), expected, strict=True) if not one.any()]
     nothing_to_remember = {
-            "window of 1": ["feature_core.weight_hh_l0"],
-            "no memory": [f"{name}_core.weight_hh_l0" for name in ("feature", "actor", "critic")],
-        }
-        assert silent == nothing_to_remember.get(form, [])
+        "window of 1": ["feature_core.weight_hh_l0"],
+        "no memory": [f"{name}_core.weight_hh_l0" for name in ("feature", "actor", "critic")],
+    }
+    assert silent == nothing_to_remember.get(form, [])
 
 
 def test_the_log_probability_is_that_of_the_unclipped_sample():
