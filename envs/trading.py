@@ -200,6 +200,9 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         else:
             info["raw_rewards"] = raw_rewards = rewards
             rewards = self._training_rewards(raw_rewards, credit)
+            if self.config.risk_aversion:  # mean-variance utility of the day, in the reward's unit
+                returns = raw_rewards / self._value.squeeze(1)
+                rewards -= (0.5 * self.config.risk_aversion / REWARD_SCALE) * raw_rewards * returns
         row = self._row + 1
         info["final_obs"] = final_obs = self._observe(row, cash, value, shares, position_usd)
         terminated, truncated = value.squeeze(1) < self._ruin_usd, row == self._end_row

@@ -70,6 +70,15 @@ class TradingConfig:
         },
     )
 
+    risk_aversion: float = field(
+        default=0.0,
+        metadata={
+            "help": "training rewards lose half of this times the squared return of the day (times the value): 0 learns "
+            "the largest return, 10 roughly the best Sharpe ratio",
+            "unit": "relative risk aversion",
+        },
+    )
+
     def __post_init__(self) -> None:
         _check_choice("observation", self.observation, ("relative", "paper"))
         _check_choice("order_unit", self.order_unit, ("value", "shares"))
@@ -82,6 +91,7 @@ class TradingConfig:
         _check_range("fee_bps", self.fee_bps, 0, 1000, "basis points")
         _check_range("episode_days", self.episode_days, 1, 10**5, "days")
         _check_range("initial_cash_usd", self.initial_cash_usd, 1e3, MAX_INITIAL_CASH_USD, "USD")
+        _check_range("risk_aversion", self.risk_aversion, 0, 1000, "0 is risk neutral")
         _check_range("turbulence_quantile", self.turbulence_quantile, 0, 1, "0 switches the rule off")
 
 

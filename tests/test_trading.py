@@ -169,6 +169,16 @@ def test_an_untouched_portfolio_earns_no_attributed_reward():
             assert rewards.abs().max() < 1e-9 < info["raw_rewards"].abs().max()
 
 
+def test_risk_aversion_costs_half_its_square_of_the_days_return():
+    neutral, averse = make_env(4, reward="attributed"), make_env(4, reward="attributed", risk_aversion=10.0)
+    for actions in random_actions(15, neutral):
+        value = averse.portfolio_value
+        (_, rewards, *_, info), (_, averse_rewards, *_, averse_info) = neutral.step(actions), averse.step(actions)
+        assert torch.equal(info["raw_rewards"], averse_info["raw_rewards"])
+        day_return = info["raw_rewards"] * 1e4 / value
+        assert torch.allclose(rewards - averse_rewards, 0.5 * 10 * day_return**2 * value * 1e-4, atol=1e-12, rtol=0)
+
+
 def test_rewards_are_plain_when_asked_for_and_in_evaluation():
     plain, judged = make_env(1, reward="plain"), make_env(1, evaluation=True)
     for actions in random_actions(10, plain):
