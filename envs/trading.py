@@ -17,8 +17,8 @@ from envs.counter_hash import random_int63, seed_keys
 from envs.market_data import DataConfig, Market, Span, load_market, split_spans
 from envs.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
 from envs.trading_config import TradingConfig, check_setup
+from envs.trading_rewards import REWARD_SCALE, TrainingRewards
 
-REWARD_SCALE = 1e-4  # reward per USD
 PLAN = 64  # episode starts drawn at a time
 STATE = ("keys", "row", "end_row", "cash", "value", "shares")
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
@@ -84,7 +84,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         tables = features.market_tables(markets, span, config, train_span, discount)
         self._features = tables.features.to(self.device)  # [rows, F]
         self._prices = tables.prices.to(self.device)  # [rows, 6, n]
-        self._baseline_rewards = (REWARD_SCALE * self.initial_cash_usd * tables.mean_returns).to(self.device)
+        self._rewards = TrainingRewards(tables, config, self.initial_cash_usd, self.num_days, discount, self.device)
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
         self._set_spaces()
         self._keys: Tensor | None = None
@@ -199,30 +199,15 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
         else:
             info["raw_rewards"] = raw_rewards = rewards
-            rewards = self._training_rewards(raw_rewards, credit)
-            if self.config.risk_aversion:  # mean-variance utility of the day, in the reward's unit
-                returns = raw_rewards / self._value.squeeze(1)
-                rewards -= (0.5 * self.config.risk_aversion / REWARD_SCALE) * raw_rewards * returns
+            rewards = self._rewards.shape(raw_rewards, credit, self._row)
+            if self.config.risk_aversion:
+                now_usd = self._shares * self._prices[:, 0].index_select(0, self._row)
+                rewards -= self._rewards.risk_charge(self._row, now_usd, self._value, position_usd, value)
         row = self._row + 1
         info["final_obs"] = final_obs = self._observe(row, cash, value, shares, position_usd)
         terminated, truncated = value.squeeze(1) < self._ruin_usd, row == self._end_row
         obs = self._move_on(terminated | truncated, row, cash, value, shares, final_obs)
         return obs, rewards, terminated, truncated, info
-
-    def _training_rewards(self, plain: Tensor, credit: Tensor) -> Tensor:
-        """Rewards [B] with less noise and the same best policy.
-
-        "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now), where the
-        potential is the discounted later profit of the shares held. The market's path does not depend on the
-        agent, so the potential is a function of the environment's state and the discounted sum of rewards is
-        unchanged; but a trade's later profit counts when it is made, and what was held before drops out.
-        Source: Ng, Harada and Russell (1999), "Policy invariance under reward transformations".
-        """
-        if self.config.reward == "plain":
-            return plain.clone()
-        if self.config.reward == "excess":
-            return plain - self._baseline_rewards.index_select(0, self._row)
-        return torch.add(plain, credit, alpha=REWARD_SCALE)
 
     @torch.inference_mode()  # takes autograd's bookkeeping off the many small operations, an eighth of a step
     def _trade_one_day(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:

@@ -73,8 +73,8 @@ class TradingConfig:
     risk_aversion: float = field(
         default=0.0,
         metadata={
-            "help": "training rewards lose half of this times the squared return of the day (times the value): 0 learns "
-            "the largest return, 10 roughly the best Sharpe ratio",
+            "help": "training rewards are charged half of this times the variance of the portfolio's return: 0 learns "
+            "the largest return, 10 and more a better Sharpe ratio",
             "unit": "relative risk aversion",
         },
     )

@@ -169,14 +169,22 @@ def test_an_untouched_portfolio_earns_no_attributed_reward():
             assert rewards.abs().max() < 1e-9 < info["raw_rewards"].abs().max()
 
 
-def test_risk_aversion_costs_half_its_square_of_the_days_return():
+def test_an_order_is_charged_for_the_variance_it_adds():
     neutral, averse = make_env(4, reward="attributed"), make_env(4, reward="attributed", risk_aversion=10.0)
+    closes = random_market().close[FIRST:]
+    covariance = np.cov((closes[1:] / closes[:-1] - 1).T)
+
+    def risk(env):
+        weights, value = env.weights.numpy(), env.portfolio_value.numpy()
+        return 0.5 * 10 * value * np.einsum("bi,ij,bj->b", weights, covariance, weights)
+
     for actions in random_actions(15, neutral):
-        value = averse.portfolio_value
-        (_, rewards, *_, info), (_, averse_rewards, *_, averse_info) = neutral.step(actions), averse.step(actions)
-        assert torch.equal(info["raw_rewards"], averse_info["raw_rewards"])
-        day_return = info["raw_rewards"] * 1e4 / value
-        assert torch.allclose(rewards - averse_rewards, 0.5 * 10 * day_return**2 * value * 1e-4, atol=1e-12, rtol=0)
+        before = risk(averse)
+        (_, rewards, terminated, truncated, info), step = neutral.step(actions), averse.step(actions)
+        assert torch.equal(info["raw_rewards"], step[4]["raw_rewards"])
+        going_on = ~(terminated | truncated).numpy()
+        charged = (rewards - step[1]).numpy()[going_on]
+        assert charged == pytest.approx(((risk(averse) - before) * 1e-4 / (1 - 0.95))[going_on], rel=1e-6, abs=1e-9)
 
 
 def test_rewards_are_plain_when_asked_for_and_in_evaluation():

@@ -1,0 +1,67 @@
+"""Training rewards: the same best policy as the plain reward, with less noise; and the price of risk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from envs.features import MarketTables
+from envs.trading_config import TradingConfig
+
+REWARD_SCALE = 1e-4  # reward per USD
+
+
+class TrainingRewards:
+    """Forms of the reward that training may use; everything reported stays plain.
+
+    "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now), where the
+    potential is the discounted later profit of the shares held. The market's path does not depend on the agent,
+    so the potential is a function of the environment's state and the discounted sum of rewards is unchanged; but
+    a trade's later profit counts when it is made, and what was held before drops out. "excess" subtracts what the
+    equal-weight mean of the stocks' returns earns on the initial cash, which no action changes either.
+
+    Source: Ng, Harada and Russell (1999), "Policy invariance under reward transformations".
+    """
+
+    def __init__(
+        self,
+        tables: MarketTables,
+        config: TradingConfig,
+        initial_cash_usd: float,
+        num_days: int,
+        discount: float,
+        device: torch.device,
+    ) -> None:
+        self.form, self.num_days = config.reward, num_days
+        self._baseline = (REWARD_SCALE * initial_cash_usd * tables.mean_returns).to(device)
+        if config.risk_aversion:
+            if discount >= 1.0:
+                raise ValueError(f"risk_aversion needs a discount below 1, got gamma {discount:g}: lower --gamma")
+            self._risk_scale = 0.5 * config.risk_aversion * REWARD_SCALE / (1.0 - discount)
+            closes, next_closes = (tables.prices[:, k].unflatten(0, (-1, num_days))[:, :-1] for k in (0, 3))
+            returns = next_closes / closes - 1.0  # [M, days - 1, n]
+            self._covariance = torch.stack([market.T.cov() for market in returns]).to(device)  # [M, n, n]
+
+    def shape(self, plain: Tensor, credit: Tensor, row: Tensor) -> Tensor:
+        """Rewards [B] from plain ones [B], the potential's change [B] in USD and the table rows [B]."""
+        if self.form == "plain":
+            return plain.clone()
+        if self.form == "excess":
+            return plain - self._baseline.index_select(0, row)
+        return torch.add(plain, credit, alpha=REWARD_SCALE)
+
+    def risk_charge(self, row: Tensor, now_usd: Tensor, now: Tensor, next_usd: Tensor, next_value: Tensor) -> Tensor:
+        """What the day's change of risk costs [B], once and for all days to come.
+
+        A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the covariance of the
+        span. Charging it every day, and shaping by the potential "this risk for ever", leaves only its change,
+        times 1 / (1 - discount): an order is charged at once for the risk it brings, without noise.
+
+        Takes positions [B, n] and values [B, 1] in USD, before the step and after it.
+        """
+        covariance = self._covariance.index_select(0, row // self.num_days)  # [B, n, n]
+        before, after = (
+            torch.einsum("bi,bij,bj->b", usd, covariance, usd) / value.squeeze(1)
+            for usd, value in ((now_usd, now), (next_usd, next_value))
+        )
+        return (after - before).mul_(self._risk_scale)
