@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,15 @@ from typing import Any
 
 from agents.evaluate import judge_run, validation
 from agents.report import plot_learning_curve
-from agents.run import OWNERS, SECTIONS, RunConfig, checkpoint_path, resumed_config, save_config
+from agents.run import (
+    OWNERS,
+    SECTIONS,
+    RunConfig,
+    discard_unstarted,
+    resumable_checkpoint,
+    resumed_config,
+    save_config,
+)
 from agents.sizes import share_out, sizes_table
 from agents.trainer import Job, Training, train
 from envs.faults import EnvironmentFault
@@ -22,12 +32,14 @@ from envs.simulated_market import market_card
 from envs.task import check_flags
 from envs.trading_task import TradingTask
 from rl_dist.checkpoint import find_latest_run, latest_checkpoint, load_checkpoint
+from rl_dist.collectives import gather_json
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve
 from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
 from rl_dist.world import close_world, open_world, stop_flag
 
 RUNS = Path("runs")
+logger = logging.getLogger("train_distributed")  # for the log files
 # Rewards that credit a trade at once need neither a long horizon nor long traces: what the main job was tuned to.
 TRADING = {"learning_rate": 1e-3, "gamma": 0.95, "gae_lambda": 0.5}
 QUICK = {"num_episodes": 256, "num_worlds": 16, "num_envs": 32, "batch_size": 64, "validate_every": 5}
@@ -38,6 +50,7 @@ PAPER = {
     "max_order": 100.0,
     "execution": "close",
     "reward": "plain",
+    "risk_aversion": 0.0,
     "learning_rate": 3e-4,
     "gamma": 0.99,
     "gae_lambda": 0.95,
@@ -58,7 +71,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that belong to no component."""
     group = parser.add_argument_group("run")
     group.add_argument("--run_dir", default="", metavar="DIR", help="where to write (default: runs/DATE_TIME)")
-    group.add_argument("--resume", default="", metavar="DIR", help="go on with this run, or 'auto': the newest")
+    what = "go on with this run; auto: with run_dir, or else the newest run, or else begin"
+    group.add_argument("--resume", default="", metavar="DIR", help=what)
     group.add_argument("--quick", action="store_true", help="a complete small run in under 30 s")
     group.add_argument("--preset", default="", choices=("", "paper"), help="paper: the form of arXiv 2212.02721")
 
@@ -67,11 +81,9 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     """Configuration, run directory and checkpoint to resume from ("": a fresh run)."""
     extra = parsed.extra
     if extra.resume:
-        run_dir = find_latest_run(extra.run_dir or RUNS) if extra.resume == "auto" else Path(extra.resume)
-        if run_dir is not None and extra.resume == "auto" and latest_checkpoint(run_dir) is None:
-            run_dir = None
+        run_dir = _run_to_resume(parsed)
         if run_dir is not None:
-            path = checkpoint_path(run_dir)
+            path = resumable_checkpoint(run_dir)
             saved = RunConfig.from_dict(json.loads(load_checkpoint(path)["config"]))
             return resumed_config(saved, parsed), run_dir, str(path)
         print("nothing to resume: starting a fresh run")
@@ -82,10 +94,26 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     defaults: dict[str, Any] = TRADING if is_trading else {}
     parsed = parsed.with_defaults(defaults | (PAPER if extra.preset else {}) | (QUICK if extra.quick else {}))
     config = RunConfig(**parsed.configs)
-    run_dir = Path(extra.run_dir) if extra.run_dir and extra.resume != "auto" else _fresh_directory()
-    if (run_dir / "checkpoints").exists() or (run_dir / "metrics.jsonl").exists():
-        raise UserError(f"run_dir {run_dir} holds a run already: go on with --resume {run_dir}, or name another")
+    if config.train.total_steps and "num_episodes" in parsed.given:
+        raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
+    run_dir = Path(extra.run_dir) if extra.run_dir else _fresh_directory()
+    if not extra.resume and ((run_dir / "checkpoints").exists() or (run_dir / "metrics.jsonl").exists()):
+        resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
+        raise UserError(f"run_dir {run_dir} holds a run already: {resume}, or name another")
     return config, run_dir, ""
+
+
+def _run_to_resume(parsed: ParsedFlags) -> Path | None:
+    """The run directory that --resume means; None: there is nothing to go on with."""
+    extra = parsed.extra
+    if extra.resume == "auto":
+        if extra.run_dir:
+            return Path(extra.run_dir) if latest_checkpoint(extra.run_dir) else None
+        return find_latest_run(RUNS)
+    for name in ("run_dir", "preset", "quick"):
+        if getattr(extra, name):
+            raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
+    return Path(extra.resume)
 
 
 def _fresh_directory() -> Path:
@@ -97,9 +125,11 @@ def _fresh_directory() -> Path:
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
     world = open_world(resolved.device_type)
-    setup_logging(run_dir, world.rank)
     writer = None
     try:
+        run_dir = Path(gather_json(str(run_dir), world)[0])  # torchrun's ranks may have chosen different names
+        setup_logging(run_dir, world.rank)
+        logger.info("%s, rank %d of %d on %s", config.task.env, world.rank, world.size, world.device)
         task = config.prepare_task()
         job = Job(
             train=config.train,
@@ -127,6 +157,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         if not getattr(training.env, "can_snapshot", False):
             writer.say(f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew")
         signum = train(training, writer, stop_flag)
+        logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         if signum:
             if world.main:
@@ -174,14 +205,17 @@ def main() -> int:
     try:
         config, run_dir, resume_from = choose_run(parsed)
         resolved = resolve(config.launch)
-        announce(config, resolved, run_dir, resume_from)
-        save_config(config, run_dir)
-        if resume_from:
-            truncate_metrics(run_dir, load_checkpoint(resume_from)["iteration"])
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
+            announce(config, resolved, run_dir, resume_from)
+            save_config(config, run_dir)
+            truncate_metrics(run_dir, load_checkpoint(resume_from)["iteration"] if resume_from else 0)
     except ValueError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    return launch(run_rank, (config, resolved, run_dir, resume_from), resolved.num_ranks)
+    code = launch(run_rank, (config, resolved, run_dir, resume_from), resolved.num_ranks)
+    if code and not resume_from:
+        discard_unstarted(run_dir)
+    return code
 
 
 if __name__ == "__main__":

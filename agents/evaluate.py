@@ -10,20 +10,22 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
 from torch import Tensor
 
 from agents.clstm import Policy
-from agents.judge import Controller, PolicyController, judge_episodes, judge_markets
+from agents.judge import MAX_EPISODE_STEPS, Controller, PolicyController, judge_episodes, judge_markets
 from agents.normalize import Normalizer
 from agents.report import plot_equity
 from agents.run import LoadedAgent, RunConfig, load_agent
 from agents.statistics import Record, bootstrap_interval, mean_interval, performance
+from envs.faults import EnvironmentFault
 from envs.market_data import DataConfig, Market, Span
+from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
 from envs.task import GymTask
 from envs.trading import first_tradable_day
 from envs.trading_task import TradingTask, prepare_task
@@ -31,6 +33,7 @@ from rl_dist.launch import UserError, launch
 from rl_dist.world import World, close_world, open_world
 
 EQUAL_WEIGHT = "equal weight"  # bought at once: the baseline of every comparison
+TAKEN_NAMES = (EQUAL_WEIGHT, "equal weight, order limit", "reference", "memoryless rule", "policy, state zeroed")
 COLUMNS = {  # column head: (statistic, format, factor)
     "return %": ("cumulative_return", "{:.1f}", 100),
     "annual %": ("annual_return", "{:.1f}", 100),
@@ -180,6 +183,7 @@ def _episode_figures(
         f"{prefix}return_std": float(returns.std()),
         f"{prefix}return_min": float(returns.min()),
         f"{prefix}length": float(np.mean(episodes["length"])),
+        f"{prefix}episodes_cut": float(np.sum(np.array(episodes["length"]) >= MAX_EPISODE_STEPS)),
         f"{prefix}episodes": float(len(returns)),
     }
 
@@ -210,9 +214,10 @@ def judge_run(
 
 
 def _episode_text(figures: dict[str, float]) -> str:
+    cut = f", {figures['episodes_cut']:.0f} cut after {MAX_EPISODE_STEPS} steps" if figures["episodes_cut"] else ""
     return (
         f"{figures['episodes']:.0f} episodes without noise: mean return {figures['return']:.2f} (sd "
-        f"{figures['return_std']:.2f}, min {figures['return_min']:.2f}), mean length {figures['length']:.1f}"
+        f"{figures['return_std']:.2f}, min {figures['return_min']:.2f}), mean length {figures['length']:.1f}{cut}"
     )
 
 
@@ -226,15 +231,18 @@ def plot_judgement(judged: Judgement, path: Path) -> None:
 def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTask, Span]:
     """The run's trading task with other worlds, data or days, as the command line asks."""
     asked = {name: getattr(args, name) for name in ("market_seed", "market_edge") if getattr(args, name) is not None}
-    data = replace(config.data, data=args.data) if args.data else config.data
-    if args.data and not args.start:  # the run's own dates may not exist there: judge all of it
-        data = DataConfig(data=args.data)
+    elsewhere = args.data not in ("", config.data.data)
+    # The run's own dates may not exist in other data, of which every day is unseen.
+    data = DataConfig(data=args.data) if elsewhere else config.data
+    if data.data != "simulated":
+        _refuse_useless(args, ("num_worlds", "market_seed", "market_edge"), f"data {data.data}")
     task = prepare_task(data, replace(config.market, **asked), config.trading)
-    if not args.start and not args.end:
+    if not (args.start or args.end or elsewhere):
         return task, task.spans.test
     market = task.markets("test", 1)[0]
     first_day = first_tradable_day(market, task.trading)
-    first, last = args.start or str(market.dates[task.spans.test.first]), args.end or str(market.dates[-1])
+    first = args.start or str(market.dates[first_day if elsewhere else task.spans.test.first])
+    last = args.end or str(market.dates[-1])
     days = np.flatnonzero((market.dates >= np.datetime64(first)) & (market.dates <= np.datetime64(last)))
     days = days[days >= first_day]
     if len(days) < 2:
@@ -245,54 +253,82 @@ def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTas
     return task, Span(int(days[0]), int(days[-1]))
 
 
+def _refuse_useless(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
+    for name in names:
+        if getattr(args, name) not in ("", None):
+            raise UserError(f"--{name} does nothing with {what}: leave it out")
+
+
 def _judge_loaded(agents: dict[str, LoadedAgent], args: argparse.Namespace, world: World) -> tuple[dict, str]:
     """Judge the first agent's task with all agents."""
     first = next(iter(agents.values()))
-    config = replace(first.config, task=replace(first.config.task, eval_episodes=args.episodes))
+    config = replace(first.config, task=replace(first.config.task, eval_episodes=args.episodes or 100))
+    _check_shapes(agents)
     if not config.task.is_trading:
+        others = ("data", "start", "end", "num_worlds", "market_seed", "market_edge", "plot")
+        _refuse_useless(args, others, config.task.env)
         task = GymTask(config.task)
         found = {
             name: _episode_figures(task, config, agent.policy, agent.normalizer, world, "")
             for name, agent in agents.items()
         }
         return found, "\n".join(f"{name}: {_episode_text(figures)}" for name, figures in found.items())
+    _refuse_useless(args, ("episodes",), config.task.env)
     trading, span = _asked_task(config, args)
+    plot = Path(args.plot or first.run_dir / "plots" / "evaluation.png")
     contenders = {name: (agent.policy, agent.normalizer, False) for name, agent in agents.items()}
     if first.config.policy.policy == "clstm":
         contenders["policy, state zeroed"] = (first.policy, first.normalizer, True)
-    markets = trading.markets("test", args.num_worlds)
-    _check_shapes(trading, agents, len(markets[0].tickers))
+    markets = trading.markets("test", args.num_worlds or 50)
+    if (num_stocks := len(markets[0].tickers)) != first.policy.num_actions:
+        raise UserError(
+            f"the policy trades {first.policy.num_actions} stocks and the data has {num_stocks}: a policy can only be "
+            "judged on as many stocks as it was trained with"
+        )
     judged = judge_trading(trading, markets, span, contenders, world)
     if world.main:
         print(f"{trading.describe()}\njudged from {judged.dates[0]} to {judged.dates[-1]}\n")
-        plot_judgement(judged, Path(args.plot))
+        plot_judgement(judged, plot)
     summary = judged.summary()
-    return summary, f"{text_table(summary)}\n\nequity curves: {args.plot}"
+    return summary, f"{text_table(summary)}\n\nequity curves: {plot}"
 
 
-def _check_shapes(task: TradingTask, agents: dict[str, LoadedAgent], num_stocks: int) -> None:
-    for name, agent in agents.items():
-        if agent.policy.num_actions != num_stocks:
+def _check_shapes(agents: dict[str, LoadedAgent]) -> None:
+    """Refuse to compare policies that cannot act in the first one's environment."""
+    policy = agents["policy"].policy
+    for name, other in ((name, agent.policy) for name, agent in agents.items()):
+        if (other.num_obs, other.num_actions, other.discrete) != (policy.num_obs, policy.num_actions, policy.discrete):
             raise UserError(
-                f"{name} trades {agent.policy.num_actions} stocks and the data has {num_stocks}: a policy can only be "
-                "judged on as many stocks as it was trained with"
+                f"{name} cannot be compared: it maps {other.num_obs} observations to {other.num_actions} actions, the "
+                f"policy {policy.num_obs} to {policy.num_actions}; compare runs of one environment and --observation"
             )
+
+
+def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
+    agents = {"policy": load_agent(args.path)}
+    for path in args.compare:
+        name = Path(path).resolve().name
+        taken = name in agents or name in TAKEN_NAMES or Path(path).is_file()
+        agents[str(path) if taken else name] = load_agent(path)
+    return agents
 
 
 def _rank_main(args: argparse.Namespace) -> int:
     """What every rank of the command does."""
     world = open_world("cpu")
     try:
-        agents = {"policy": load_agent(args.path)}
-        agents |= {f"{Path(path).name}": load_agent(path) for path in args.compare}
-        loaded = agents["policy"]
+        agents = _load_agents(args)
         if world.main:
-            print(f"{loaded.path}, iteration {loaded.iteration}")
+            print(f"{agents['policy'].path}, iteration {agents['policy'].iteration}")
         summary, text = _judge_loaded(agents, args, world)
         if world.main:
             print(text, flush=True)
             if args.json:
                 Path(args.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except EnvironmentFault as fault:
+        raise UserError(str(fault), exit_code=1) from fault
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror or error}", exit_code=1) from error
     finally:
         close_world(world)
     return 0
@@ -320,26 +356,31 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", default="", help="CSV of daily bars, or 'simulated' (default: the run's data)")
     parser.add_argument("--start", default="", help="first day, YYYY-MM-DD (default: the run's test span)")
     parser.add_argument("--end", default="", help="last day, YYYY-MM-DD (default: the data's last)")
-    parser.add_argument("--num_worlds", type=int, default=50, help="simulated worlds to judge on (default: 50)")
+    parser.add_argument("--num_worlds", type=int, help="simulated worlds to judge on (default: 50)")
     parser.add_argument("--market_seed", type=int, help="seed of the simulated worlds (default: the run's)")
     parser.add_argument("--market_edge", type=float, help="planted drift, bps per day (default: the run's)")
-    parser.add_argument("--episodes", type=int, default=100, help="episodes of other environments (default: 100)")
+    parser.add_argument("--episodes", type=int, help="episodes of other environments (default: 100)")
     parser.add_argument("--num_gpus", type=int, default=1, help="CPU ranks that share the work (default: 1)")
     parser.add_argument("--plot", default="", help="equity picture (default: RUN_DIR/plots/evaluation.png)")
     parser.add_argument("--json", default="", help="write all figures to this file")
     args = parser.parse_args([_underscored(token) for token in (sys.argv[1:] if argv is None else argv)])
     for name in ("num_worlds", "episodes", "num_gpus"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"{name} must be at least 1, got {getattr(args, name)}")
     for name in ("start", "end"):
-        try:
-            np.datetime64(getattr(args, name) or "2000-01-01", "D")
-        except ValueError:
+        if not _is_date(getattr(args, name) or "2000-01-01"):
             parser.error(f"--{name} must be a date YYYY-MM-DD, got {getattr(args, name)!r}")
-    path = Path(args.path)
-    run_dir = path if path.is_dir() else path.parent.parent
-    args.plot = args.plot or str(run_dir / "plots" / "evaluation.png")
+    for name in ("plot", "json"):
+        if getattr(args, name) and not Path(getattr(args, name)).absolute().parent.is_dir():
+            parser.error(f"--{name} {getattr(args, name)}: its folder does not exist")
     return args
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _underscored(token: str) -> str:

@@ -19,6 +19,7 @@ from rl_dist.collectives import gather_json
 from rl_dist.world import World
 
 Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]  # (env, obs [B,F], episode_start [B]) -> actions
+MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")
 
 
@@ -106,7 +107,7 @@ def judge_episodes(
     """Whole episodes, one environment each, over all ranks; each counted once.
 
     Each environment runs its first episode from its own evaluation seed, so long episodes weigh as
-    much as short ones.
+    much as short ones. One that does not end is cut after MAX_EPISODE_STEPS.
 
     Returns:
         "return" and "length" of every episode, in order of their number, the same on every rank.
@@ -120,7 +121,9 @@ def judge_episodes(
         alive = start.clone()
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
         length = total.clone()
-        while alive.any():
+        for _ in range(MAX_EPISODE_STEPS):
+            if not alive.any():
+                break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
             total += info.get("raw_rewards", rewards) * alive
             length += alive

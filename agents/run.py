@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import TradingConfig
 from envs.trading_task import TradingTask, prepare_task
-from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
+from rl_dist.metrics import METRICS_FILE, close_logging
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
@@ -89,6 +91,19 @@ def save_config(config: RunConfig, run_dir: Path) -> None:
         raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
 
 
+def discard_unstarted(run_dir: Path) -> None:
+    """Remove what a run that failed before its first iteration ended has written."""
+    metrics = run_dir / METRICS_FILE
+    if not run_dir.is_dir() or (run_dir / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size):
+        return
+    close_logging()
+    shutil.rmtree(run_dir / "logs", ignore_errors=True)
+    for path in (run_dir / "config.json", metrics, *run_dir.glob("events.out.tfevents.*")):
+        path.unlink(missing_ok=True)
+    if not any(run_dir.iterdir()):
+        run_dir.rmdir()
+
+
 def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     """The saved configuration, with the flags that a resumed run may change.
 
@@ -109,7 +124,10 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         if name == "launch" and "num_gpus" not in given:
             changes["num_gpus"] = new.num_gpus
         sections[name] = dataclasses.replace(old, **changes)
-    return RunConfig(**sections)
+    config = RunConfig(**sections)
+    if config.train.total_steps and "num_episodes" in parsed.given:
+        raise UserError("--num_episodes does nothing in a run that stops by --total_steps: give --total_steps")
+    return config
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,12 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of its run, or where the checkpoint was copied to."""
+        folder = self.path.absolute().parent
+        return folder.parent if folder.name == CHECKPOINT_DIR else folder
 
 
 def checkpoint_path(path: str | Path) -> Path:
@@ -138,6 +162,17 @@ def checkpoint_path(path: str | Path) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
     return path
+
+
+def resumable_checkpoint(run_dir: Path) -> Path:
+    """The newest valid checkpoint of a run directory.
+
+    Raises:
+        UserError: there is none, or this is no directory.
+    """
+    if run_dir.is_file():
+        raise UserError(f"--resume takes a run directory (its newest checkpoint counts), got the file {run_dir}")
+    return checkpoint_path(run_dir)
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:

@@ -29,9 +29,13 @@ class Record:
 
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
     """Annualised Sharpe ratio (risk-free rate 0) along the last axis; 0 if still."""
-    deviation = returns.std(axis=-1, ddof=1)
+    deviation = _deviation(returns)
     still = deviation < 1e-12
     return np.where(still, 0.0, returns.mean(-1) / np.where(still, 1.0, deviation) * np.sqrt(TRADING_DAYS))
+
+
+def _deviation(returns: np.ndarray) -> np.ndarray:
+    return returns.std(axis=-1, ddof=min(1, returns.shape[-1] - 1))  # 0 for a single day
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
@@ -50,7 +54,7 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     return {
         "cumulative_return": growth - 1.0,
         "annual_return": np.maximum(growth, 0.0) ** (1.0 / years) - 1.0,
-        "annual_volatility": returns.std(axis=1, ddof=1) * np.sqrt(TRADING_DAYS),
+        "annual_volatility": _deviation(returns) * np.sqrt(TRADING_DAYS),
         "sharpe": sharpe_ratio(returns),
         "sortino": np.where(no_loss, 0.0, returns.mean(1) * TRADING_DAYS / np.where(no_loss, 1.0, downside)),
         "max_drawdown": (1.0 - values / peaks).max(1),

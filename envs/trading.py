@@ -307,11 +307,11 @@ def make_trading_vector_env(
 
     `options` are fields of TradingConfig and, unless `markets` and `span` are given, of DataConfig ("data": a
     file of daily bars, or "simulated") and SimulatedMarketConfig; `split` then is train, valid or test.
-    Rewards are plain here unless `reward` asks for another form.
+    Rewards are plain here unless `reward` or `risk_aversion` ask for another form.
 
     Raises: ValueError for unknown options, or for values that do not fit.
     """
-    options.setdefault("reward", "plain")
+    options = {"reward": "plain", "risk_aversion": 0.0} | options
     if markets is not None:
         if span is None:
             raise ValueError("markets needs span beside it: the first and last day to trade")

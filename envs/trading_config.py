@@ -71,10 +71,10 @@ class TradingConfig:
     )
 
     risk_aversion: float = field(
-        default=0.0,
+        default=10.0,
         metadata={
             "help": "training rewards are charged half of this times the variance of the portfolio's return: 0 learns "
-            "the largest return, 10 and more a better Sharpe ratio",
+            "the largest return, more a better Sharpe ratio",
             "unit": "relative risk aversion",
         },
     )

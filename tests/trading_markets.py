@@ -38,7 +38,7 @@ def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) 
         markets=markets or [random_market()],
         span=Span(FIRST, last),
         train_span=Span(FIRST, last),
-        config=TradingConfig(**{"episode_days": 20, **options}),
+        config=TradingConfig(**{"episode_days": 20, "risk_aversion": 0.0, **options}),
         evaluation=evaluation,
         device=device,
     )
