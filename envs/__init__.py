@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -13,8 +13,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 if TYPE_CHECKING:  # torch and pandas are loaded when a factory is called, not when ids are registered
-    from envs.market_data import Market, Span
-    from envs.trading import TradingConfig, TradingVectorEnv
     from envs.vector import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
@@ -78,7 +76,7 @@ def make_vector_env(
     if vectorization not in VECTORIZATIONS:
         raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}")
     if env_id.rsplit(":", 1)[-1] == TRADING_ID:
-        raise ValueError(f"{TRADING_ID} needs market data: make it with make_trading_env")
+        raise ValueError(f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading_task")
     default_seeds = environment_seeds(seed, stream, first_global_index, num_envs)
     spec = _find_spec(env_id)
     kwargs = dict(env_kwargs or {})
@@ -93,33 +91,6 @@ def make_vector_env(
         device=device,
         force_native=native and vectorization == "native",
         takes_seed_list=takes_seed_list,
-    )
-
-
-def make_trading_env(
-    num_envs: int,
-    *,
-    markets: Sequence[Market],
-    span: Span,
-    train_span: Span | None,
-    config: TradingConfig,
-    evaluation: bool = False,
-    device: str = "cpu",
-) -> TradingVectorEnv:
-    """Make the batched trading environment over a span of days of some markets.
-
-    `evaluation` makes environment i pass once over market i from the first to the last day of the span.
-    """
-    from envs.trading import TradingVectorEnv
-
-    return TradingVectorEnv(
-        num_envs,
-        markets=markets,
-        span=span,
-        train_span=train_span,
-        config=config,
-        evaluation=evaluation,
-        device=device,
     )
 
 

@@ -326,7 +326,7 @@ def test_autoreset_modes_other_than_same_step_are_refused(mode):
     [
         ({"env_id": "CartPol-v1"}, "unknown environment 'CartPol-v1': did you mean CartPole-v1"),
         ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module'"),
-        ({"env_id": "StockTrading-v0"}, "make it with make_trading_env"),
+        ({"env_id": "StockTrading-v0"}, "make it with gymnasium.make_vec"),
         ({"env_kwargs": {"colour": 1}}, "cannot be made: TypeError"),
         ({"num_envs": 0}, "num_envs must be at least 1, got 0"),
         ({"vectorization": "async"}, "vectorization must be one of auto, sync, native"),
