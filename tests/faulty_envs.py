@@ -1,0 +1,29 @@
+"""Environments that misbehave, registered as `faulty_envs:ID`, and a well-behaved one of known returns."""
+
+import gymnasium
+import numpy as np
+
+
+class Walk(gymnasium.Env):
+    """Rewards 1 a step; ends after `length` steps; at step `nan_at` of a life the observation is NaN."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length=9, nan_at=0):
+        self.length, self.nan_at, self.life = length, nan_at, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.age, self.life = self.age + 1, self.life + 1
+        obs = np.full(2, np.nan if self.life == self.nan_at else 0.5, np.float32)
+        return obs, 1.0, self.age == self.length, False, {}
+
+
+gymnasium.register("Walk-v0", entry_point=Walk)
+gymnasium.register("NanAtFive-v0", entry_point=Walk, kwargs={"nan_at": 5})
+gymnasium.register("NanAtForty-v0", entry_point=Walk, kwargs={"nan_at": 40})

@@ -1,0 +1,91 @@
+"""Small runs of the two commands, in this process or in their own, and small files of daily bars."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+import train_distributed
+from agents import evaluate
+from rl_dist.metrics import close_logging
+
+REPO = Path(__file__).parents[1]
+SIZES = "--num_episodes 8 --num_envs 4 --batch_size 8 --num_steps 32 --bptt_steps 8 --hidden_size 8".split()
+SPANS = "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 --test_start 2019-06-03".split()
+WORLDS = "--num_worlds 2 --episode_days 20".split()
+SMALL = [*SIZES, *SPANS, *WORLDS]  # on the simulated market
+
+
+def run_here(main, argv, monkeypatch):
+    """A command's exit code, run in this process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
+    try:
+        return main()
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        close_logging()
+        torch.set_num_threads(1)
+
+
+def train_here(monkeypatch, *argv):
+    return run_here(train_distributed.main, argv, monkeypatch)
+
+
+def evaluate_here(monkeypatch, *argv):
+    return run_here(evaluate.main, argv, monkeypatch)
+
+
+def start(*argv, **options):
+    """A command in its own process group; `argv` follows `python`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, argv)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def start_training(*argv, **options):
+    return start(REPO / "train_distributed.py", *argv, **options)
+
+
+def only_error(stderr):
+    """The one line that bad input must leave on stderr."""
+    lines = stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), stderr
+    return lines[0]
+
+
+def records(run_dir):
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def daily_bars(num_stocks=5, num_days=400, seed=0):
+    """Clean bars in the long format, `adj_close` a tenth below `close`."""
+    rng = np.random.default_rng(seed)
+    dates = np.busday_offset("2018-01-01", np.arange(num_days), roll="forward")
+    close = 50 * np.exp(np.cumsum(rng.normal(0, 0.01, (num_days, num_stocks)), axis=0))
+    open_ = close * np.exp(rng.normal(0, 0.003, close.shape))
+    return pd.DataFrame(
+        {
+            "date": np.repeat(dates.astype(str), num_stocks),
+            "tic": np.tile([f"T{i}" for i in range(num_stocks)], num_days),
+            "open": open_.ravel(),
+            "high": (np.maximum(open_, close) * 1.004).ravel(),
+            "low": (np.minimum(open_, close) / 1.004).ravel(),
+            "close": close.ravel(),
+            "adj_close": 0.9 * close.ravel(),
+            "volume": np.rint(rng.lognormal(12, 0.5, close.size)),
+        }
+    )
