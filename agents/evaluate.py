@@ -373,6 +373,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("plot", "json"):
         if getattr(args, name) and not Path(getattr(args, name)).absolute().parent.is_dir():
             parser.error(f"--{name} {getattr(args, name)}: its folder does not exist")
+    if args.plot and not Path(args.plot).suffix:
+        parser.error(f"--plot {args.plot} must name a picture, such as equity.png")
     return args
 
 

@@ -85,9 +85,10 @@ def judge_markets(
         Each controller's record of all M markets, in order, the same on every rank.
     """
     mine = [markets[index] for index in shard(len(markets), world)]
+    env = make_env(mine) if mine else None  # once: its tables cost more than a pass
     own: dict[str, dict[str, list]] = {}
     for name, make_controller in controllers.items():
-        record = run_markets(make_env(mine), make_controller()) if mine else None
+        record = run_markets(env, make_controller()) if mine else None
         own[name] = {key: value.tolist() for key, value in vars(record).items()} if record else {}
     ranks = [rank for rank in gather_json(own, world) if any(rank.values())]
     fields = ("values", *ACCOUNTS)

@@ -21,7 +21,7 @@ from agents.ppo import PPO, PPOConfig, normalize_advantages
 from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
 from rl_dist.checkpoint import save_checkpoint
-from rl_dist.collectives import agree_max, gather_dicts, gather_json, sum_over_ranks
+from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
 from rl_dist.strategy import wrap
@@ -302,7 +302,12 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
 
 
 def save(training: Training) -> None:
-    """Gather the state of all ranks; the main process writes one checkpoint."""
+    """Gather the state of all ranks; the main process writes one checkpoint.
+
+    Raises:
+        DesyncError: the ranks' parameters differ, so no checkpoint could stand for the run.
+    """
+    check_in_sync(training.policy, training.world)
     state = training.state()
     if state is not None:
         train = training.job.train

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from tqdm import tqdm
 from rl_dist.world import UserError, World
 
 logger = logging.getLogger(__name__)
+# tqdm's own lock has a semaphore, which a failed rank, leaving at once, would leak with a warning.
+tqdm.set_lock(threading.RLock())
 
 METRICS_FILE = "metrics.jsonl"
 PLAIN_LINE_EVERY_S = 5.0  # progress lines where stderr is no terminal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 
 import torch
 from torch import nn
@@ -33,14 +34,16 @@ def wrap(policy_module: nn.Module, world: World, strategy: str = "auto") -> nn.M
     if strategy == "none" or (strategy == "auto" and world.size == 1):
         return policy_module
     num_bytes = sum(p.numel() * p.element_size() for p in policy_module.parameters())
-    return DistributedDataParallel(
-        policy_module,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,  # buffers are merged over ranks by their owner, not overwritten
-        gradient_as_bucket_view=True,
-        # One bucket, one reduction: the models are small and latency is what a reduction costs.
-        bucket_cap_mb=math.ceil(num_bytes / 2**20) + 1,
-    )
+    with warnings.catch_warnings():  # newer torch wants another name, which 2.10 does not know
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        return DistributedDataParallel(
+            policy_module,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            broadcast_buffers=False,  # buffers are merged over ranks by their owner, not overwritten
+            gradient_as_bucket_view=True,
+            # One bucket, one reduction: the models are small and latency is what a reduction costs.
+            bucket_cap_mb=math.ceil(num_bytes / 2**20) + 1,
+        )
 
 
 def parameter_hash(module: nn.Module) -> str:

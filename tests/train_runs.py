@@ -15,9 +15,15 @@ from agents import evaluate
 from rl_dist.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
-SIZES = "--num_episodes 8 --num_envs 4 --batch_size 8 --num_steps 32 --bptt_steps 8 --hidden_size 8".split()
-SPANS = "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 --test_start 2019-06-03".split()
-WORLDS = "--num_worlds 2 --episode_days 20".split()
+SIZES = [
+    *("--num_episodes", "8", "--num_envs", "4", "--batch_size", "8"),
+    *("--num_steps", "32", "--bptt_steps", "8", "--hidden_size", "8"),
+]
+SPANS = [
+    *("--train_end", "2015-12-31", "--valid_start", "2016-01-04", "--valid_end", "2016-02-26"),
+    *("--test_start", "2019-06-03"),
+]
+WORLDS = ["--num_worlds", "2", "--episode_days", "60"]
 SMALL = [*SIZES, *SPANS, *WORLDS]  # on the simulated market
 
 
