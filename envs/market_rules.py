@@ -1,4 +1,6 @@
-"""Rules that trade without learning: equal weight, a reference that knows the generator, a memoryless rule.
+"""Rules that trade without learning, to be compared with.
+
+Equal weight, a reference that knows the generator of the simulated market, and a memoryless rule.
 
 Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n].
 """
@@ -43,7 +45,7 @@ State = tuple[tuple[int, int], ...]  # the announcements that still matter, newe
 
 
 class NewsModel(NamedTuple):
-    """The generator as a hidden Markov model of one stock with S states at the close of a day."""
+    """The generator as a hidden Markov model of one stock, S states a day."""
 
     transition: np.ndarray  # [S, S] from, to
     start: np.ndarray  # [S] how often each state occurs
@@ -85,7 +87,7 @@ def _event_of(state: State) -> int:
 
 
 def news_model() -> NewsModel:
-    """The hidden Markov model, found by following the generator's rules from one state."""
+    """The hidden Markov model, found by following the generator's rules."""
     states: list[State] = [((0, 1),)]
     index = {states[0]: 0}
     chances: list[tuple[int, int, float]] = []
@@ -111,7 +113,9 @@ def news_model() -> NewsModel:
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Log volume against the median of the LEVEL_DAYS days before: [D, k] to [D, k], zero while warming up."""
+    """Log volume against its recent median, [D, k] to [D, k].
+
+    The median is of the LEVEL_DAYS days before; zero while warming up."""
     log_volume = np.log(np.maximum(volume, 1.0))
     windows = np.lib.stride_tricks.sliding_window_view(log_volume[:-1], LEVEL_DAYS, axis=0)
     surprise = np.zeros_like(log_volume)
@@ -140,7 +144,7 @@ def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
 
 
 def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -> np.ndarray:
-    """Expected moves of the next days, by an exact Bayes forward filter over news_model().
+    """Expected moves of the next days, by an exact Bayes filter of news_model().
 
     What stands at day d uses closes and volumes up to day d only. The filter is exact up to the densities: normal
     noise of the log volume, Student t returns around the trailing volatility, stocks one by one.
@@ -177,7 +181,7 @@ def _markets_of(env: TradingVectorEnv, markets: Sequence[Market] | None) -> Sequ
 
 
 class EqualWeight:
-    """Buys 1/n of the value of every stock as fast as the order limit permits, then holds for ever.
+    """Buys 1/n of every stock as fast as orders permit, then holds for ever.
 
     A stock counts as bought once nearly 1/n has been reached or the cash is spent, whatever its price does later;
     with max_order 1 that is the first day. Both order units work. A pass that begins anew begins from nothing.
@@ -203,7 +207,9 @@ class EqualWeight:
 
 
 class ReferencePolicy:
-    """Knows the generator: holds what the Bayes filter expects to rise, under the same costs and order limit.
+    """Knows the generator: holds what its Bayes filter expects to rise.
+
+    It trades under the same costs and order limit as everyone.
 
     Target: 1/n of the value in every stock whose expected move over the next OUTLOOK_DAYS exceeds HURDLE edges, cash
     for the rest. The order limit makes it worth it to buy ahead of a move. At a small edge, where the drift of the
@@ -226,7 +232,7 @@ class ReferencePolicy:
 
 
 def reference_targets(outlook: np.ndarray, config: SimulatedMarketConfig) -> np.ndarray:
-    """Target weights of the reference from the mean expected move in edges, [..., n] to [..., n]."""
+    """Target weights of the reference from expected moves in edges, both [..., n]."""
     hurdle = HURDLE if config.market_edge > WEAK_EDGE else -HURDLE
     hold = outlook > hurdle if config.market_edge > 0 else np.ones_like(outlook, dtype=bool)
     return hold / outlook.shape[-1]
@@ -234,7 +240,7 @@ def reference_targets(outlook: np.ndarray, config: SimulatedMarketConfig) -> np.
 
 @dataclass(frozen=True)
 class MemorylessChoice:
-    """What a memoryless rule does in a stock: targets as a share of 1/n, NaN to leave it alone."""
+    """What a memoryless rule aims at, as a share of 1/n; NaN leaves a stock alone."""
 
     surge: float  # on a day of unusually high volume
     drought: float  # on a day of unusually low volume
@@ -243,7 +249,7 @@ class MemorylessChoice:
 
 
 class MemorylessRule:
-    """The best rule found that sees today's event and its own holdings, and nothing else.
+    """The best rule found that sees today's event and its holdings, nothing else.
 
     CHOICE is the best by Sharpe ratio after costs, on 16 training worlds at market_edge 120, of 42 combinations:
     on a surge and on a drought buy, sell or leave; on other days go on buying, go on selling or leave what is held

@@ -252,7 +252,7 @@ def _volumes(noise: dict[str, np.ndarray], events: np.ndarray) -> np.ndarray:
 
 
 def market_card(markets: Sequence[Market], config: SimulatedMarketConfig | None = None) -> str:
-    """Figures of simulated markets, averaged, beside those of the Dow, as a table to print."""
+    """Mean figures of simulated markets beside the Dow's, as a table to print."""
     figures = [market_figures(market) for market in markets]
     edge = "--market_edge" if config is None else f"{config.market_edge:g} bps (--market_edge)"
     lines = [

@@ -1,4 +1,4 @@
-"""Training rewards: the same best policy as the plain reward, with less noise; and the price of risk."""
+"""Training rewards: less noise with the same best policy; the price of risk."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ class TrainingRewards:
             self._risk_scale = 0.5 * config.risk_aversion * REWARD_SCALE / (1.0 - discount)
             closes, next_closes = (tables.prices[:, k].unflatten(0, (-1, num_days))[:, :-1] for k in (0, 3))
             returns = next_closes / closes - 1.0  # [M, days - 1, n]
-            self._covariance = torch.stack([market.T.cov() for market in returns]).to(device)  # [M, n, n]
+            centred = returns - returns.mean(1, keepdim=True)
+            covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
+            self._covariance = covariance.to(device)  # [M, n, n]
 
     def shape(self, plain: Tensor, credit: Tensor, row: Tensor) -> Tensor:
-        """Rewards [B] from plain ones [B], the potential's change [B] in USD and the table rows [B]."""
+        """Rewards [B] from plain ones, the potential's change in USD and table rows."""
         if self.form == "plain":
             return plain.clone()
         if self.form == "excess":
