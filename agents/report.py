@@ -41,7 +41,10 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
         twin = axis.twinx()
         found = [(r["global_step"], r["valid/sharpe"]) for r in records if r.get("valid/sharpe") is not None]
         twin.plot(*np.array(found).T, "o-", color=SPARE_COLORS[1], label="validation Sharpe ratio", markersize=4)
-        twin.set_ylabel("Sharpe ratio, validation span", color=SPARE_COLORS[1])
+        equal = [(r["global_step"], r.get("valid/equal_weight_sharpe")) for r in records if "valid/sharpe" in r]
+        twin.plot(*np.array(equal).T, "--", color=SPARE_COLORS[1], linewidth=0.8)
+        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=SPARE_COLORS[1])
+        twin.set_ylim(bottom=min(0.0, *(value for _, value in found)))
     if points:
         axis.legend(loc="upper left", frameon=False)
     _finish(figure, axis, path, simulated)
@@ -64,8 +67,9 @@ def plot_equity(records: dict[str, Record], dates: np.ndarray, path: Path, title
     several = len(next(iter(records.values())).values) > 1
     axis.set(ylabel="value / initial cash" + (", median over markets" if several else ""), title=title)
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.2g"))
-    axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(base=10, subs=(1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axis.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axis.axhline(1.0, color="black", linewidth=0.5)
     axis.legend(loc="upper left", frameon=False)
     figure.autofmt_xdate()

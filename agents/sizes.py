@@ -26,7 +26,7 @@ class TrainConfig:
     seed: int = flag(1, "seed of policy, environments, action noise and shuffling")
     normalize_obs: bool = flag(True, "normalise observations by running statistics of all ranks")
     normalize_rewards: bool = flag(True, "scale rewards by the running deviation of discounted returns")
-    validate_every: int = flag(40, "evaluate the validation span this often; 0 = never", "iterations")
+    validate_every: int = flag(20, "evaluate the validation span this often; 0 = never", "iterations")
     checkpoint_every: int = flag(20, "save this often; always at the end and on a stop signal", "iterations")
     keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
 
