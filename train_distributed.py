@@ -36,7 +36,7 @@ from rl_dist.collectives import gather_json
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve
 from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
-from rl_dist.world import close_world, open_world, stop_flag
+from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
 
 RUNS = Path("runs")
 logger = logging.getLogger("train_distributed")  # for the log files
@@ -97,7 +97,9 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
     run_dir = Path(extra.run_dir) if extra.run_dir else _fresh_directory()
-    if not extra.resume and ((run_dir / "checkpoints").exists() or (run_dir / "metrics.jsonl").exists()):
+    if not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
+        if not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists():
+            raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
         resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
         raise UserError(f"run_dir {run_dir} holds a run already: {resume}, or name another")
     return config, run_dir, ""
@@ -163,6 +165,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             if world.main:
                 print(f"stopped by signal {signum}, saved; go on with --resume {run_dir}")
             return 128 + signum
+        end_at_signals()  # everything is saved: from here on a signal simply ends the process
         summary, text = judge_run(
             task, config, training.policy, training.obs_normalizer, world, run_dir / "plots"
         )
@@ -205,6 +208,7 @@ def main() -> int:
     try:
         config, run_dir, resume_from = choose_run(parsed)
         resolved = resolve(config.launch)
+        is_new = not run_dir.exists() or not any(run_dir.iterdir())  # then a failed start may be cleared away
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
             announce(config, resolved, run_dir, resume_from)
             save_config(config, run_dir)
@@ -213,7 +217,7 @@ def main() -> int:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     code = launch(run_rank, (config, resolved, run_dir, resume_from), resolved.num_ranks)
-    if code and not resume_from:
+    if code and not resume_from and is_new:
         discard_unstarted(run_dir)
     return code
 

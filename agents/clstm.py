@@ -66,7 +66,7 @@ class Policy(nn.Module):
 
     The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out. With
     `feature_window` n, an observation passed in is the last n of the episode, oldest first, flattened to
-    n * F with zeros before the episode's start (see `agents.rollout.ObservationWindow`).
+    n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
     """
 
     def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:

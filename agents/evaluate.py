@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from agents.clstm import Policy
 from agents.judge import MAX_EPISODE_STEPS, Controller, PolicyController, judge_episodes, judge_markets
+from agents.judgement import EQUAL_WEIGHT, Judgement, text_table
 from agents.normalize import Normalizer
 from agents.report import plot_equity
 from agents.run import LoadedAgent, RunConfig, load_agent
-from agents.statistics import Record, bootstrap_interval, mean_interval, performance
+from agents.statistics import performance
 from envs.faults import EnvironmentFault
 from envs.market_data import DataConfig, Market, Span
 from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
@@ -30,78 +31,9 @@ from envs.task import GymTask
 from envs.trading import first_tradable_day
 from envs.trading_task import TradingTask, prepare_task
 from rl_dist.launch import UserError, launch
-from rl_dist.world import World, close_world, open_world
+from rl_dist.world import World, close_world, end_at_signals, open_world
 
-EQUAL_WEIGHT = "equal weight"  # bought at once: the baseline of every comparison
 TAKEN_NAMES = (EQUAL_WEIGHT, "equal weight, order limit", "reference", "memoryless rule", "policy, state zeroed")
-COLUMNS = {  # column head: (statistic, format, factor)
-    "return %": ("cumulative_return", "{:.1f}", 100),
-    "annual %": ("annual_return", "{:.1f}", 100),
-    "vol %": ("annual_volatility", "{:.1f}", 100),
-    "Sharpe": ("sharpe", "{:.2f}", 1),
-    "Sortino": ("sortino", "{:.2f}", 1),
-    "max DD %": ("max_drawdown", "{:.1f}", 100),
-    "turnover": ("turnover", "{:.1f}", 1),
-    "trades": ("num_trades", "{:.0f}", 1),
-    "fees $": ("fees_usd", "{:.0f}", 1),
-    "exposure %": ("exposure", "{:.0f}", 100),
-}
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Records of all controllers over the same markets and days."""
-
-    records: dict[str, Record]
-    dates: np.ndarray  # [D+1]
-    simulated: bool
-
-    def summary(self) -> dict[str, Any]:
-        """Mean figures per controller; differences to equal weight, 95 % intervals."""
-        found: dict[str, Any] = {"markets": len(self.records[EQUAL_WEIGHT].values), "policies": {}}
-        found["days"] = [str(self.dates[0]), str(self.dates[-1])]
-        base = performance(self.records[EQUAL_WEIGHT])
-        for name, record in self.records.items():
-            own = performance(record)
-            entry: dict[str, Any] = {key: float(value.mean()) for key, value in own.items()}
-            if name != EQUAL_WEIGHT:
-                entry["against_equal_weight"] = self._differences(record, own, base)
-            found["policies"][name] = entry
-        if "reference" in self.records:
-            gap = found["policies"]["reference"]["sharpe"] - found["policies"][EQUAL_WEIGHT]["sharpe"]
-            for name, entry in found["policies"].items():
-                gain = entry["sharpe"] - found["policies"][EQUAL_WEIGHT]["sharpe"]
-                entry["gap_closed"] = gain / gap if name != EQUAL_WEIGHT and abs(gap) > 1e-9 else None
-        return found
-
-    def _differences(self, record: Record, own: dict, base: dict) -> dict[str, list[float]]:
-        """(estimate, low, high): over pairs of markets, or over resampled blocks of days of one market."""
-        if len(record.values) > 1:
-            return {key: list(mean_interval(own[key] - base[key])) for key in ("sharpe", "annual_return")}
-        baseline = self.records[EQUAL_WEIGHT].returns[0]
-        return {key: list(value) for key, value in bootstrap_interval(record.returns[0], baseline).items()}
-
-
-def text_table(summary: dict[str, Any]) -> str:
-    """The summary as a table for a terminal."""
-    width = max(len(name) for name in summary["policies"]) + 2
-    lines = [" " * width + "".join(f"{head:>11}" for head in COLUMNS)]
-    for name, entry in summary["policies"].items():
-        cells = (form.format(entry[key] * factor) for key, form, factor in COLUMNS.values())
-        lines.append(f"{name:<{width}}" + "".join(f"{cell:>11}" for cell in cells))
-    many = summary["markets"] > 1
-    how = f"mean over {summary['markets']} markets" if many else "block bootstrap of days"
-    lines.append(f"\nagainst equal weight bought at once ({how}, 95 % interval):")
-    for name, entry in summary["policies"].items():
-        if "against_equal_weight" in entry:
-            sharpe, annual = (entry["against_equal_weight"][key] for key in ("sharpe", "annual_return"))
-            closed = entry.get("gap_closed")
-            tail = f"   closes {closed:.0%} of the gap to the reference" if closed is not None else ""
-            lines.append(
-                f"{name:<{width}}Sharpe {sharpe[0]:+.2f} [{sharpe[1]:+.2f}, {sharpe[2]:+.2f}]   annual return "
-                f"{annual[0]:+.1%} [{annual[1]:+.1%}, {annual[2]:+.1%}]{tail}"
-            )
-    return "\n".join(lines)
 
 
 def _rule(rule: Callable[[Any], Tensor]) -> Controller:
@@ -125,8 +57,9 @@ def judge_trading(
         for name, parts in agents.items()
     }
     limited: dict[str, Callable[[], Controller]] = dict(made)
+    held: dict[str, Callable[[], Controller]] = {}
     if baselines:
-        limited["equal weight, order limit"] = lambda: _rule(EqualWeight())
+        held["equal weight, order limit"] = lambda: _rule(EqualWeight())
         if task.real is None and task.trading.order_unit == "value":
             limited["reference"] = lambda: _rule(ReferencePolicy(task.simulated))
             limited["memoryless rule"] = lambda: _rule(MemorylessRule(task.simulated))
@@ -134,10 +67,11 @@ def judge_trading(
     records = judge_markets(markets, lambda m: task.judging_env(m, span, device=device), limited, world)
     at_once = judge_markets(
         markets,
-        lambda m: task.judging_env(m, span, max_order=1.0, device=device),
+        lambda m: task.judging_env(m, span, max_order=1.0, held=True, device=device),
         {EQUAL_WEIGHT: lambda: _rule(EqualWeight())},
         world,
     )
+    at_once |= judge_markets(markets, lambda m: task.judging_env(m, span, held=True, device=device), held, world)
     ordered = {name: records[name] for name in made} | at_once | records
     dates = markets[0].dates[span.first : span.last + 1]
     return Judgement(ordered, dates, simulated=task.real is None)
@@ -231,7 +165,7 @@ def plot_judgement(judged: Judgement, path: Path) -> None:
 def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTask, Span]:
     """The run's trading task with other worlds, data or days, as the command line asks."""
     asked = {name: getattr(args, name) for name in ("market_seed", "market_edge") if getattr(args, name) is not None}
-    elsewhere = args.data not in ("", config.data.data)
+    elsewhere = bool(args.data) and not _same_data(args.data, config.data.data)
     # The run's own dates may not exist in other data, of which every day is unseen.
     data = DataConfig(data=args.data) if elsewhere else config.data
     if data.data != "simulated":
@@ -251,6 +185,20 @@ def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTas
             f"{market.dates[first_day]} to {market.dates[-1]}"
         )
     return task, Span(int(days[0]), int(days[-1]))
+
+
+def _same_data(left: str, right: str) -> bool:
+    """Whether two --data name the same file, however they are spelled."""
+    return left == right or ("simulated" not in (left, right) and Path(left).resolve() == Path(right).resolve())
+
+
+def _overlap_warning(config: RunConfig, task: TradingTask, span: Span) -> str:
+    """One line if days of the run's own training or validation are judged."""
+    train, valid = task.spans.train, task.spans.valid
+    last = max(train.last, valid.last if valid else 0)
+    if task.real is None or not _same_data(task.data.data, config.data.data) or span.first > last:
+        return ""
+    return "WARNING: these days INCLUDE days the policy was trained or chosen on; this is no held-out result\n"
 
 
 def _refuse_useless(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
@@ -286,8 +234,9 @@ def _judge_loaded(agents: dict[str, LoadedAgent], args: argparse.Namespace, worl
             "judged on as many stocks as it was trained with"
         )
     judged = judge_trading(trading, markets, span, contenders, world)
+    warning = _overlap_warning(config, trading, span)
     if world.main:
-        print(f"{trading.describe()}\njudged from {judged.dates[0]} to {judged.dates[-1]}\n")
+        print(f"{warning}{trading.describe()}\njudged from {judged.dates[0]} to {judged.dates[-1]}\n")
         plot_judgement(judged, plot)
     summary = judged.summary()
     return summary, f"{text_table(summary)}\n\nequity curves: {plot}"
@@ -316,6 +265,7 @@ def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
 def _rank_main(args: argparse.Namespace) -> int:
     """What every rank of the command does."""
     world = open_world("cpu")
+    end_at_signals()
     try:
         agents = _load_agents(args)
         if world.main:

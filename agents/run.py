@@ -121,8 +121,6 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
                     f"{getattr(old, flag)}: leave it out, or start a fresh run"
                 )
         changes = {flag: getattr(new, flag) for flag in given & CHANGEABLE}
-        if name == "launch" and "num_gpus" not in given:
-            changes["num_gpus"] = new.num_gpus
         sections[name] = dataclasses.replace(old, **changes)
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:

@@ -38,6 +38,12 @@ def _deviation(returns: np.ndarray) -> np.ndarray:
     return returns.std(axis=-1, ddof=min(1, returns.shape[-1] - 1))  # 0 for a single day
 
 
+def annual_growth(returns: np.ndarray) -> np.ndarray:
+    """Compound return per year of daily returns along the last axis."""
+    growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
+    return growth ** (TRADING_DAYS / returns.shape[-1]) - 1.0
+
+
 def performance(record: Record) -> dict[str, np.ndarray]:
     """Figures of each market, each [M].
 
@@ -81,7 +87,7 @@ def bootstrap_interval(
     The intervals come from resampled blocks of days.
 
     Returns:
-        (estimate, low, high) of "sharpe" and of "annual_return" (mean daily difference x 252).
+        (estimate, low, high) of "sharpe" and of "annual_return" (compound).
 
     Source: circular block bootstrap, Politis and Romano (1992).
     """
@@ -90,10 +96,10 @@ def bootstrap_interval(
     starts = rng.integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS)))
     index = ((starts[:, :, None] + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
     sharpes = sharpe_ratio(returns[index]) - sharpe_ratio(baseline[index])
-    means = (returns - baseline)[index].mean(1) * TRADING_DAYS
+    annual = annual_growth(returns[index]) - annual_growth(baseline[index])
     estimates = {
         "sharpe": (float(sharpe_ratio(returns) - sharpe_ratio(baseline)), sharpes),
-        "annual_return": (float((returns - baseline).mean() * TRADING_DAYS), means),
+        "annual_return": (float(annual_growth(returns) - annual_growth(baseline)), annual),
     }
     return {
         name: (estimate, float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))

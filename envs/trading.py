@@ -20,7 +20,7 @@ from envs.trading_config import TradingConfig, check_setup
 from envs.trading_rewards import REWARD_SCALE, TrainingRewards
 
 PLAN = 64  # episode starts drawn at a time
-STATE = ("keys", "row", "end_row", "cash", "value", "shares")
+STATE = ("keys", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
 
 
@@ -154,6 +154,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         if not self.evaluation and (options or {}).get("random_age", True):
             self._end_row = self._row + 1 + random_int63(self._keys, ~episode) % self.episode_days
         self._shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
+        self._risk = self._prices.new_zeros(self.num_envs)
         self._cash = self._value = self._prices.new_full((self.num_envs, 1), self.initial_cash_usd)
         return self._features.index_select(0, self._row), {}
 
@@ -201,8 +202,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             info["raw_rewards"] = raw_rewards = rewards
             rewards = self._rewards.shape(raw_rewards, credit, self._row)
             if self.config.risk_aversion:
-                now_usd = self._shares * self._prices[:, 0].index_select(0, self._row)
-                rewards -= self._rewards.risk_charge(self._row, now_usd, self._value, position_usd, value)
+                before, self._risk = self._risk, self._rewards.risk(self._row, position_usd, value, self._ruin_usd)
+                rewards += before - self._risk
         row = self._row + 1
         info["final_obs"] = final_obs = self._observe(row, cash, value, shares, position_usd)
         terminated, truncated = value.squeeze(1) < self._ruin_usd, row == self._end_row
@@ -220,6 +221,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         position_usd = shares * next_close
         value = accounting.portfolio_value(cash, position_usd)
         info = _account_of_step(value, cash, trades, sell, buy) if self.evaluation else {}
+        next_gains = next_gains * (value >= self._ruin_usd)  # nothing is gained after ruin
         credit = (shares * next_gains).sub_(self._shares * gains).sum(1)  # USD
         return cash, shares, position_usd, value, credit, info
 
@@ -265,6 +267,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self._cash = cash.masked_fill(ended, self.initial_cash_usd)
         self._value = value.masked_fill(ended, self.initial_cash_usd)
         self._shares = shares.masked_fill(ended, 0.0)
+        self._risk = self._risk.masked_fill(ended.squeeze(1), 0.0)
         return torch.where(ended, self._features.index_select(0, start), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:

@@ -52,18 +52,19 @@ class TrainingRewards:
             return plain - self._baseline.index_select(0, row)
         return torch.add(plain, credit, alpha=REWARD_SCALE)
 
-    def risk_charge(self, row: Tensor, now_usd: Tensor, now: Tensor, next_usd: Tensor, next_value: Tensor) -> Tensor:
-        """What the day's change of risk costs [B], once and for all days to come.
+    def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, ruin_usd: float) -> Tensor:
+        """The price of the risk held [B], for all days to come; its change is charged.
 
-        A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the covariance of the
+        In the unit of the reward. A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the covariance of the
         span. Charging it every day, and shaping by the potential "this risk for ever", leaves only its change,
         times 1 / (1 - discount): an order is charged at once for the risk it brings, without noise.
 
-        Takes positions [B, n] and values [B, 1] in USD, before the step and after it.
+        Takes positions [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
         """
-        covariance = self._covariance.index_select(0, row // self.num_days)  # [B, n, n]
-        before, after = (
-            torch.einsum("bi,bij,bj->b", usd, covariance, usd) / value.squeeze(1)
-            for usd, value in ((now_usd, now), (next_usd, next_value))
-        )
-        return (after - before).mul_(self._risk_scale)
+        if len(self._covariance) == 1:
+            spread = position_usd @ self._covariance[0]
+        else:
+            covariance = self._covariance.index_select(0, row // self.num_days)  # [B, n, n]
+            spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
+        variance_usd = (spread * position_usd).sum(1) / value.squeeze(1)
+        return variance_usd * self._risk_scale * (value.squeeze(1) >= ruin_usd)

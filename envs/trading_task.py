@@ -55,12 +55,15 @@ class TradingTask:
         span: Span,
         *,
         max_order: float | None = None,
+        held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
         """One pass over each market; `max_order` lifts the limit, to buy all at once."""
         config = self.trading
         if max_order is not None:
             config = replace(config, max_order=max_order, order_unit="value")
+        if held:  # buy-and-hold is not sold out by the turbulence rule
+            config = replace(config, turbulence_quantile=0.0)
         return TradingVectorEnv(
             len(markets),
             markets=markets,

@@ -244,4 +244,12 @@ class StopFlag:
             os._exit(128 + signum)
 
 
+def end_at_signals() -> None:
+    """From here on SIGINT and SIGTERM end this process: nothing is left to save."""
+    stop_flag.uninstall()
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+
+
 stop_flag = StopFlag()  # one per process, as signal handlers are

@@ -99,7 +99,8 @@ def test_the_bootstrap_interval_holds_the_estimate_and_repeats():
     assert found == bootstrap_interval(policy, baseline)
     for estimate, low, high in found.values():
         assert low < estimate < high
-    assert found["annual_return"][0] == pytest.approx(252 * (policy - baseline).mean())
+    compound = [math.prod(1 + x) ** (252 / len(x)) - 1 for x in (policy, baseline)]
+    assert found["annual_return"][0] == pytest.approx(compound[0] - compound[1])
     sharpe = [math.sqrt(252) * x.mean() / x.std(ddof=1) for x in (policy, baseline)]
     assert found["sharpe"][0] == pytest.approx(sharpe[0] - sharpe[1])
 
