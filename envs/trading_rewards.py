@@ -55,9 +55,10 @@ class TrainingRewards:
     def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, ruin_usd: float) -> Tensor:
         """The price of the risk held [B], for all days to come; its change is charged.
 
-        In the unit of the reward. A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the covariance of the
-        span. Charging it every day, and shaping by the potential "this risk for ever", leaves only its change,
-        times 1 / (1 - discount): an order is charged at once for the risk it brings, without noise.
+        In the unit of the reward. A day's risk is risk_aversion / 2 * value * variance of the portfolio's
+        return, by the covariance of the span. Charging it every day, and shaping by the potential "this risk for
+        ever", leaves only its change, times 1 / (1 - discount): an order is charged at once for the risk it
+        brings, without noise.
 
         Takes positions [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
         """
