@@ -208,7 +208,7 @@ def main() -> int:
     try:
         config, run_dir, resume_from = choose_run(parsed)
         resolved = resolve(config.launch)
-        is_new = not run_dir.exists() or not any(run_dir.iterdir())  # then a failed start may be cleared away
+        is_new = not run_dir.is_dir() or not any(run_dir.iterdir())  # then a failed start may be cleared away
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
             announce(config, resolved, run_dir, resume_from)
             save_config(config, run_dir)

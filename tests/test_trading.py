@@ -159,6 +159,27 @@ def test_attributed_rewards_keep_the_discounted_return_of_an_episode():
     assert torch.allclose(shaped, plain + left, atol=1e-6, rtol=0)
 
 
+def test_ruin_ends_what_a_held_share_may_still_gain():
+    market = random_market()
+    crash = {name: getattr(market, name).copy() for name in ("open", "high", "low", "close")}
+    for prices in crash.values():
+        prices[FIRST + 10 :] *= 0.01  # ruin at day FIRST + 10, then a rebound that is nobody's any more
+        prices[FIRST + 13 :] *= 100.0
+    env = make_env(8, [replace(market, **crash)], reward="attributed", episode_days=NUM_DAYS - FIRST - 2, max_order=1.0)
+    env.reset(seed=list(range(8)), options={"random_age": False})
+    actions, ruined = torch.full((8, len(market.tickers)), 1.0), 0
+    for _ in range(15):
+        before = env.shares
+        _, rewards, terminated, _, info = env.step(actions)
+        if terminated.any():
+            row = int(terminated.nonzero()[0])
+            later = env._prices[:, 4]  # potential of one share, by table row
+            assert before[row].sum() > 0 and later.abs().max() > 0
+            assert info["raw_rewards"][row] < -80 and rewards[row] < 0
+            ruined += 1
+    assert ruined
+
+
 def test_an_untouched_portfolio_earns_no_attributed_reward():
     env = make_env(4, reward="attributed")
     for actions in random_actions(20, env):

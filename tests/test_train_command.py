@@ -191,7 +191,8 @@ def test_a_stop_signal_saves_and_resume_goes_on_without_repeated_or_missing_iter
     saved = load_checkpoint(latest_checkpoint(run_dir))
     assert records(run_dir)[-1]["iteration"] == saved["iteration"] >= 2
     budget = saved["episodes"] + 4
-    assert train_here(monkeypatch, "--resume", run_dir, "--num_episodes", budget) == 0, capsys.readouterr().err
+    flags = ["--resume", run_dir, "--num_gpus", 1, "--num_episodes", budget]
+    assert train_here(monkeypatch, *flags) == 0, capsys.readouterr().err
     lines = records(run_dir)
     assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
     assert lines[-1]["iteration"] > saved["iteration"] and lines[-1]["episode/total"] >= budget
@@ -313,6 +314,14 @@ def test_a_run_directory_that_cannot_be_written_is_refused(where, tmp_path, monk
     assert train_here(monkeypatch, *SMALL, "--run_dir", tmp_path / where) == 2
     assert "cannot be written" in only_error(capsys.readouterr().err)
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_directory_with_the_users_own_files_is_refused_and_left_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mine.txt").write_text("mine")
+    assert train_here(monkeypatch, *SMALL, "--run_dir", tmp_path) == 2
+    assert "holds other files" in only_error(capsys.readouterr().err)
+    assert (tmp_path / "logs" / "mine.txt").read_text() == "mine" and names(tmp_path) == ["logs"]
 
 
 def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(tmp_path, monkeypatch, capsys):
