@@ -100,8 +100,10 @@ def main() -> None:
                       "cores": available_cores(), "threads": args.threads}))  # fmt: skip
     simulated = SimulatedMarketConfig(num_stocks=args.num_stocks, num_worlds=16)
     task = prepare_task(DataConfig(), simulated, TradingConfig())
-    say("trading environment alone", environment_rate(task, args.num_envs, args.windows),
-        num_envs=args.num_envs, num_stocks=args.num_stocks)  # fmt: skip
+    plain = prepare_task(DataConfig(), simulated, TradingConfig(reward="plain", risk_aversion=0.0))
+    for name, kind in (("plain rewards", plain), ("training rewards", task)):
+        say(f"trading environment alone, {name}", environment_rate(kind, args.num_envs, args.windows),
+            num_envs=args.num_envs, num_stocks=args.num_stocks)  # fmt: skip
     rates, collect_s, update_s = job_rates(task, args.windows, args.update_epochs, args.policy)
     say("main job", rates, num_stocks=args.num_stocks, update_epochs=args.update_epochs, policy=args.policy,
         collect_s=round(float(np.median(collect_s)), 3), update_s=round(float(np.median(update_s)), 3))  # fmt: skip
