@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import World, current_world
 
+# Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's grain size)
+# opens a second OpenMP team there, for good; libgomp then stops spinning between the training thread's parallel
+# regions, and every one of them sleeps in the kernel: iterations took twice as long. So gathers travel in parts.
+GATHER_WORDS = 16_384  # of 8 bytes
+
 
 class DesyncError(RuntimeError):
     """Ranks that should hold or send the same thing do not."""
@@ -75,15 +80,10 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
         return {} if world.main else None
     raw = torch.cat([_as_bytes(tensors[name]) for name in names])
     sizes = [sum(_num_bytes(tensors[e[0]].dtype, e[2]) for e in layout) for layout in layouts]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: raw.numel()] = raw
-    with world.waiting():
-        padded = padded.to(world.device)
-        received = [torch.empty_like(padded) for _ in layouts] if world.main else None
-        dist.gather(padded, received, dst=0)
+    received = _gather_bytes(raw, max(sizes), world, everywhere=False)
     if received is None:
         return None
-    ranks = [_unpack(buffer.cpu(), layout, tensors) for buffer, layout in zip(received, layouts, strict=True)]
+    ranks = [_unpack(buffer, layout, tensors) for buffer, layout in zip(received, layouts, strict=True)]
     return {name: torch.cat([rank[name] for rank in ranks]) for name in tensors}
 
 
@@ -95,12 +95,27 @@ def gather_json(obj: Any, world: World) -> list[Any]:
         sizes = [torch.empty_like(size) for _ in range(world.size)]
         dist.all_gather(sizes, size)
         lengths = [int(s) for s in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=world.device)
-        padded[: raw.numel()] = raw.to(world.device)
-        received = [torch.empty_like(padded) for _ in range(world.size)]
-        dist.all_gather(received, padded)
-        texts = [bytes(r[:n].cpu().numpy()) for r, n in zip(received, lengths, strict=True)]
-    return [json.loads(text) for text in texts]
+    received = _gather_bytes(raw, max(lengths), world, everywhere=True)
+    assert received is not None
+    return [json.loads(bytes(r[:n].numpy())) for r, n in zip(received, lengths, strict=True)]
+
+
+def _gather_bytes(raw: Tensor, longest: int, world: World, *, everywhere: bool) -> list[Tensor] | None:
+    """Every rank's bytes on the CPU, padded to the longest rank's; None where they do not arrive."""
+    padded = torch.zeros(-(-longest // 8) * 8, dtype=torch.uint8)
+    padded[: raw.numel()] = raw
+    arrives = everywhere or world.main
+    with world.waiting():
+        words = padded.view(torch.int64).to(world.device)
+        received = [torch.empty_like(words) for _ in range(world.size)] if arrives else None
+        for first in range(0, words.numel(), GATHER_WORDS):
+            part = words[first : first + GATHER_WORDS]
+            places = [rank[first : first + GATHER_WORDS] for rank in received] if received else None
+            if everywhere:
+                dist.all_gather(places, part)
+            else:
+                dist.gather(part, places, dst=0)
+        return [rank.cpu().view(torch.uint8) for rank in received] if received else None
 
 
 def broadcast_module(module: nn.Module, world: World | None = None) -> None:

@@ -75,6 +75,10 @@ def use_collectives(world):
     }
     results["gathered"] = gather_dicts(uneven, world)
     results["wrong_gather"] = error_of(lambda: gather_dicts({"x": torch.zeros(1, 2 + rank)}, world))
+    results["long"] = gather_dicts(
+        {"x": torch.arange(3 * 16_384 + 5 + rank), "b": torch.ones(3, dtype=torch.bool)}, world
+    )
+    results["long_json"] = gather_json(list(range(100_000 + rank)), world)[1] == list(range(100_001))
     results["json"] = gather_json({"rank": rank, "text": "é" * (1 + 5 * rank)}, world)
     results["largest"] = agree_max(3 - 5 * rank, world)
     return results

@@ -1,13 +1,15 @@
 """Two real ranks over gloo, started once by our launcher; the tests judge what they brought back."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import rl_dist_ranks
 import torch
 
 from rl_dist.launch import launch
-from rl_dist.world import threads_per_rank
+from rl_dist.world import available_cores, threads_per_rank
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,30 @@ def test_tensors_are_gathered_in_rank_order_on_the_main_process_only(ranks):
     assert gathered["flag"].tolist() == [True, False]
     assert gathered["y"].tolist() == [[0.5, 0.5], [1.5, 1.5]] and gathered["y"].dtype == torch.float64
     assert gathered["none"].shape == (0, 3)
+
+
+def test_long_tensors_and_texts_are_gathered_whole(ranks):
+    first, second = torch.arange(3 * 16_384 + 5), torch.arange(3 * 16_384 + 6)
+    assert torch.equal(ranks[0]["long"]["x"], torch.cat([first, second])) and ranks[0]["long"]["b"].all()
+    assert all(rank["long_json"] for rank in ranks)
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="one core: no thread pool to slow down")
+def test_gathering_much_leaves_the_thread_pool_of_training_alone():
+    """A second OpenMP team, opened in gloo's thread, makes every later parallel region twice as slow."""
+    script = """
+import os, torch
+from rl_dist.collectives import gather_dicts, gather_json
+from rl_dist.world import close_world, open_world
+world = open_world("cpu")
+gather_json(0, world), torch.ones(10**6).exp_().sum()  # gloo's threads and the pool have started
+before = len(os.listdir("/proc/self/task"))
+gather_dicts({"x": torch.ones(10**6)}, world), gather_json([0.5] * 10**5, world)
+print(len(os.listdir("/proc/self/task")) - before)
+close_world(world)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "0", done.stderr
 
 
 def test_gathering_tensors_of_unlike_shapes_is_an_error_that_names_the_rank(ranks):
