@@ -21,7 +21,7 @@ class PPOConfig:
 
     learning_rate: float = flag(3e-4, "Adam's learning rate (StockTrading-v0: 1e-3)")
     anneal_lr: bool = flag(True, "lower the learning rate linearly to zero over num_episodes or total_steps")
-    gamma: float = flag(0.99, "discount (StockTrading-v0: 0.95)", "per step")
+    gamma: float = flag(0.99, "discount (StockTrading-v0: 0.8)", "per step")
     gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation (StockTrading-v0: 0.5)")
     update_epochs: int = flag(4, "passes over each rollout", "epochs")
     clip_coef: float = flag(0.2, "clipping of the probability ratio")

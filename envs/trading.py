@@ -67,7 +67,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         config: TradingConfig,
         evaluation: bool = False,
         train_span: Span | None = None,
-        discount: float = 0.95,
+        discount: float = 0.8,
         device: str | torch.device = "cpu",
     ) -> None:
         check_setup(num_envs, markets, span, config, evaluation=evaluation, train_span=train_span)

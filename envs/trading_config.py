@@ -71,7 +71,7 @@ class TradingConfig:
     )
 
     risk_aversion: float = field(
-        default=10.0,
+        default=20.0,
         metadata={
             "help": "training rewards are charged half of this times the variance of the portfolio's return: 0 learns "
             "the largest return, more a better Sharpe ratio",

@@ -95,7 +95,7 @@ class TradingTask:
 
 
 def prepare_task(
-    data: DataConfig, simulated: SimulatedMarketConfig, trading: TradingConfig, discount: float = 0.95
+    data: DataConfig, simulated: SimulatedMarketConfig, trading: TradingConfig, discount: float = 0.8
 ) -> TradingTask:
     """Load or simulate what a run needs to know its spans.
 

@@ -137,7 +137,7 @@ def test_excess_rewards_remove_something_that_does_not_depend_on_actions():
 
 
 def test_attributed_rewards_keep_the_discounted_return_of_an_episode():
-    env, discount = make_env(4, reward="attributed", episode_days=70), 0.95
+    env, discount = make_env(4, reward="attributed", episode_days=70), 0.8
     env.reset(seed=[1, 2, 3, 4], options={"random_age": False})  # episodes longer than the test
     start = env.day
     plain = shaped = torch.zeros(4, dtype=torch.float64)
@@ -205,7 +205,7 @@ def test_an_order_is_charged_for_the_variance_it_adds():
         assert torch.equal(info["raw_rewards"], step[4]["raw_rewards"])
         going_on = ~(terminated | truncated).numpy()
         charged = (rewards - step[1]).numpy()[going_on]
-        assert charged == pytest.approx(((risk(averse) - before) * 1e-4 / (1 - 0.95))[going_on], rel=1e-6, abs=1e-9)
+        assert charged == pytest.approx(((risk(averse) - before) * 1e-4 / (1 - 0.8))[going_on], rel=1e-6, abs=1e-9)
 
 
 def test_rewards_are_plain_when_asked_for_and_in_evaluation():
