@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, checked byte by byte when read; the command that looks at them.
+"""Checkpoints, whole or absent, and the command that looks at them.
 
     python -m rl_dist.checkpoint verify|inspect|list PATH
 
@@ -108,7 +108,7 @@ def inspect(path: Path, as_json: bool) -> int:
 
 
 def description(found: CheckpointFile) -> dict[str, Any]:
-    """Plain facts about a checkpoint: what surrounds it, its counters, configuration and tensors."""
+    """Plain facts about a checkpoint: counters, configuration and tensors, too."""
     state = found.state
     try:
         config = json.loads(state.get("config") or "{}")

@@ -101,7 +101,7 @@ def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Refuse what `torch.load(weights_only=True)` would refuse, while it can still be mended."""
+    """Refuse what `torch.load(weights_only=True)` would, while it can be mended."""
     if isinstance(value, Tensor) or type(value) in _PLAIN_TYPES:
         return
     if isinstance(value, dict):

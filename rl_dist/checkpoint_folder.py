@@ -1,4 +1,4 @@
-"""The checkpoints of one run: the last few, the best, and which one to go on from."""
+"""The checkpoints of one run: the last few, the best, which one to go on from."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def save_checkpoint(
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest valid checkpoint of a run; damaged ones are skipped, and the console says so.
+    """The newest valid checkpoint of a run; says on the console which it skipped.
 
     Raises:
         NewerFormatError: the newest one is whole, but of a newer format: falling back would lose what it holds.
@@ -98,7 +98,7 @@ def iteration_in_name(path: Path) -> int:
 
 
 class Best:
-    """The best value so far of the metric that chooses best.pt; the same on all ranks.
+    """The best value so far of the metric that chooses best.pt; equal on all ranks.
 
     What was reached before stands in best.pt itself, so that no resumed run replaces it by a worse one. Higher is
     better.
