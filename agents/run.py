@@ -41,6 +41,8 @@ OWNERS = {item.name: name for name, section in SECTIONS.items() for item in data
 # What a resumed run may change: how long, and where it runs.
 CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "checkpoint_every"} | {
     "keep_checkpoints",
+    "keep_best",
+    "on_save_error",
     "validate_every",
 }
 

@@ -29,10 +29,24 @@ class TrainConfig:
     validate_every: int = flag(20, "evaluate the validation span this often; 0 = never", "iterations")
     checkpoint_every: int = flag(20, "save this often; always at the end and on a stop signal", "iterations")
     keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
+    keep_best: str = flag(
+        "auto",
+        "keep the checkpoint with the highest value of this metric as checkpoints/best.pt, for example episode/return; "
+        "auto: valid/sharpe or valid/return, whichever the run has; off: none",
+    )
+    on_save_error: str = flag(
+        "stop",
+        "when a checkpoint cannot be written, such as on a full disk: stop, or continue without it",
+        choices=("stop", "continue"),
+    )
 
     def __post_init__(self) -> None:
         if self.scaling not in ("strong", "weak"):
             raise ValueError(f"scaling must be strong or weak, got {self.scaling!r}")
+        if self.on_save_error not in ("stop", "continue"):
+            raise ValueError(f"on_save_error must be stop or continue, got {self.on_save_error!r}")
+        if self.keep_best.startswith("valid/") and not self.validate_every:
+            raise ValueError(f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0")
         for name, low, high in (
             ("num_episodes", 1, 10**12),
             ("total_steps", 0, 10**15),
@@ -53,6 +67,11 @@ class TrainConfig:
                 f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
                 f"try --num_steps {_nearest_multiple(self.num_steps, self.bptt_steps)}"
             )
+
+    @property
+    def best_metrics(self) -> tuple[str, ...]:
+        """The metrics of which the first that a run reports chooses best.pt."""
+        return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(self.keep_best, (self.keep_best,))
 
 
 @dataclass(frozen=True)

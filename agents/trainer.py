@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ from agents.normalize import Normalizer
 from agents.ppo import PPO, PPOConfig, normalize_advantages
 from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
-from rl_dist.checkpoint import save_checkpoint
+from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
 from rl_dist.strategy import wrap
 from rl_dist.world import StopFlag, World
 
-CHECKPOINT_FORMAT = 1
+logger = logging.getLogger(__name__)
 MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, first_global_index)
 Validate = Callable[[Policy, Normalizer], dict[str, float]]  # called by all ranks together
 
@@ -156,7 +157,6 @@ class Training:
         if not self.world.main:
             return None
         return {
-            "format": CHECKPOINT_FORMAT,
             "config": json.dumps(self.job.config or {}),
             "iteration": self.iteration,
             "global_step": self.global_step,
@@ -270,6 +270,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
     job, world, sizes = training.job, training.world, training.sizes
     if training.iteration == 0:
         training.warm_up_normalizers()
+    best = Best(job.train.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
     signal = 0
     while training.progress < 1.0 and not signal:
         world.sync_seconds = 0.0
@@ -295,21 +296,53 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         }
         if job.validate and job.train.validate_every and training.iteration % job.train.validate_every == 0:
             metrics |= job.validate(training.policy, training.obs_normalizer)
+        check_best_metric(job, metrics)
+        improved = best.look(metrics)
         writer.write(metrics, done=training.global_step if job.train.total_steps else training.episodes)
-        if signal or training.progress >= 1.0 or training.iteration % job.train.checkpoint_every == 0:
-            save(training)
+        last = bool(signal) or training.progress >= 1.0
+        if last or improved or training.iteration % job.train.checkpoint_every == 0:
+            save(training, best, last)
     return signal
 
 
-def save(training: Training) -> None:
+def check_best_metric(job: Job, metrics: dict[str, Any]) -> None:
+    """Refuse a `keep_best` that this run does not report, once it is certain.
+
+    Raises:
+        UserError: names the metrics there are.
+    """
+    name = job.train.keep_best
+    if name in ("auto", "off") or name in metrics:
+        return
+    known = [key for key in metrics if key != "ranks"]
+    to_come = name.startswith("valid/") and job.validate and not any(key.startswith("valid/") for key in known)
+    if not to_come:
+        raise UserError(f"keep_best {name} is no metric of this run: name one of {', '.join(sorted(known))}")
+
+
+def save(training: Training, best: Best, last: bool) -> None:
     """Gather the state of all ranks; the main process writes one checkpoint.
 
     Raises:
         DesyncError: the ranks' parameters differ, so no checkpoint could stand for the run.
+        UserError: on all ranks: it cannot be written and training stops, or nothing follows that could go on.
     """
-    check_in_sync(training.policy, training.world)
-    state = training.state()
+    train, world, run_dir = training.job.train, training.world, training.job.run_dir
+    check_in_sync(training.policy, world)
+    state, problem = training.state(), ""
     if state is not None:
-        train = training.job.train
-        directory = training.job.run_dir / "checkpoints"
-        save_checkpoint(directory, state, iteration=training.iteration, keep=train.keep_checkpoints)
+        state[MEASURED] = best.measured
+        directory, keep = run_dir / CHECKPOINT_DIR, train.keep_checkpoints
+        try:
+            save_checkpoint(directory, state, iteration=training.iteration, keep=keep, best=best.improved)
+        except CheckpointError as error:
+            kept = latest_checkpoint(run_dir)
+            fate = f"{kept.name} stays valid, --resume {run_dir} goes on from it" if kept else "there is no earlier one"
+            problem = f"{error}; {fate}"
+    problem = gather_json(problem, world)[0]  # of the main process; all ranks act on it together
+    if not problem:
+        best.saved()
+    elif last or train.on_save_error == "stop":
+        raise UserError(problem, exit_code=1)
+    elif world.main:
+        logger.warning("%s; training goes on without (--on_save_error continue)", problem)

@@ -1,182 +1,229 @@
-"""Checkpoints: one file, written atomically, checked byte by byte when read.
+"""Checkpoints, whole or absent, and the command that looks at them.
 
-The file is torch.save's zip archive. Its SHA-256 stands in the archive's comment field, so the file
-stays one that plain `torch.load` reads, needs no companion, and any changed byte is refused.
+    python -m rl_dist.checkpoint verify|inspect|list PATH
+
+The file is made and read by checkpoint_file.py, a run's folder of them is kept by checkpoint_folder.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import logging
-import os
-import re
-import struct
+import argparse
+import json
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from rl_dist.checkpoint_file import CheckpointError, CheckpointFile, load_checkpoint, read_checkpoint
+from rl_dist.checkpoint_folder import (
+    BEST_FILE,
+    CHECKPOINT_DIR,
+    MEASURED,
+    Best,
+    checkpoint_files,
+    find_latest_run,
+    iteration_in_name,
+    latest_checkpoint,
+    latest_in,
+    save_checkpoint,
+)
 
-CHECKPOINT_DIR = "checkpoints"
-_NAME = re.compile(r"iteration_(\d+)\.pt")
-_MARK = b"sha256:"
-_COMMENT_BYTES = len(_MARK) + 64
-_PLAIN_TYPES = (str, int, float, bool, type(None))
+__all__ = [
+    "BEST_FILE",
+    "CHECKPOINT_DIR",
+    "MEASURED",
+    "Best",
+    "CheckpointError",
+    "find_latest_run",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]
 
+EPILOG = """PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or trusted; names the path and the cause."""
-
-
-def save_checkpoint(directory: str | Path, state: dict[str, Any], *, iteration: int, keep: int) -> Path:
-    """Write `iteration_00000120.pt` whole or not at all, and drop old ones.
-
-    Args:
-        directory: made if missing.
-        state: tensors, numbers, strings, None, in dicts, lists and tuples.
-        iteration: part of the name. Later iterations already there are from a past that a resumed
-            run does not share; they are renamed to *.pt.superseded.
-        keep: how many of the newest checkpoints stay, at least 1.
-
-    Raises:
-        CheckpointError: a value that could not be loaded again, or a disk that cannot be written.
-    """
-    if keep < 1:
-        raise CheckpointError(f"keep_checkpoints must be at least 1, got {keep}")
-    _check_plain(state, "state")
-    path = Path(directory, f"iteration_{iteration:08d}.pt")
-    data = _serialise(state)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob("*.pt.part"):
-            leftover.unlink()
-        _write_atomically(path, data)
-        _retain(path, keep)
-    except OSError as error:
-        size = f"{len(data) / 2**20:.1f} MiB"
-        raise CheckpointError(f"cannot write {path} ({size}): {error.strerror or error}") from None
-    return path
+examples:
+  python -m rl_dist.checkpoint list runs/my_run              newest first, with the best marked
+  python -m rl_dist.checkpoint verify runs/my_run            is every file whole?
+  python -m rl_dist.checkpoint inspect runs/my_run           what the newest valid one holds
+  python -m rl_dist.checkpoint inspect runs/my_run/checkpoints/best.pt --json
+exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
+SUPERSEDED = "*.pt.superseded"  # kept from before a resume at an earlier iteration
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
-
-    Raises:
-        CheckpointError: missing, empty, truncated, changed, or no checkpoint at all.
-    """
-    data = _read_checked(Path(path))
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # zip, pickle and torch errors of many kinds; the bytes are as saved
-        cause = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"checkpoint {path}: torch {torch.__version__} refuses it: {cause}") from None
-
-
-def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest intact checkpoint of a run; damaged ones are skipped and logged."""
-    for path in reversed(_checkpoints(Path(run_dir, CHECKPOINT_DIR))):
+def verify(path: Path) -> int:
+    """One line per file, valid or why not; 1 if any is damaged."""
+    damaged = 0
+    for file in _files(path):
         try:
-            _read_checked(path)
-            return path
+            found = read_checkpoint(file)
+            about = f"{_counters(found.state)}, format {found.format_version}, {found.num_bytes:,} bytes"
+            print(f"valid    {file}: {about}")
         except CheckpointError as error:
-            logger.warning("skipped: %s", error)
-    return None
+            damaged += 1
+            print(f"damaged  {error}")
+    return min(damaged, 1)
 
 
-def find_latest_run(runs_dir: str | Path) -> Path | None:
-    """The run directory below `runs_dir` whose intact checkpoint is the newest."""
-    newest: list[tuple[float, Path]] = []
-    for directory in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}"):
-        times = [path.stat().st_mtime for path in _checkpoints(directory)]
-        if times:
-            newest.append((max(times), directory.parent))
-    ordered = (run_dir for _, run_dir in sorted(newest, reverse=True))
-    return next((run_dir for run_dir in ordered if latest_checkpoint(run_dir)), None)
+def show_list(path: Path) -> int:
+    """Newest first: iteration, time, size, valid or why not, and which is the best."""
+    rows: list[tuple[int, str]] = []
+    digests: dict[str, Path] = {}
+    best = _digest_of_best(path)
+    for file in _files(path):
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.stat().st_mtime))
+        row = f"{saved}  {file.stat().st_size:>13,}  {file.name:<22} "
+        try:
+            found = read_checkpoint(file)
+        except CheckpointError as error:
+            rows.append((iteration_in_name(file), f"{row} {error}"))
+            continue
+        if file.name == BEST_FILE and found.sha256 in digests:
+            continue  # the same as one above
+        digests[found.sha256] = file
+        values = "".join(f": {name} {value:.6g}" for name, value in (found.state.get(MEASURED) or {}).items())
+        mark = f", best{values}" if found.sha256 == best else ""
+        rows.append((found.state.get("iteration", iteration_in_name(file)), f"{row} valid{mark}"))
+    print(f"{'iteration':>9}  {'saved':<19}  {'bytes':>13}  file")
+    for iteration, row in sorted(rows, reverse=True):
+        print(f"{iteration if iteration >= 0 else '?':>9}  {row}")
+    return 0
 
 
-def _checkpoints(directory: Path) -> list[Path]:
-    """Checkpoint files by iteration, oldest first."""
-    found = [path for path in directory.glob("iteration_*.pt") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_iteration)
+def inspect(path: Path, as_json: bool) -> int:
+    """What one checkpoint holds."""
+    if path.is_dir():
+        newest = latest_in(_folder(path))
+        if newest is None:
+            raise CheckpointError(f"{path} holds no valid checkpoint")
+        path = newest
+    about = description(read_checkpoint(path))
+    print(json.dumps(about, indent=2) if as_json else _as_text(about))
+    return 0
 
 
-def _iteration(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match, path
-    return int(match[1])
-
-
-def _serialise(state: dict[str, Any]) -> bytes:
-    """The archive's bytes with their SHA-256 as its comment.
-
-    A zip file ends with the two-byte length of its comment and the comment. Source: PKWARE
-    APPNOTE 4.3.16.
-    """
-    buffer = io.BytesIO()
-    torch.save(state, buffer)  # to memory first: a full disk would surface as a zip error
-    data = buffer.getvalue()
-    assert data[-22:-18] == b"PK\x05\x06" and data[-2:] == b"\0\0", "not the zip end we know"
-    data = data[:-2] + struct.pack("<H", _COMMENT_BYTES)
-    return data + _MARK + hashlib.sha256(data).hexdigest().encode()
-
-
-def _read_checked(path: Path) -> bytes:
+def description(found: CheckpointFile) -> dict[str, Any]:
+    """Plain facts about a checkpoint: counters, configuration and tensors, too."""
+    state = found.state
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
-    if not data:
-        raise CheckpointError(f"checkpoint {path} is empty")
-    body, comment = data[:-_COMMENT_BYTES], data[-_COMMENT_BYTES:]
-    if not data.startswith(b"PK"):
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: it does not start like one")
-    if not comment.startswith(_MARK):
-        raise CheckpointError(f"checkpoint {path} is truncated or not ours: its checksum is missing")
-    if comment[len(_MARK) :] != hashlib.sha256(body).hexdigest().encode():
-        raise CheckpointError(f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum")
-    return data
+        config = json.loads(state.get("config") or "{}")
+    except (TypeError, ValueError):
+        config = {}
+    return {
+        "path": str(found.path),
+        "format_version": found.format_version,
+        "torch_version": found.torch_version,
+        "bytes": found.num_bytes,
+        "sha256": found.sha256,
+        "iteration": state.get("iteration"),
+        "steps": state.get("global_step"),
+        "episodes": state.get("episodes"),
+        "measured": state.get(MEASURED) or {},
+        "config": config,
+        "tensors": [
+            {"name": name, "shape": list(tensor.shape), "type": str(tensor.dtype).removeprefix("torch.")}
+            for name, tensor in _tensors(state)
+        ],
+    }
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".pt.part")
+def _as_text(about: dict[str, Any]) -> str:
+    lines = [f"{name:<15} {value}" for name, value in about.items() if name not in ("config", "tensors", "measured")]
+    lines += [f"{'measured':<15} {name} {value:.6g}" for name, value in about["measured"].items()]
+    for section, values in about["config"].items():
+        pairs = ", ".join(f"{name} {value}" for name, value in values.items() if value not in ("", None))
+        lines += textwrap.wrap(f"{section:<15} {pairs}", 110, subsequent_indent=" " * 16)
+    lines.append(f"{len(about['tensors'])} tensors:")
+    lines += [f"  {one['name']:<50} {one['shape']!s:<16} {one['type']}" for one in about["tensors"]]
+    return "\n".join(lines)
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested dicts and lists, with its place."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(entry, f"{name}/{key}" if name else str(key))
+
+
+def _counters(state: dict[str, Any]) -> str:
+    names = {"iteration": "iteration", "global_step": "steps", "episodes": "episodes"}
+    return ", ".join(f"{word} {state[name]}" for name, word in names.items() if name in state) or "no counters"
+
+
+def _folder(path: Path) -> Path:
+    return path / CHECKPOINT_DIR if (path / CHECKPOINT_DIR).is_dir() else path
+
+
+def _files(path: Path) -> list[Path]:
+    """The checkpoints that PATH means, oldest first, best.pt last."""
+    if not path.is_dir():
+        return [path]
+    folder = _folder(path)
+    best = [folder / BEST_FILE] if (folder / BEST_FILE).exists() else []
+    return sorted(folder.glob(SUPERSEDED)) + checkpoint_files(folder) + best
+
+
+def _digest_of_best(path: Path) -> str:
+    """The checksum of a folder's best checkpoint, "" where there is none."""
+    best = (_folder(path) if path.is_dir() else path.parent) / BEST_FILE
     try:
-        with open(part, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)  # the new name must survive a power cut, too
+        return read_checkpoint(best).sha256 if best.exists() else ""
+    except CheckpointError:
+        return ""  # its own row says why
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print("error: " + " ".join(message.split()), file=sys.stderr)
+        sys.exit(2)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m rl_dist.checkpoint",
+        description="Look at checkpoints; nothing is changed, and nothing in them can run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|inspect|list")
+    for name, what in (
+        ("verify", "check every file, one line each; exit code 1 if any is damaged"),
+        ("inspect", "what a file (of a folder or run: the newest valid one) holds: counters, configuration, tensors"),
+        ("list", "newest first: iteration, time, size, valid or why not; marks the best"),
+    ):
+        command = commands.add_parser(
+            name, help=what, description=what, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument("path", metavar="PATH", type=Path)
+    commands.choices["inspect"].add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    if not args.path.exists():
+        parser.error(f"{args.path} does not exist: give a checkpoint file, a folder of them or a run directory")
+    if not _files(args.path):
+        parser.error(f"{args.path} holds no checkpoints: give a checkpoint file, a folder of them or a run directory")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the command; returns the exit code."""
+    args = _parse(argv)
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        if args.command == "inspect":
+            return inspect(args.path, args.json)
+        return verify(args.path) if args.command == "verify" else show_list(args.path)
+    except CheckpointError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1
 
 
-def _retain(path: Path, keep: int) -> None:
-    known = _checkpoints(path.parent)
-    for later in known[known.index(path) + 1 :]:
-        logger.warning("%s is from before this resume; renamed to .superseded", later)
-        later.replace(later.with_suffix(".pt.superseded"))
-    for old in known[: max(0, known.index(path) + 1 - keep)]:
-        old.unlink()
-
-
-def _check_plain(value: Any, where: str) -> None:
-    """Refuse what `torch.load(weights_only=True)` would refuse, while it can still be mended."""
-    if isinstance(value, Tensor) or type(value) in _PLAIN_TYPES:
-        return
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            _check_plain(key, f"{where} key {key!r}")
-            _check_plain(entry, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, entry in enumerate(value):
-            _check_plain(entry, f"{where}[{index}]")
-    else:
-        raise CheckpointError(f"{where} is a {type(value).__name__}; make it a tensor or a plain value")
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    sys.exit(main())

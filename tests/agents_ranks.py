@@ -128,10 +128,10 @@ def record_of(name, world, out_dir="", **options):
     writer = open_writer(run_dir, world, job.train.total_steps, "steps") if out_dir else NullWriter()
     saved: list[int] = []
 
-    def save_checkpoint(directory, state, *, iteration, keep):
+    def save_checkpoint(directory, state, *, iteration, **options):
         saved.append(iteration)
         if out_dir:
-            original(directory, state, iteration=iteration, keep=keep)
+            original(directory, state, iteration=iteration, **options)
 
     original, training = agents.trainer.save_checkpoint, Recording(job, world)
     with mock.patch.object(agents.trainer, "save_checkpoint", save_checkpoint):

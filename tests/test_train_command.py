@@ -89,7 +89,7 @@ def test_metrics_are_written_once_per_iteration_with_every_rank_in_them(finished
 def test_one_process_writes_checkpoints_one_per_iteration(finished):
     for run_dir, *_ in finished.values():
         expected = [f"iteration_{line['iteration']:08d}.pt" for line in records(run_dir)]
-        assert names(run_dir / "checkpoints") == expected
+        assert names(run_dir / "checkpoints") == ["best.pt", *expected]
 
 
 def test_two_ranks_collect_different_rollouts(finished):
