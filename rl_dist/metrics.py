@@ -185,7 +185,7 @@ class _Console(logging.Handler):
     """Warnings for the user, above the progress bar; `launch` prints failures itself, once."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "rl_dist.launch":
+        if record.name != "rl_dist.rank":
             tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
