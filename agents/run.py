@@ -42,6 +42,8 @@ OWNERS = {item.name: name for name, section in SECTIONS.items() for item in data
 CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "checkpoint_every"} | {
     "keep_checkpoints",
     "validate_every",
+    "max_restarts",
+    "on_event",
 }
 
 

@@ -7,23 +7,28 @@ killed launcher get SIGTERM from the kernel and leave by themselves.
 
 Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
 once as `error: ...`, exit code 2. Anything else: traceback and rank, once, exit code 1. The
-traceback of either goes to the rank's log file.
+traceback of either goes to the rank's log file. With `max_restarts`, all ranks start again after
+anything but a message for the user or a stop signal; `fn` finds out by `restart_count()`.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from rl_dist import events
 from rl_dist.agent import Job, say
-from rl_dist.rank import RankFunction, run_guarded
+from rl_dist.rank import RankFunction, Report, run_guarded
+from rl_dist.rendezvous import asked_for_address, check_address, check_variables
 from rl_dist.strategy import STRATEGIES
-from rl_dist.world import UserError, close_any_world, stop_flag, threads_per_rank
+from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
-__all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve"]
+__all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,24 @@ class LaunchConfig:
         default="auto",
         metadata={"help": "auto = fp32; fp64 is for proofs", "choices": ("auto", "fp32", "fp64")},
     )
+    max_restarts: int = field(
+        default=0,
+        metadata={
+            "help": "start all ranks again, from the newest checkpoint, this often after one died or failed",
+            "unit": "restarts",
+        },
+    )
+    on_event: str = field(
+        default="",
+        metadata={
+            "help": "shell command called when the run failed, restarted, skipped bad_steps, stopped or finished; "
+            "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ..."
+        },
+    )
 
     def __post_init__(self) -> None:
+        if not 0 <= self.max_restarts <= 1_000_000:
+            raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
         if self.num_gpus < -1:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
@@ -77,9 +98,10 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine.
 
     Raises:
-        ValueError: more ranks than GPUs, cuda without a GPU, strategy none with several ranks, or
-            num_gpus against what torchrun started.
+        ValueError: more ranks than GPUs, cuda without a GPU, strategy none with several ranks,
+            num_gpus against what torchrun started, or environment variables that contradict.
     """
+    check_variables()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
@@ -96,11 +118,15 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
     if config.strategy == "none" and num_ranks > 1:
         raise ValueError(f"strategy none works with one rank only, got {num_ranks}; use ddp or auto")
-    return ResolvedLaunch(
-        num_ranks=num_ranks,
-        device_type="cuda" if on_gpu else "cpu",
-        message=_describe(num_ranks, on_gpu, gpus),
-    )
+    message = _describe(num_ranks, on_gpu, gpus)
+    if "RANK" in os.environ:
+        if config.max_restarts:
+            cure = "give --max_restarts 0 here and --max-restarts to torchrun"
+            raise ValueError(f"max_restarts is {config.max_restarts}, but the ranks were started elsewhere: {cure}")
+    elif num_ranks > 1 and (address := asked_for_address()):
+        check_address(*address, hosted_here=True)
+        message += f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
+    return ResolvedLaunch(num_ranks=num_ranks, device_type="cuda" if on_gpu else "cpu", message=message)
 
 
 def _adopted_ranks(num_gpus: int) -> int:
@@ -120,23 +146,63 @@ def _describe(num_ranks: int, on_gpu: bool, gpus: int) -> str:
     return f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
 
 
-def launch(fn: RankFunction, args: tuple[Any, ...], num_ranks: int) -> int:
+def restart_count() -> int:
+    """How often the ranks were started again before this start."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch(
+    fn: RankFunction,
+    args: tuple[Any, ...],
+    num_ranks: int,
+    *,
+    max_restarts: int = 0,
+    run_dir: Path | None = None,
+) -> int:
     """Run `fn(*args)` on every rank and return the job's exit code.
 
-    Under torchrun (RANK is set) and with one rank, `fn` runs in this process. Otherwise `fn` must be
-    importable and `args` picklable: each rank is a new process.
+    Under torchrun (RANK is set), and with one rank that shall not restart, `fn` runs in this
+    process. Otherwise `fn` must be importable and `args` picklable: each rank is a new process.
+
+    Args:
+        fn: what a rank does.
+        args: for `fn`.
+        num_ranks: processes.
+        max_restarts: how often all ranks start again after one died or failed.
+        run_dir: where `fn` keeps its checkpoints, to say where a restart goes on from.
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
     """
-    if "RANK" in os.environ or num_ranks == 1:
-        stop_flag.install()
-        try:
-            report = run_guarded(fn, args)
-            close_any_world(failed=report.at_ns > 0)
-        finally:
-            stop_flag.uninstall()
-        if report.message:
-            say(report.message)
-        return report.exit_code
-    return Job(fn, args, num_ranks).run()
+    if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
+        report, restarts = _run_here(fn, args), restart_count()
+    else:
+        job = Job(fn, args, num_ranks, max_restarts, run_dir)
+        report, restarts = job.run(), job.restarts
+    if report.message:
+        say(report.message)
+    _tell_the_user(report, restarts)
+    return report.exit_code
+
+
+def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> Report:
+    stop_flag.install()
+    try:
+        report = run_guarded(fn, args)
+        close_any_world(failed=report.at_ns > 0)
+    finally:
+        stop_flag.uninstall()
+    return report
+
+
+def _tell_the_user(report: Report, restarts: int) -> None:
+    """The one event of how a run ended; see `rl_dist.events`."""
+    facts = {"exit_code": report.exit_code, "restarts": restarts}
+    if report.exit_code == 0:
+        events.notify("finished", "the run has finished", **facts)
+    elif report.exit_code - 128 in STOP_SIGNALS:
+        name = signal.Signals(report.exit_code - 128).name
+        events.notify("stopped", report.summary or f"stopped by {name}, saved", **facts)
+    else:
+        events.notify("failed", report.summary, rank=report.rank, **facts)
+    events.close()
