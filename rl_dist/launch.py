@@ -204,5 +204,6 @@ def _tell_the_user(report: Report, restarts: int) -> None:
         name = signal.Signals(report.exit_code - 128).name
         events.notify("stopped", report.summary or f"stopped by {name}, saved", **facts)
     else:
-        events.notify("failed", report.summary, rank=report.rank, **facts)
-    events.close()
+        events.notify("failed", report.summary or f"ended with code {report.exit_code}", rank=report.rank, **facts)
+    pressed_twice = report.exit_code == 128 + signal.SIGINT and report.message
+    events.close(2.0 if pressed_twice else events.LIMIT_S)
