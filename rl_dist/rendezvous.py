@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import time
@@ -12,9 +13,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
-GREETING_EVERY_S = 0.05
+GREETING_EVERY_S, TELL_AFTER_S = 0.05, 15.0
 HOW_TO_START = "start with torchrun, which sets them all, or unset RANK to let --num_gpus start the ranks"
 
 
@@ -116,21 +119,39 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     check_address(host, port, hosted_here=hosted_here)
+    deadline_s = time.monotonic() + timeout_s
     try:
+        if not hosted_here:
+            _wait_for_listener(rank, host, port, deadline_s)
         timeout = timedelta(seconds=timeout_s)
-        store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout)))
-        store.set_timeout(timeout)
-        return _own_part(store, rank, size, timeout_s)
+        store = dist.TCPStore(host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False)
+        return _own_part(store, rank, size, deadline_s)
     except (dist.DistError, TimeoutError) as error:
-        if "EADDRINUSE" in str(error):
-            raise ValueError(f"MASTER_PORT {port} is taken: set another one, such as {free_port()}") from None
+        cause = " ".join(str(error).split())[:200]
         raise ValueError(
             f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} within "
-            f"{timeout_s:g} s: check both on every machine, that {size} ranks were started, and the firewall"
+            f"{timeout_s:g} s: check both on every machine, that {size} ranks were started, and the firewall ({cause})"
         ) from None
 
 
-def _own_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+def _wait_for_listener(rank: int, host: str, port: int, deadline_s: float) -> None:
+    """Wait until somebody listens: torch would, too, but with pages of complaints."""
+    started_s, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now > deadline_s:
+                raise TimeoutError(error.strerror or str(error)) from None
+            if not told and now - started_s > TELL_AFTER_S:
+                told = True
+                logger.warning("rank %d waits for MASTER_ADDR %s, MASTER_PORT %d: %s", rank, host, port, error)
+        time.sleep(0.2)
+
+
+def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
     """A part of the store that only ranks of this start use.
 
     torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
@@ -143,7 +164,6 @@ def _own_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist
 
     own = uuid.uuid4().hex
     store.set(f"greeting/{rank}", own)
-    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if rank == 0:
             store.set("heard", json.dumps([own, *(read(f"greeting/{other}") for other in range(1, size))]))
@@ -155,4 +175,4 @@ def _own_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist
                 store.set(f"agreed/{rank}", heard[0])
                 return dist.PrefixStore(heard[0], store)
         time.sleep(GREETING_EVERY_S)
-    raise TimeoutError
+    raise TimeoutError("not all ranks came")
