@@ -31,10 +31,11 @@ from envs.faults import EnvironmentFault
 from envs.simulated_market import market_card
 from envs.task import check_flags
 from envs.trading_task import TradingTask
+from rl_dist import events
 from rl_dist.checkpoint import find_latest_run, latest_checkpoint, load_checkpoint
 from rl_dist.collectives import gather_json
 from rl_dist.flags import ParsedFlags, parse_flags
-from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve
+from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
 from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
 
@@ -65,7 +66,7 @@ EPILOG = """examples:
   python train_distributed.py --data prices.csv --train_end 2015-12-31 --test_start 2016-01-04
   python train_distributed.py --env CartPole-v1 --total_steps 200000
   python train_distributed.py --resume runs/2026-01-31_12-00-00 --num_episodes 10000
-exit codes: 0 done, 1 failed, 2 bad usage, 130 and 143 stopped by INT and TERM after saving"""
+exit codes: 0 done, 1 failed, 2 bad usage, 130, 143, 138 and 129 stopped by INT, TERM, USR1 and HUP after saving"""
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +82,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     """Configuration, run directory and checkpoint to resume from ("": a fresh run)."""
     extra = parsed.extra
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and extra.resume in ("", "auto"):
+        if not extra.run_dir:
+            raise UserError("torchrun --max-restarts needs --run_dir DIR here: a restart must find its run again")
+        extra.resume = "auto"
     if extra.resume:
         run_dir = _run_to_resume(parsed)
         if run_dir is not None:
@@ -125,12 +130,24 @@ def _fresh_directory() -> Path:
     return next(path for path in candidates if not path.exists())
 
 
+def go_back(run_dir: Path) -> str:
+    """After a restart: cut the metrics back to the newest checkpoint, and name it ("": none yet)."""
+    newest = latest_checkpoint(run_dir)
+    truncate_metrics(run_dir, load_checkpoint(newest)["iteration"] if newest else 0)
+    return str(newest or "")
+
+
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
     world = open_world(resolved.device_type)
     writer = None
     try:
-        run_dir = Path(gather_json(str(run_dir), world)[0])  # torchrun's ranks may have chosen different names
+        if world.main and restart_count():
+            resume_from = go_back(run_dir)
+        chosen = gather_json([str(run_dir), resume_from], world)[0]  # torchrun's ranks may have chosen differently
+        run_dir, resume_from = Path(chosen[0]), chosen[1]
+        if world.main:
+            events.configure(config.launch.on_event, run_dir)
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d on %s", config.task.env, world.rank, world.size, world.device)
         task = config.prepare_task()
@@ -155,7 +172,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             by_steps or config.train.num_episodes,
             "steps" if by_steps else "episodes",
             start=training.global_step if by_steps else training.episodes,
-            purge_step=training.global_step + 1 if resume_from else None,
+            purge_step=training.global_step + 1 if resume_from or restart_count() else None,
         )
         if not getattr(training.env, "can_snapshot", False):
             writer.say(f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew")
@@ -217,7 +234,15 @@ def main() -> int:
     except ValueError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    code = launch(run_rank, (config, resolved, run_dir, resume_from), resolved.num_ranks)
+    if os.environ.get("RANK", "0") == "0":
+        events.configure(config.launch.on_event, run_dir)
+        if restart_count():  # torchrun's; our own launcher says so itself
+            message = f"restart {restart_count()}, going on from " + (resume_from or "the beginning")
+            events.notify("restarted", message, restart=restart_count())
+    launch_args = (config, resolved, run_dir, resume_from)
+    code = launch(
+        run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir
+    )
     if code and not resume_from and is_new:
         discard_unstarted(run_dir)
     return code

@@ -44,6 +44,8 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "keep_best",
     "on_save_error",
     "validate_every",
+    "max_restarts",
+    "on_event",
 }
 
 

@@ -69,7 +69,7 @@ class MetricsWriter(NullWriter):
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._file = open(Path(run_dir, METRICS_FILE), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-            self._board = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=10)
+            self._board = SummaryWriter(str(run_dir), purge_step=purge_step)
         except OSError as error:
             raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
         self._progress = _Bar(total, unit, start) if sys.stderr.isatty() else _Lines(total, unit, start)
@@ -87,6 +87,7 @@ class MetricsWriter(NullWriter):
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         for tag, value in _scalars(plain):
             self._board.add_scalar(tag, value, plain["global_step"])
+        self._board.flush()  # or a killed run, going on from its checkpoint, would lack what came before it
         self._progress.show(plain, done)
 
     def say(self, text: str) -> None:
@@ -185,7 +186,7 @@ class _Console(logging.Handler):
     """Warnings for the user, above the progress bar; `launch` prints failures itself, once."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "rl_dist.launch":
+        if record.name != "rl_dist.rank":
             tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 

@@ -21,10 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_dist.rendezvous import open_store
+
 logger = logging.getLogger(__name__)
 
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher; its ranks meet there
 STARTUP_TIMEOUT_S = 600.0
+ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and save
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -107,6 +110,7 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
 
     Raises:
         UserError: no CUDA device for this rank.
+        ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
     global _current
     assert not dist.is_initialized(), "the process group is already open"
@@ -114,7 +118,9 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
-        die_with_parent(os.getppid())  # a killed torchrun would leave this rank training on alone
+        parent = os.getppid()  # a killed torchrun would leave this rank training on alone
+        die_with_parent(parent)
+        threading.Thread(target=leave_when_orphaned, args=(parent, threading.Event()), daemon=True).start()
     torch.set_num_threads(threads_per_rank(local_size))
     if device == "cuda":
         _check_cuda_device(local_rank)
@@ -124,9 +130,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         options = {"backend": "gloo"}
         if local_size == size:
             _bind_gloo_to_loopback()
-    dist.init_process_group(
-        rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s), store=_store(rank, size), **options
-    )
+    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
+    dist.init_process_group(rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s), store=store, **options)
     _current = World(
         rank=rank,
         local_rank=local_rank,
@@ -155,22 +160,6 @@ def close_any_world(*, failed: bool = False) -> None:
         close_world(_current)
 
 
-def _store(rank: int, size: int) -> dist.Store:
-    """Where the ranks find each other: nowhere (size 1), a private file, or torchrun's address."""
-    if size == 1:
-        return dist.HashStore()
-    timeout = timedelta(seconds=STARTUP_TIMEOUT_S)
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
-    if job_dir:  # no port is opened, and nobody else may read the directory
-        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
-    else:
-        rendezvous = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout)
-        store, _, _ = next(iter(rendezvous))
-    store.set_timeout(timeout)
-    return store
-
-
 def _check_cuda_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -195,6 +184,16 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the call above
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
+    """Watch the parent; once it is dead, this process ends: when `done`, or after a grace.
+
+    SIGTERM alone would not do: it only asks, and a rank may hang or have a long iteration before it.
+    """
+    while os.getppid() == parent_pid:
+        time.sleep(0.2)
+    os._exit(0 if done.wait(ORPHAN_GRACE_S) else 1)
 
 
 class StopFlag:

@@ -19,8 +19,14 @@ PACKAGES = ("rl_dist", "envs", "agents")
 COMMANDS = {"agents/evaluate.py", "agents/report.py", "agents/run.py"}  # they may build environments themselves
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
-PRINTERS = {"rl_dist/checkpoint.py", "rl_dist/flags.py", "rl_dist/hardware.py", "rl_dist/launch.py",
-            "rl_dist/metrics.py", "rl_dist/speedup.py"}  # fmt: skip
+PRINTERS = {
+    "rl_dist/agent.py",
+    "rl_dist/checkpoint.py",
+    "rl_dist/flags.py",
+    "rl_dist/hardware.py",
+    "rl_dist/metrics.py",
+    "rl_dist/speedup.py",
+}
 SPECIAL_LENGTH = {"update": 65, "collect": 65}  # lines, in agents; `train` and all others: MAX_FUNCTION
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 400, 80, 15, 79
 BAD_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base"}
@@ -379,7 +385,7 @@ CLEAN = {
     "envs/trading.py": lines(8, "f") + "def _private():\n    from envs import accounting",
     "envs/accounting.py": lines(15, "update"),
     "rl_dist/world.py": DOC + "import torch.distributed\nif world.rank == 0:\n    log.write(x)\nbroadcast(x)",
-    "rl_dist/launch.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
+    "rl_dist/agent.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
     "train_distributed.py": lines(3, "main") + "import agents, envs, rl_dist",
     "README.md": "--data ../shared/data/prices.csv, https://example.org/work/page",
     "runs/a.py": "import pickle",

@@ -73,6 +73,24 @@ def family(pid):
             id="int_to_launcher",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            lambda job, ranks, s: job.send_signal(s),
+            signal.SIGUSR1,
+            id="usr1_to_launcher",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda job, ranks, s: os.kill(ranks[0], s),
+            signal.SIGTERM,
+            id="term_to_main_rank",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda job, ranks, s: os.kill(ranks[1], s),
+            signal.SIGINT,
+            id="int_to_one_rank",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_stop_signal_lets_all_ranks_save_and_leaves_no_process(tmp_path, send, signum):
@@ -209,7 +227,8 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
 
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     return with_gpus
 
 
@@ -255,8 +274,9 @@ def test_the_missing_gpu_is_said(machine):
 
 def test_num_gpus_against_torchrun_is_an_error(machine, monkeypatch):
     machine(0)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert resolve(LaunchConfig()).num_ranks == 4
     with pytest.raises(ValueError, match="started 4 ranks"):
         resolve(LaunchConfig(num_gpus=3))

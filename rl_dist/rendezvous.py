@@ -1,0 +1,178 @@
+"""Where the ranks of a job find each other: a private file, or MASTER_ADDR and MASTER_PORT."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
+GREETING_EVERY_S, TELL_AFTER_S = 0.05, 15.0
+HOW_TO_START = "start with torchrun, which sets them all, or unset RANK to let --num_gpus start the ranks"
+
+
+def check_variables() -> None:
+    """Check what torchrun, or a script in its place, says of this rank.
+
+    Raises:
+        ValueError: a variable is missing, no number, or out of range.
+    """
+    if "RANK" not in os.environ:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set: set both, or neither")
+        return
+    rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
+    if rank >= size:
+        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered 0..{size - 1}")
+    if size == 1:
+        return
+    local_rank, limit = _number("LOCAL_RANK"), "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
+    if local_rank >= _number(limit, 1):
+        raise ValueError(
+            f"LOCAL_RANK is {local_rank}, but {limit} is {os.environ[limit]}: it numbers this machine's ranks from 0"
+        )
+    if not os.environ.get("MASTER_ADDR"):
+        raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
+    _number("MASTER_PORT", 1, 65535)
+
+
+def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        raise ValueError(f"RANK is set, but {name} is not: {HOW_TO_START}")
+    if not text.isdecimal() or not lowest <= int(text) <= highest:
+        raise ValueError(f"{name} must be a whole number of {lowest}..{highest}, got {text!r}")
+    return int(text)
+
+
+def asked_for_address() -> tuple[str, int] | None:
+    """The address that the user's environment asks our own launcher to use; None: a private file.
+
+    Raises:
+        ValueError: MASTER_PORT is no port.
+    """
+    if not any(os.environ.get(name) for name in ADDRESS_VARIABLES):
+        return None
+    port = _number("MASTER_PORT", 1, 65535) if os.environ.get("MASTER_PORT") else DEFAULT_PORT
+    return os.environ.get("MASTER_ADDR") or DEFAULT_ADDRESS, port
+
+
+def check_address(host: str, port: int, *, hosted_here: bool) -> None:
+    """Find out early whether ranks can meet at an address.
+
+    Args:
+        host, port: of MASTER_ADDR and MASTER_PORT.
+        hosted_here: whether this process, or one that it starts, will listen there.
+
+    Raises:
+        ValueError: no such host; or it is another machine, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        cure = "set it to the name or address of rank 0's machine, or unset it for a job on one machine"
+        raise ValueError(f"MASTER_ADDR {host!r} is no host that this machine can find: {cure}") from None
+    if not hosted_here:
+        return
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                cure = "rank 0 must run on that machine; set MASTER_ADDR to an address of the machine of rank 0"
+                raise ValueError(f"MASTER_ADDR {host!r} is no address of this machine: {cure}") from None
+            reason = "taken by another program" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ValueError(f"MASTER_PORT {port} is {reason}: set another one, such as {free_port()}") from None
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((DEFAULT_ADDRESS, 0))
+        return probe.getsockname()[1]
+
+
+def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
+    """Where the ranks meet: nowhere (size 1), a file in `job_dir`, or MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: the address does not work, or not all ranks came there in time.
+    """
+    if size == 1:
+        return dist.HashStore()
+    if job_dir and not os.environ.get("MASTER_PORT"):  # no port is opened, and nobody else may read the directory
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    check_address(host, port, hosted_here=hosted_here)
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        if not hosted_here:
+            _wait_for_listener(rank, host, port, deadline_s)
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False)
+        return _own_part(store, rank, size, deadline_s)
+    except (dist.DistError, TimeoutError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} within "
+            f"{timeout_s:g} s: check both on every machine, that {size} ranks were started, and the firewall ({cause})"
+        ) from None
+
+
+def _wait_for_listener(rank: int, host: str, port: int, deadline_s: float) -> None:
+    """Wait until somebody listens: torch would, too, but with pages of complaints."""
+    started_s, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now > deadline_s:
+                raise TimeoutError(error.strerror or str(error)) from None
+            if not told and now - started_s > TELL_AFTER_S:
+                told = True
+                logger.warning("rank %d waits for MASTER_ADDR %s, MASTER_PORT %d: %s", rank, host, port, error)
+        time.sleep(0.2)
+
+
+def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
+    """A part of the store that only ranks of this start use.
+
+    torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
+    variable numbers the starts (a node that rejoins keeps its TORCHELASTIC_RESTART_COUNT), so the
+    ranks greet: rank 0 repeats what it hears, and who hears itself knows that rank 0 is alive.
+    """
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    own = uuid.uuid4().hex
+    store.set(f"greeting/{rank}", own)
+    while time.monotonic() < deadline_s:
+        if rank == 0:
+            store.set("heard", json.dumps([own, *(read(f"greeting/{other}") for other in range(1, size))]))
+            if all(read(f"agreed/{other}") == own for other in range(1, size)):
+                return dist.PrefixStore(own, store)
+        else:
+            heard = json.loads(read("heard") or "[]")
+            if own in heard:
+                store.set(f"agreed/{rank}", heard[0])
+                return dist.PrefixStore(heard[0], store)
+        time.sleep(GREETING_EVERY_S)
+    raise TimeoutError("not all ranks came")

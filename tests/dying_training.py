@@ -1,0 +1,74 @@
+"""train_distributed.py with one rank that ends at a chosen instant of its first start.
+
+The test hook: spawned ranks import this script again, so that they, too, get the changes below. The
+variable DIE says where, on which rank, in which iteration and how; with DIE_FOLDER the rank first
+writes the file `here` there and waits for the file `go`.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import train_distributed
+from agents.trainer import Training
+from rl_dist.launch import UserError, restart_count
+
+WHERE, RANK, ITERATION, HOW = os.environ["DIE"].split()
+collect, update, state = Training.collect, Training.update, Training.state
+
+
+def die(*_):
+    if folder := os.environ.get("DIE_FOLDER"):
+        Path(folder, "here").touch()
+        while not Path(folder, "go").exists():
+            time.sleep(0.02)
+    if HOW == "error":
+        raise RuntimeError("the roof is on fire")
+    if HOW == "mistake":
+        raise UserError("num_envs must be at least 1, got 0")
+    os.kill(os.getpid(), signal.Signals[HOW])
+
+
+def is_time(training, where):
+    mine = (where, training.world.rank, training.iteration) == (WHERE, int(RANK), int(ITERATION))
+    return mine and restart_count() == 0
+
+
+def die_at_call(owner, name, number):
+    """Let the call `owner.name(...)` with this number end the rank."""
+    real, calls = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        return die() if len(calls) == number else real(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def dying_collect(training, lifetime_step):
+    if is_time(training, "rollout"):
+        die_at_call(training.env, "step", 7)
+    return collect(training, lifetime_step)
+
+
+def dying_update(training, rollout):
+    if is_time(training, "update"):
+        die_at_call(training.ppo.optimizer, "step", 2)
+    return update(training, rollout)
+
+
+def dying_state(training):
+    """In the middle of a checkpoint: written, but not yet under its name; or not yet gathered."""
+    if is_time(training, "checkpoint") and training.world.main:
+        os.fsync = die
+    elif is_time(training, "checkpoint"):
+        die()
+    return state(training)
+
+
+Training.collect, Training.update, Training.state = dying_collect, dying_update, dying_state
+
+if __name__ == "__main__":
+    sys.exit(train_distributed.main())
