@@ -297,6 +297,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             metrics |= job.validate(training.policy, training.obs_normalizer)
         writer.write(metrics, done=training.global_step if job.train.total_steps else training.episodes)
         if signal or training.progress >= 1.0 or training.iteration % job.train.checkpoint_every == 0:
+            writer.flush()
             save(training)
     return signal
 
