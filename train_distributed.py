@@ -159,7 +159,10 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             purge_step=training.global_step + 1,
         )
         if not getattr(training.env, "can_snapshot", False):
-            writer.say(f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew")
+            writer.say(
+                f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew "
+                "(envs/snapshots.py tells how an environment takes part)"
+            )
         signum = train(training, writer, stop_flag)
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
