@@ -7,7 +7,8 @@ group -, and the same command goes on with it (`--resume auto`; before the first
 start is killed in its turn, until the run has met its share of kills; the last start trains to the end. The end
 must equal the undisturbed run's: parameter hash, last checkpoint, metrics. After every kill no process may be left.
 Starting costs seconds and training milliseconds, so one run takes several kills; where it ends differently, all
-of them count as failed. A fraction of the kills meet the start-up, the others a random moment of training.
+of them count as failed. A random moment would meet the long phases only, so a part of the kills are aimed: at the
+start-up, or, after the random delay, at the next rollout or checkpoint.
 
 Each rank notes in a file of its own what it is doing, for the table: this script starts the real training with
 notes around collecting, updating and saving.
@@ -47,8 +48,10 @@ FLAGS = [
 ]
 NOTES = "KILL_POINTS_NOTES"  # environment variable: folder of the ranks' notes
 PHASES = ("start-up", "rollout", "update", "checkpoint", "in between")
+TRAINING = PHASES[1:]
 KINDS = ("rank", "launcher", "group")
-START_UP_SHARE = 0.2
+AIMS = {"start-up": 0.2, "any moment": 0.4, "rollout": 0.2, "checkpoint": 0.2}  # share of the kills
+START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
 run_rank = train_distributed.run_rank
 
@@ -124,13 +127,20 @@ class Run:
         """The notes of the ranks that have written one, in rank order."""
         return [json.loads(path.read_text()) for path in sorted(self.notes.glob("rank_*.json"))]
 
-    def wait_for_training(self) -> bool:
-        """Wait until rank 0 trains; False if the run ends before."""
-        while self.job.poll() is None:
-            if any(one["phase"] != "start-up" for one in self.noted()[:1]):
-                return True
-            time.sleep(0.005)
-        return False
+    def wait_for(self, phases: tuple[str, ...]) -> None:
+        """Wait until rank 0 is in one of these phases, or the run is over."""
+        while self.job.poll() is None and not any(one["phase"] in phases for one in self.noted()[:1]):
+            time.sleep(0.0005)
+
+    def wait_for_aim(self, aim: str, span_s: float, rng: random.Random) -> None:
+        """Wait for a random moment of the kind that was drawn."""
+        if aim == "start-up":
+            time.sleep(rng.uniform(0.0, START_UP_S))
+            return
+        self.wait_for(TRAINING)
+        time.sleep(rng.uniform(0.0, span_s))
+        if aim in PHASES:
+            self.wait_for((aim,))
 
     def kill(self, kind: str, rng: random.Random) -> Kill | None:
         """Send SIGKILL; returns what it met, None if the run was over."""
@@ -176,10 +186,7 @@ def one_run(folder: Path, num_ranks: int, num_kills: int, span_s: float, rng: ra
     run_dir, kills = folder / "run", list[Kill]()
     for _ in range(num_kills):
         run, kind = Run(run_dir, num_ranks, folder), rng.choice(KINDS)
-        if rng.random() < START_UP_SHARE:
-            time.sleep(rng.uniform(0.0, 8.0))
-        elif run.wait_for_training():
-            time.sleep(rng.uniform(0.0, span_s))
+        run.wait_for_aim(rng.choices(list(AIMS), list(AIMS.values()))[0], span_s, rng)
         met = run.kill(kind, rng)
         left = run.left_after(GONE_WITHIN_S)
         if met is None:
@@ -200,7 +207,7 @@ def with_problem(kills: list[Kill], problem: str) -> list[Kill]:
 def undisturbed(folder: Path, num_ranks: int) -> tuple[Path, float]:
     """Train straight; returns the run directory and the seconds that training took."""
     run = Run(folder / "run", num_ranks, folder)
-    run.wait_for_training()
+    run.wait_for(TRAINING)
     started_s = time.monotonic()
     last, ended_s = folder / "run" / "checkpoints" / f"iteration_{ITERATIONS:08d}.pt", 0.0
     while run.job.poll() is None:

@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 SIZES = {"num_envs": 8, "num_steps": 32, "bptt_steps": 8, "batch_size": 8}
 # What is saved and judged has no part in the proof, unless asked for.
 SAVED_TIME = {"validate_every": 0, "eval_episodes": 2}
-OWN = ("run_dir", "resume", "total_steps", "num_episodes", "checkpoint_every", "keep_checkpoints", "max_restarts")
+OWN = ("run_dir", "resume", "total_steps", "num_episodes", "checkpoint_every", "keep_checkpoints")
 TRADING = "StockTrading-v0"  # judged on all of its days: it takes no --eval_episodes
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}  # on another number of ranks, sums are rounded differently
 ATTEMPTS = 3

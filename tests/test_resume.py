@@ -8,6 +8,7 @@ import time
 import pytest
 import resume_envs
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard_readers import seen
 from train_runs import only_error, records, train_here
 
@@ -160,12 +161,14 @@ def test_a_run_that_begins_anew_leaves_no_event_of_its_past(tmp_path):
     assert not list(tmp_path.glob("events.*"))
 
 
-def test_what_is_flushed_outlives_a_writer_that_is_never_closed(tmp_path):
-    writer = begin(tmp_path, (1, 2))
+def test_what_is_flushed_outlives_a_writer_that_is_never_closed(tmp_path, monkeypatch):
+    write_record = RecordWriter.write
+    monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.02), write_record(self, data)))
+    writer = begin(tmp_path / "run", range(1, 21))  # TensorBoard's thread cannot keep up with this
     writer.flush()
-    copy = tmp_path.parent / "copy"
-    shutil.copytree(tmp_path, copy)  # what a kill at this moment would leave
-    assert seen(copy, "x") == [(10, 1.0), (20, 2.0)] and len(records(copy)) == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # what a kill at this moment would leave
+    assert seen(tmp_path / "copy", "x") == [(10 * i, float(i)) for i in range(1, 21)]
+    assert len(records(tmp_path / "copy")) == 20
     writer.close()
 
 

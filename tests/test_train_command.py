@@ -114,8 +114,8 @@ def test_two_ranks_train_and_judge_as_one(finished):
     for name in left:
         assert torch.allclose(left[name], right[name], rtol=0, atol=1e-9), name
     held_out = [numbers(json.loads((run_dir / "summary.json").read_text())) for run_dir in (one, two)]
-    hashes = [one.pop("/parameter_sha256") for one in held_out]  # sums over ranks are rounded in another order
-    assert all(len(one) == 64 for one in hashes)
+    hashes = [held.pop("/parameter_sha256") for held in held_out]  # sums over ranks are rounded in another order
+    assert all(len(sha256) == 64 for sha256 in hashes)
     assert held_out[0].keys() == held_out[1].keys()
     for key, value in held_out[0].items():
         close = pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value, float) else value
