@@ -20,6 +20,7 @@ from agents.run import (
     OWNERS,
     SECTIONS,
     RunConfig,
+    check_resumable,
     discard_unstarted,
     resumable_checkpoint,
     resumed_config,
@@ -37,6 +38,7 @@ from rl_dist.collectives import gather_json
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
+from rl_dist.strategy import parameter_hash
 from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
 
 RUNS = Path("runs")
@@ -172,10 +174,13 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             by_steps or config.train.num_episodes,
             "steps" if by_steps else "episodes",
             start=training.global_step if by_steps else training.episodes,
-            purge_step=training.global_step + 1 if resume_from or restart_count() else None,
+            purge_step=training.global_step + 1,
         )
         if not getattr(training.env, "can_snapshot", False):
-            writer.say(f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew")
+            writer.say(
+                f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew "
+                "(envs/snapshots.py tells how an environment takes part)"
+            )
         signum = train(training, writer, stop_flag)
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
@@ -201,7 +206,8 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
     """Write summary.json and the learning curve, and print the result."""
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
-    (run_dir / "summary.json").write_text(json.dumps(counters | {"test": summary}, indent=2) + "\n")
+    found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
+    (run_dir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
     plot_learning_curve(run_dir, run_dir / "plots" / "learning_curve.png", title, simulated)
@@ -212,6 +218,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
     """Check what can be checked before ranks start, and say what will happen."""
     sizes = share_out(config.train, 0, resolved.num_ranks)
     task = config.prepare_task()
+    if resume_from:
+        check_resumable(load_checkpoint(resume_from), config, task, resolved.num_ranks)
     print(resolved.message)
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from gymnasium import spaces
 from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.ppo import PPOConfig
-from agents.sizes import TrainConfig
+from agents.sizes import TrainConfig, share_out
 from agents.trainer import load_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
@@ -25,7 +26,7 @@ from envs.trading_task import TradingTask, prepare_task
 from rl_dist.checkpoint import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
-from rl_dist.metrics import METRICS_FILE, close_logging
+from rl_dist.metrics import EVENT_FILES, METRICS_FILE, close_logging
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
@@ -102,7 +103,7 @@ def discard_unstarted(run_dir: Path) -> None:
         return
     close_logging()
     shutil.rmtree(run_dir / "logs", ignore_errors=True)
-    for path in (run_dir / "config.json", metrics, *run_dir.glob("events.out.tfevents.*")):
+    for path in (run_dir / "config.json", metrics, *run_dir.glob(EVENT_FILES)):
         path.unlink(missing_ok=True)
     if not any(run_dir.iterdir()):
         run_dir.rmdir()
@@ -112,24 +113,53 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     """The saved configuration, with the flags that a resumed run may change.
 
     Raises:
-        UserError: a flag was repeated with another value than the run was started with.
+        UserError: flags were repeated with other values than the run was started with; names all of them.
     """
     sections: dict[str, Any] = {}
+    differing: list[str] = []
     for name in SECTIONS:
         old, new = getattr(saved, name), parsed.configs[name]
-        given = {item.name for item in dataclasses.fields(new)} & parsed.given
-        for flag in sorted(given - CHANGEABLE):
-            if getattr(old, flag) != getattr(new, flag):
-                raise UserError(
-                    f"--{flag} {getattr(new, flag)} differs from the run to resume, which has "
-                    f"{getattr(old, flag)}: leave it out, or start a fresh run"
-                )
-        changes = {flag: getattr(new, flag) for flag in given & CHANGEABLE}
-        sections[name] = dataclasses.replace(old, **changes)
+        given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
+        changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
+        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - CHANGEABLE]
+        sections[name] = dataclasses.replace(old, **{flag: changes[flag] for flag in changes.keys() & CHANGEABLE})
+    _refuse_differences(differing, "leave out what differs, or start a fresh run")
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing in a run that stops by --total_steps: give --total_steps")
     return config
+
+
+def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:
+    """Compare a checkpoint with the environments of now, before anything is written.
+
+    Raises:
+        UserError: names everything that differs.
+    """
+    if isinstance(task, TradingTask):
+        env: Any = task.judging_env(task.markets("train", 1), task.spans.train)
+    else:
+        env = task.training_env(1)
+    space = env.single_action_space
+    discrete = isinstance(space, spaces.Discrete)
+    num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
+    num_envs = share_out(config.train, 0, num_ranks).global_num_envs
+    kinds = {True: "discrete", False: "continuous"}
+    compared = {
+        "observation size": (int(env.single_observation_space.shape[0]), state["num_obs"]),
+        "actions": (f"{num_actions} {kinds[discrete]}", f"{state['num_actions']} {kinds[state['discrete']]}"),
+        f"environments on {num_ranks} rank(s)": (num_envs, len(state["carry"]["obs"])),
+    }
+    if state["environments"] is not None and not getattr(env, "can_snapshot", False):
+        compared["snapshots of environments"] = ("none", "some")
+    env.close()
+    differing = [f"{name} {here} (it has {there})" for name, (here, there) in compared.items() if here != there]
+    _refuse_differences(differing, "use the environment and the sizes it was trained with")
+
+
+def _refuse_differences(differing: list[str], cure: str) -> None:
+    if differing:
+        raise UserError(f"this differs from the run to resume: {', '.join(sorted(differing))}; {cure}")
 
 
 @dataclass(frozen=True)

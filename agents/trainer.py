@@ -301,6 +301,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         writer.write(metrics, done=training.global_step if job.train.total_steps else training.episodes)
         last = bool(signal) or training.progress >= 1.0
         if last or improved or training.iteration % job.train.checkpoint_every == 0:
+            writer.flush()
             save(training, best, last)
     return signal
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import struct
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 tqdm.set_lock(threading.RLock())
 
 METRICS_FILE = "metrics.jsonl"
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 PLAIN_LINE_EVERY_S = 5.0  # progress lines where stderr is no terminal
 SHOWN = {"steps/s": "time/sps", "return": "episode/return"}  # in the progress display
 
@@ -35,6 +37,9 @@ class NullWriter:
     def say(self, text: str) -> None:
         """Take a line for the user."""
 
+    def flush(self) -> None:
+        """Let nothing written so far be lost when this process dies."""
+
     def close(self) -> None:
         """Finish; safe to call twice."""
 
@@ -47,7 +52,8 @@ class MetricsWriter(NullWriter):
         total: `done` at the end of the run, None if unknown.
         unit: what `done` counts, e.g. "episodes".
         start: `done` at the start, above 0 on resume.
-        purge_step: on resume, the first `global_step` that TensorBoard shall forget.
+        purge_step: the first `global_step` still to come. A TensorBoard that is running forgets what it
+            has seen from there on, if the run's first writer gave this, too.
 
     Raises:
         UserError: the directory cannot be written.
@@ -95,6 +101,11 @@ class MetricsWriter(NullWriter):
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
+    def flush(self) -> None:
+        """Put all that was written on disk: a checkpoint must not know more."""
+        self._board.flush()  # it writes in a thread, every 10 s
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
         if self._closed:
@@ -121,7 +132,9 @@ def open_writer(
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
-    """Cut metrics.jsonl after `iteration`, atomically; a torn last line goes too.
+    """Cut metrics.jsonl and the TensorBoard record after `iteration`.
+
+    Torn ends go too. The steps to keep of TensorBoard's record are those of the lines kept.
 
     Returns:
         Number of lines kept.
@@ -129,11 +142,13 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
     path = Path(run_dir, METRICS_FILE)
     if not path.exists():
         return 0
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    kept, global_step = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["iteration"] <= iteration:
+            record = json.loads(line)
+            if record["iteration"] <= iteration:
                 kept.append(line + "\n")
+                global_step = record["global_step"]
         except (ValueError, KeyError, TypeError):
             logger.warning("%s: dropped a line that is no record: %.60s", path, line)
     part = path.with_suffix(".tmp")
@@ -142,7 +157,36 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+    if kept or not iteration:  # else the lines were lost, and with them the step
+        for events in Path(run_dir).glob(EVENT_FILES):
+            _cut_events(events, global_step)
     return len(kept)
+
+
+def _cut_events(path: Path, global_step: int) -> None:
+    """End a TensorBoard file before its first event after `global_step`, or where it is torn.
+
+    The mark that TensorBoard's writer can leave instead (`purge_step`) is not enough: a reader that was not
+    running at the time ignores the first such mark of a run and shows both pasts.
+    A file holds records: length [8 bytes], checksum [4], event [length], checksum [4]; the first is its version.
+    """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event  # slow to import: when a run goes on only
+
+    data, end, num_kept = path.read_bytes(), 0, 0
+    while end + 12 < len(data):
+        start = end + 12
+        stop = start + struct.unpack_from("<Q", data, end)[0]
+        try:
+            if not start < stop <= len(data) - 4 or Event.FromString(data[start:stop]).step > global_step:
+                break
+        except DecodeError:
+            break
+        end, num_kept = stop + 4, num_kept + 1
+    if num_kept <= 1:
+        path.unlink()
+    elif end < len(data):
+        os.truncate(path, end)
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> Path:

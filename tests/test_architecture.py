@@ -20,12 +20,8 @@ COMMANDS = {"agents/evaluate.py", "agents/report.py", "agents/run.py"}  # they m
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
 PRINTERS = {
-    "rl_dist/agent.py",
-    "rl_dist/checkpoint.py",
-    "rl_dist/flags.py",
-    "rl_dist/hardware.py",
-    "rl_dist/metrics.py",
-    "rl_dist/speedup.py",
+    f"rl_dist/{name}.py"
+    for name in ("agent", "checkpoint", "flags", "hardware", "metrics", "resume_check", "speedup")
 }
 SPECIAL_LENGTH = {"update": 65, "collect": 65}  # lines, in agents; `train` and all others: MAX_FUNCTION
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 400, 80, 15, 79

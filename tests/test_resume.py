@@ -1,0 +1,191 @@
+"""A killed run goes on exactly: files without gaps, all differences refused at once, nothing overwritten."""
+
+import hashlib
+import json
+import shutil
+import time
+
+import pytest
+import resume_envs
+import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard_readers import seen
+from train_runs import only_error, records, train_here
+
+from rl_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rl_dist.metrics import MetricsWriter, truncate_metrics
+from rl_dist.run_comparison import differences, parameter_sha256, result_of
+from rl_dist.world import World
+
+TINY = [
+    *("--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4", "--hidden_size", "8"),
+    *("--eval_episodes", "2", "--device", "cpu", "--total_steps", "256"),
+]
+MAIN = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run of an environment that cannot be saved, as a kill after iteration 2 of 4 leaves it, and its stdout."""
+    run_dir = tmp_path_factory.mktemp("killed") / "run"
+    flags = [*TINY, "--env", "resume_envs:Forgetful-v0", "--scaling", "weak", "--checkpoint_every", "2"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert train_here(monkeypatch, *flags, "--run_dir", run_dir) == 0
+    (run_dir / "checkpoints" / "iteration_00000004.pt").unlink()
+    (run_dir / "summary.json").unlink()
+    return run_dir
+
+
+def tree_hash(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# ---- environments that cannot be saved
+
+
+def test_an_environment_without_the_protocol_is_announced_and_resumes_deterministically(
+    killed, tmp_path, monkeypatch, capsys
+):
+    for name in ("once", "again"):
+        shutil.copytree(killed, tmp_path / name)
+        assert train_here(monkeypatch, "--resume", tmp_path / name) == 0
+        assert "Forgetful-v0 cannot be snapshot: after --resume its episodes begin anew" in capsys.readouterr().out
+    once, again = tmp_path / "once", tmp_path / "again"
+    assert differences(result_of(once), result_of(again)) == []
+    assert parameter_sha256(once) == parameter_sha256(again)
+    assert records(once)[:2] == records(killed)[:2]
+    assert [line["iteration"] for line in records(once)] == [1, 2, 3, 4]
+    assert records(once)[2]["loss/value"] != records(killed)[2]["loss/value"]  # other episodes than before
+
+
+# ---- what differs is refused, and nothing is touched
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--seed", "2"], ["--seed 2 (it has 1); leave out"]),
+        (
+            ["--seed", "2", "--env", "CartPole-v1", "--hidden_size", "16", "--learning_rate", "1"],
+            ["--env CartPole-v1 (it has resume_envs:Forgetful-v0)", "--seed 2 (it has 1)"]
+            + ["--hidden_size 16 (it has 8)", "--learning_rate 1.0 (it has 0.0003)"],
+        ),
+        (["--num_gpus", "2"], ["environments on 2 rank(s) 8 (it has 4)"]),
+    ],
+    ids=["seed", "seed, environment and more", "ranks"],
+)
+def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(flags, expected, killed, monkeypatch, capsys):
+    before = tree_hash(killed)
+    assert train_here(monkeypatch, "--resume", killed, *flags) == 2
+    line = only_error(capsys.readouterr().err)
+    assert "differs from the run to resume: " in line and all(words in line for words in expected), line
+    assert tree_hash(killed) == before
+
+
+def test_an_environment_of_another_size_is_refused_before_anything_is_written(killed, monkeypatch, capsys):
+    before = tree_hash(killed)
+    monkeypatch.setattr(resume_envs, "SIZE", 3)
+    monkeypatch.setattr(resume_envs.Forgetful, "action_space", resume_envs.gymnasium.spaces.Discrete(5))
+    assert train_here(monkeypatch, "--resume", killed) == 2
+    line = only_error(capsys.readouterr().err)
+    assert "actions 5 discrete (it has 2 discrete), observation size 3 (it has 2)" in line
+    assert tree_hash(killed) == before
+
+
+def test_ranks_that_do_not_divide_are_refused_before_anything_is_written(killed, tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "strong"
+    shutil.copytree(killed, run_dir)
+    _rescale(run_dir)
+    before = tree_hash(run_dir)
+    assert train_here(monkeypatch, "--resume", run_dir, "--num_gpus", "3") == 2
+    assert "does not divide over 3 ranks: try" in only_error(capsys.readouterr().err)
+    assert tree_hash(run_dir) == before
+
+
+def _rescale(run_dir):
+    """Make a run with totals of a run with sizes per rank; on one rank they are the same."""
+    state = load_checkpoint(latest_checkpoint(run_dir))
+    state["config"] = state["config"].replace('"scaling": "weak"', '"scaling": "strong"')
+    save_checkpoint(run_dir / "checkpoints", state, iteration=2, keep=3)
+
+
+# ---- TensorBoard's record
+
+
+def write(run_dir, iterations, factor=1.0, purge_step=1):
+    """Write some iterations as one process does."""
+    before = set(run_dir.glob("events.*"))
+    begin(run_dir, iterations, factor, purge_step).close()
+    (new,) = set(run_dir.glob("events.*")) - before  # files are read by name, which within a second is no order
+    new.rename(run_dir / f"events.out.tfevents.{time.monotonic_ns():020d}")
+
+
+def begin(run_dir, iterations, factor=1.0, purge_step=1):
+    writer = MetricsWriter(run_dir, MAIN, total=10, unit="steps", purge_step=purge_step)
+    for iteration in iterations:
+        writer.write({"iteration": iteration, "global_step": 10 * iteration, "x": factor * iteration}, done=iteration)
+    return writer
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["no mark", "purge_step"])
+def test_tensorboard_forgets_what_a_resume_undid_and_keeps_the_rest(marked, tmp_path):
+    write(tmp_path, (1, 2, 3, 4))
+    (first,) = tmp_path.glob("events.*")
+    assert truncate_metrics(tmp_path, 2) == 2
+    assert seen(tmp_path, "x") == [(10, 1.0), (20, 2.0)]  # before anything new is written
+    write(tmp_path, (3,), factor=10.0, purge_step=21 if marked else None)
+    assert seen(tmp_path, "x") == [(10, 1.0), (20, 2.0), (30, 30.0)]
+    assert truncate_metrics(tmp_path, 2) == 2  # killed again before a new checkpoint
+    write(tmp_path, (3, 4), factor=100.0, purge_step=21 if marked else None)
+    assert seen(tmp_path, "x") == [(10, 1.0), (20, 2.0), (30, 300.0), (40, 400.0)]
+    assert len(list(tmp_path.glob("events.*"))) == 2 and first.exists()
+
+
+def test_a_torn_tensorboard_file_is_cut_where_it_is_torn(tmp_path):
+    write(tmp_path, (1, 2, 3))
+    (path,) = tmp_path.glob("events.*")
+    whole = path.read_bytes()
+    for torn in (whole[:-3], whole + whole[-20:-5], whole + bytes(100)):
+        path.write_bytes(torn)
+        assert truncate_metrics(tmp_path, 3) == 3
+        assert whole.startswith(path.read_bytes()) and len(whole) - path.stat().st_size < 60
+        write(tmp_path, (4,), purge_step=31)
+        assert [step for step, _ in seen(tmp_path, "x")][-2:] == [30 if torn != whole[:-3] else 20, 40]
+        truncate_metrics(tmp_path, 3)
+
+
+def test_a_run_that_begins_anew_leaves_no_event_of_its_past(tmp_path):
+    write(tmp_path, (1, 2))
+    assert truncate_metrics(tmp_path, 0) == 0
+    assert not list(tmp_path.glob("events.*"))
+
+
+def test_what_is_flushed_outlives_a_writer_that_is_never_closed(tmp_path, monkeypatch):
+    write_record = RecordWriter.write
+    monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.02), write_record(self, data)))
+    writer = begin(tmp_path / "run", range(1, 21))  # TensorBoard's thread cannot keep up with this
+    writer.flush()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # what a kill at this moment would leave
+    assert seen(tmp_path / "copy", "x") == [(10 * i, float(i)) for i in range(1, 21)]
+    assert len(records(tmp_path / "copy")) == 20
+    writer.close()
+
+
+def test_lost_metrics_do_not_cut_the_tensorboard_record(tmp_path):
+    write(tmp_path, (1, 2))
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert truncate_metrics(tmp_path, 2) == 0
+    assert len(seen(tmp_path, "x")) == 2
+
+
+def test_the_hash_in_the_summary_is_of_the_final_parameters(killed, tmp_path, monkeypatch):
+    shutil.copytree(killed, tmp_path / "run")
+    assert train_here(monkeypatch, "--resume", tmp_path / "run", "--total_steps", "192") == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    state = result_of(tmp_path / "run")
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        if name.startswith("policy/"):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    assert summary["iteration"] == 3 and summary["parameter_sha256"] == digest.hexdigest()
