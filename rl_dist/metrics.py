@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ class MetricsWriter(NullWriter):
 
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
-            self._file = open(Path(run_dir, METRICS_FILE), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-            self._board = SummaryWriter(str(run_dir), purge_step=purge_step)
+            self._lines = _LineFile(Path(run_dir, METRICS_FILE))
+            self._board: Any = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=10)
         except OSError as error:
             raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
         self._progress = _Bar(total, unit, start) if sys.stderr.isatty() else _Lines(total, unit, start)
@@ -90,10 +91,13 @@ class MetricsWriter(NullWriter):
             done: progress so far, in the writer's unit.
         """
         plain = _plain(record)
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        for tag, value in _scalars(plain):
-            self._board.add_scalar(tag, value, plain["global_step"])
-        self._board.flush()  # or a killed run, going on from its checkpoint, would lack what came before it
+        self._lines.write(json.dumps(plain, allow_nan=False))
+        try:
+            for tag, value in _scalars(plain) if self._board else ():
+                self._board.add_scalar(tag, value, plain["global_step"])
+        except OSError as error:
+            self._board = None
+            logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
         self._progress.show(plain, done)
 
     def say(self, text: str) -> None:
@@ -103,8 +107,10 @@ class MetricsWriter(NullWriter):
 
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
-        self._board.flush()  # it writes in a thread, every 10 s
-        os.fsync(self._file.fileno())
+        self._lines.flush()
+        if self._board:
+            with suppress(OSError):  # reported when it is written to
+                self._board.flush()  # it writes in a thread, every 10 s
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
@@ -112,8 +118,52 @@ class MetricsWriter(NullWriter):
             return
         self._closed = True
         self._progress.close()
-        self._board.close()
+        self._lines.close()
+        if self._board:
+            try:
+                self._board.close()
+            except OSError as error:
+                logger.warning("TensorBoard's record is not complete: %s", error.strerror or error)
+
+
+class _LineFile:
+    """Appends whole lines; what a full disk refuses waits in memory until there is room."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting, self._failing = path, b"", False
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, line: str) -> None:
+        self._waiting += line.encode() + b"\n"
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            left = self._waiting
+            while left:  # a part may fit: the next call then tells the cause
+                left = left[self._file.write(left) :]
+            self._waiting, self._failing = b"", False
+        except OSError as error:  # whether training goes on is for the checkpoints to decide: they need more room
+            with suppress(OSError):
+                self._file.truncate(end)
+            if not self._failing:
+                logger.warning("cannot write %s: %s; its lines wait in memory", self._path, error.strerror)
+            self._failing = True
+
+    def flush(self) -> None:
+        with suppress(OSError):  # a full disk: reported by `write`
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._waiting:
+            logger.warning("%s lacks its last %d line(s)", self._path, self._waiting.count(b"\n"))
         self._file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk cuts short without a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def open_writer(
@@ -201,7 +251,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> Path:
     path = Path(run_dir, "logs", f"rank_{rank}.log")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
+        handlers: list[logging.Handler] = [_LogFile(path, encoding="utf-8")]
     except OSError as error:
         raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
     handlers[0].setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"))

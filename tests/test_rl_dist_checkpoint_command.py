@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def command(*argv):
         return checkpoint.main([str(word) for word in argv])
     except SystemExit as leaving:
         return leaving.code
+
+
+def test_a_run_on_a_full_disk_goes_on_without_a_traceback(tmp_path, monkeypatch, capsys):
+    """The whole run directory is on the full disk, not the checkpoints alone."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=140k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    try:
+        flags = ["--total_steps", 64 * 8, "--validate_every", 0, "--on_save_error", "continue"]
+        code = train_here(monkeypatch, *TINY, *flags, "--run_dir", disk / "run")
+        err = capsys.readouterr().err
+        assert code == 1 and "Traceback" not in err and "Logging error" not in err, err
+        assert err.count("training goes on without") == 5  # iterations 3 to 7; the last save must succeed
+        assert err.splitlines()[-1].startswith("error: cannot write checkpoint ") and "No space left" in err, err
+        assert names(disk / "run") == ["iteration_00000001.pt", "iteration_00000002.pt"]
+        assert load_checkpoint(latest_checkpoint(disk / "run"))["iteration"] == 2
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/iteration_00000003.pt"])

@@ -16,7 +16,7 @@ from agents.trainer import Training, train
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.checkpoint_file import write_atomically
 from rl_dist.launch import UserError
-from rl_dist.metrics import NullWriter
+from rl_dist.metrics import NullWriter, open_writer
 from rl_dist.world import StopFlag
 
 TINY = [
@@ -240,3 +240,19 @@ def test_two_ranks_go_on_together_when_asked_to(tmp_path):
     lost = [line for line in err.splitlines() if "training goes on without" in line]
     assert lost and all(line.startswith("warning: cannot write checkpoint ") for line in lost), err
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == records(run_dir)[-1]["iteration"]
+
+
+def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(world, tmp_path, limits, caplog):
+    writer = open_writer(tmp_path, world, total=6, unit="episodes")
+    for iteration in range(1, 7):
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        limits(size + 20 if iteration in (3, 4) else None)  # in the midst of a line
+        writer.write({"iteration": iteration, "global_step": iteration, "note": 0.5}, done=iteration)
+        if iteration in (3, 4):
+            assert [line["iteration"] for line in records(tmp_path)] == [1, 2]
+    limits(None)
+    assert [line["iteration"] for line in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    writer.close()
+    assert [line for line in caplog.messages if "metrics.jsonl" in line] == [
+        f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; its lines wait in memory"
+    ]
