@@ -16,6 +16,7 @@ from rl_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from rl_dist.resume_check import _verdict, main, training_flags
 from rl_dist.run_comparison import parameter_sha256
 
+pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
 COMMAND = ["-m", "rl_dist.resume_check", "--device", "cpu", "--hidden_size", "8", "--num_steps", "16"]
 
 
@@ -29,7 +30,10 @@ def begin(folder, *flags):
 def run(folder, *flags):
     """The command's exit code, stdout and stderr."""
     job = begin(folder, *flags)
-    out, err = job.communicate(timeout=170)
+    try:
+        out, err = job.communicate(timeout=500)
+    finally:
+        job.terminate()  # it ends its runs
     return job.returncode, out, err
 
 
