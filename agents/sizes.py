@@ -29,6 +29,12 @@ class TrainConfig:
     validate_every: int = flag(20, "evaluate the validation span this often; 0 = never", "iterations")
     checkpoint_every: int = flag(20, "save this often; always at the end and on a stop signal", "iterations")
     keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
+    sync_check_every: int = flag(
+        20, "compare the parameters of all ranks this often, and before every save; 0 = only then", "iterations"
+    )
+    collective_timeout: float = flag(
+        300.0, "longest wait for a rank that neither comes nor makes progress; start-up may take 600", "seconds"
+    )
 
     def __post_init__(self) -> None:
         if self.scaling not in ("strong", "weak"):
@@ -44,6 +50,8 @@ class TrainConfig:
             ("validate_every", 0, 10**9),
             ("checkpoint_every", 1, 10**9),
             ("keep_checkpoints", 1, 10**6),
+            ("sync_check_every", 0, 10**9),
+            ("collective_timeout", 1, 80_000),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_dist.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdog
+
 logger = logging.getLogger(__name__)
 
-JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher; its ranks meet there
-STARTUP_TIMEOUT_S = 600.0
+GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -37,6 +38,10 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
+class CollectiveError(UserError):
+    """A collective call failed: a rank has left, or sent something else."""
+
+
 @dataclass
 class World:
     """One rank's place among all ranks, with the process group open."""
@@ -47,24 +52,82 @@ class World:
     device: torch.device
     backend: str  # "gloo" or "nccl"
     sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
+    gradient_seconds: float = 0.0  # waited for gradients to be reduced; the caller resets it
+    doing: Doing = field(default_factory=Doing)  # for the watchdogs of all ranks
+    watchdog: Watchdog | None = None
+    _gradients_ready_s: float = 0.0
 
     @property
     def main(self) -> bool:
         """Whether this rank writes files and speaks to the user."""
         return self.rank == 0
 
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the work, such as collect or update."""
+        self.doing.phase = phase
+        self.beat()
+
+    def beat(self) -> None:
+        """Say that work goes on: others wait for a rank only as long as it says so."""
+        self.doing.progress += 1
+
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the time spent inside to `sync_seconds`, without GPU work queued before."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def waiting(self, place: str) -> Iterator[None]:
+        """Add the time spent inside to `sync_seconds`, without GPU work queued before.
+
+        Args:
+            place: names the collective in messages.
+
+        Raises:
+            CollectiveError: the connection broke.
+        """
+        self._synchronize()
         started = time.perf_counter()
         try:
-            yield
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            with self._in_collective(place):
+                yield
+                self._synchronize()
         finally:
             self.sync_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around a backward pass: its waiting for others goes to `gradient_seconds`."""
+        self._gradients_ready_s = 0.0
+        with self._in_collective(""):
+            yield
+            self._synchronize()
+        if self._gradients_ready_s:
+            self.gradient_seconds += time.perf_counter() - self._gradients_ready_s
+
+    def gradients_ready(self) -> None:
+        """This rank's own part of a backward pass is done; their reduction begins."""
+        self._synchronize()
+        self._gradients_ready_s = time.perf_counter()
+        self.doing.place = "gradient reduction"
+        self.doing.calls += 1
+
+    @contextmanager
+    def _in_collective(self, place: str) -> Iterator[None]:
+        self.doing.place = place
+        self.doing.calls += bool(place)
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            where = f"'{self.doing.place}' (collective {self.doing.calls}, {self.doing.phase})"
+            reason = " ".join(str(error).split())[:300]
+            raise CollectiveError(
+                f"rank {self.rank}: the connection broke in {where}: {reason}", exit_code=1
+            ) from error
+        finally:
+            self.doing.place = ""
+            self.beat()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 _current: World | None = None
@@ -103,7 +166,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
-        timeout_s: longest wait in a collective while training; start-up may take STARTUP_TIMEOUT_S.
+        timeout_s: longest wait in a collective for a rank that makes no progress; start-up may take
+            STARTUP_TIMEOUT_S.
 
     Raises:
         UserError: no CUDA device for this rank.
@@ -124,9 +188,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         options = {"backend": "gloo"}
         if local_size == size:
             _bind_gloo_to_loopback()
-    dist.init_process_group(
-        rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s), store=_store(rank, size), **options
-    )
+    store = _store(rank, size)
+    dist.init_process_group(rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options)
     _current = World(
         rank=rank,
         local_rank=local_rank,
@@ -134,6 +197,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         device=torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu"),
         backend=options["backend"],
     )
+    if size > 1:
+        _current.watchdog = Watchdog(_current.doing, store, rank, size, timeout_s)
     logger.info("rank %d of %d on %s, %d threads", rank, size, _current.device, torch.get_num_threads())
     return _current
 
@@ -141,6 +206,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
 def close_world(world: World) -> None:
     """Leave the process group; safe to call twice."""
     global _current
+    if world.watchdog is not None:
+        world.watchdog.close()
     if _current is world and dist.is_initialized():
         dist.destroy_process_group()
     _current = None

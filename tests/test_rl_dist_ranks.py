@@ -96,8 +96,9 @@ def test_ranks_agree_on_the_largest_value(ranks):
     assert [rank["largest"] for rank in ranks] == [3, 3]
 
 
-def test_parameters_that_differ_are_reported_with_their_ranks(ranks):
-    assert all("[1] differ" in rank["apart"] for rank in ranks)
+def test_parameters_that_differ_are_reported_with_rank_and_name(ranks):
+    expected = "drifted apart: rank 1 in 0.weight, 0.bias, 2.weight and 1 more (against rank 0)"
+    assert all(expected in rank["apart"] for rank in ranks)
 
 
 def test_broadcast_gives_every_rank_the_parameters_of_rank_0(ranks):
