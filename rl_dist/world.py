@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from rl_dist.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdo
 
 logger = logging.getLogger(__name__)
 
+PLACE_BYTES = 256  # of a collective's name, sent to other ranks
 GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -104,14 +106,13 @@ class World:
         """This rank's own part of a backward pass is done; their reduction begins."""
         self._synchronize()
         self._gradients_ready_s = time.perf_counter()
-        self.doing.place = "gradient reduction"
-        self.doing.calls += 1
+        self._announce("gradient reduction")
 
     @contextmanager
     def _in_collective(self, place: str) -> Iterator[None]:
-        self.doing.place = place
-        self.doing.calls += bool(place)
         try:
+            if place:
+                self._announce(place)
             yield
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
@@ -124,6 +125,29 @@ class World:
         finally:
             self.doing.place = ""
             self.beat()
+
+    def _announce(self, place: str) -> None:
+        """Make sure that all ranks enter the same collective.
+
+        If they do not, gloo ends a process without a word, waits for ever or mixes up numbers.
+        """
+        self.doing.place = place
+        self.doing.calls += 1
+        if self.backend != "gloo" or self.size == 1:
+            return
+        mark = zlib.crc32(f"{place} {self.doing.calls}".encode())
+        marks = torch.tensor([mark, -mark])
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+        highest, lowest = marks.tolist()
+        if highest == -lowest:
+            return
+        text = f"in '{place}' (collective {self.doing.calls}, {self.doing.phase})".encode()[:PLACE_BYTES]
+        own = torch.tensor([*text, *bytes(PLACE_BYTES - len(text))], dtype=torch.uint8)
+        places = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(places, own)
+        told = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="replace") for raw in places]
+        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(told))
+        raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
