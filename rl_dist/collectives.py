@@ -42,7 +42,7 @@ def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[s
         float64 tensors of the shapes that went in, each on the device its value came from.
 
     Raises:
-        DesyncError: the ranks passed different names or shapes.
+        CollectiveError, DesyncError: the ranks passed different names or shapes.
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
@@ -50,7 +50,8 @@ def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[s
     head = torch.tensor([mark, mark * mark], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
-    with world.waiting(f"sum of {', '.join(tensors)}"):
+    told = [f"{name}{shape}" if shape else name for name, shape in layout]
+    with world.waiting(f"sum of {', '.join(told)}"):
         dist.all_reduce(packed)
         sums, squares = packed[:2].tolist()
     if (sums, squares) != (mark * world.size, mark * mark * world.size):  # equal only if all marks are
