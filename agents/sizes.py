@@ -30,7 +30,7 @@ class TrainConfig:
     checkpoint_every: int = flag(20, "save this often; always at the end and on a stop signal", "iterations")
     keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
     sync_check_every: int = flag(
-        20, "compare the parameters of all ranks this often, and before every save; 0 = only then", "iterations"
+        5, "compare the parameters of all ranks this often, and before every save; 0 = only then", "iterations"
     )
     collective_timeout: float = flag(
         300.0, "longest wait for a rank that neither comes nor makes progress; start-up may take 600", "seconds"

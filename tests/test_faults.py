@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from agents_ranks import world_of_one
-from train_runs import REPO, only_error, records, start, start_training
+from train_runs import REPO, only_error, records, start, start_training, train_here
 
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 
@@ -127,6 +127,28 @@ def test_a_rank_that_makes_another_collective_call_is_found_at_once_by_all(ranks
     for own in (rank[scenario] for rank in ranks):
         assert own["error"].startswith(f"the ranks made different collective calls: rank 0 in '{place}")
         assert "rank 1 in 'agreement on a number' (collective " in own["error"]
+
+
+# ---- flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--env_timeout", 3], "--env_timeout does nothing with StockTrading-v0"),
+        (["--env_restarts", 3], "--env_restarts does nothing with StockTrading-v0"),
+        (["--env", "Recall-v0", "--env_restarts", 3], "env_restarts 3: Recall-v0 is a native vector environment"),
+        (["--env", "Recall-v0", "--env_timeout", -1], "env_timeout must be 0..1000000 seconds, got -1"),
+        (["--max_bad_steps", -1], "max_bad_steps must be 0..1e+09, got -1"),
+        (["--sync_check_every", -1], "sync_check_every must be 0..1000000000, got -1"),
+        (["--collective_timeout", 0], "collective_timeout must be 1..80000, got 0"),
+    ],
+)
+def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(flags, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_here(monkeypatch, *SMALL, *flags) == 2
+    assert expected in only_error(capsys.readouterr().err)
+    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
 # ---- faults that end a job
