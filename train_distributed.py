@@ -141,7 +141,7 @@ def go_back(run_dir: Path) -> str:
 
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
-    world = open_world(resolved.device_type)
+    world = open_world(resolved.device_type, config.train.collective_timeout)
     writer = None
     try:
         if world.main and restart_count():
@@ -196,7 +196,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             finish(config, run_dir, training, summary, text)
         return 0
     except EnvironmentFault as fault:
-        raise UserError(str(fault), exit_code=1) from fault
+        raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     finally:
         if writer is not None:
             writer.close()

@@ -89,6 +89,7 @@ def judge_markets(
     own: dict[str, dict[str, list]] = {}
     for name, make_controller in controllers.items():
         record = run_markets(env, make_controller()) if mine else None
+        world.beat()
         own[name] = {key: value.tolist() for key, value in vars(record).items()} if record else {}
     ranks = [rank for rank in gather_json(own, world) if any(rank.values())]
     fields = ("values", *ACCOUNTS)
@@ -126,6 +127,7 @@ def judge_episodes(
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
+            world.beat()
             total += info.get("raw_rewards", rewards) * alive
             length += alive
             start = terminated | truncated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from agents.rollout import Minibatch, minibatches, slot_order
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
 from rl_dist.world import UserError, World
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,9 @@ class PPOConfig:
     vf_coef: float = flag(0.5, "weight of the value loss")
     max_grad_norm: float = flag(0.5, "clip the reduced gradient to this norm")
     target_kl: float = flag(0.0, "stop the epochs when the KL estimate over all ranks exceeds this; 0 = off")
+    max_bad_steps: int = flag(
+        10, "skip this many steps in a row whose loss or gradient is NaN or inf, then stop; 0 = stop at once", "steps"
+    )
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -43,6 +49,7 @@ class PPOConfig:
             ("vf_coef", 0.0, 100.0),
             ("max_grad_norm", 1e-6, 1e6),
             ("target_kl", 0.0, 100.0),
+            ("max_bad_steps", 0, 10**9),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -103,7 +110,7 @@ def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
 
 
 class NonFiniteGradient(UserError):
-    """The reduced gradient holds NaN or inf; the optimizer was not stepped."""
+    """Too many gradients in a row held NaN or inf; the optimizer was not stepped."""
 
 
 class PPO:
@@ -112,6 +119,7 @@ class PPO:
     def __init__(self, wrapped: nn.Module, config: PPOConfig, world: World) -> None:
         self.wrapped, self.config, self.world = wrapped, config, world
         self.parameters = list(wrapped.parameters())
+        self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         fused = world.device.type == "cuda"
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
 
@@ -136,12 +144,16 @@ class PPO:
         """
         totals = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64, device=slots.obs.device)
         slots_per_env = slots.obs.shape[1] // num_envs
-        num_steps = 0
+        num_steps = num_skipped = 0
         for epoch in range(self.config.update_epochs):
             order = slot_order((*key, epoch), first_env, num_envs, slots_per_env, num_minibatches)
             epoch_kl = torch.zeros((), dtype=torch.float64, device=slots.obs.device)
             for minibatch in minibatches(slots, order):
-                parts, grad_norm = self._step(minibatch)
+                parts, grad_norm, stepped = self._step(minibatch)
+                self.world.beat()
+                if not stepped:
+                    num_skipped += 1
+                    continue
                 totals += torch.stack([part.detach().double() for part in (*parts, grad_norm)])
                 epoch_kl += parts.approx_kl
                 num_steps += 1
@@ -157,10 +169,17 @@ class PPO:
             "ppo/clip_fraction": clipped,
             "optim/grad_norm": norm,
             "optim/steps": float(num_steps),
+            "optim/skipped_steps": num_skipped,
         }
 
-    def _step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor]:
-        """One gradient step; the gradient is clipped after its reduction over ranks."""
+    def _step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
+        """One gradient step; the gradient is clipped after its reduction over ranks.
+
+        All ranks skip it together if the loss or the gradient of any of them is not finite.
+
+        Returns:
+            Losses, norm of the reduced gradient before clipping, and whether the step was taken.
+        """
         evaluation = self.wrapped(
             minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
         )
@@ -173,12 +192,27 @@ class PPO:
             self.config,
         )
         self.optimizer.zero_grad(set_to_none=True)
-        parts.total.backward()
+        one = torch.ones_like(parts.total)
+        with self.world.reducing():  # a loss that is not finite spoils the gradient, which tells the other ranks
+            parts.total.backward(torch.where(torch.isfinite(parts.total), one, one * torch.nan))
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        if not torch.isfinite(grad_norm):  # the reduced norm: all ranks see the same
-            raise NonFiniteGradient(f"gradient norm is {grad_norm.item()}: lower --learning_rate", exit_code=1)
-        self.optimizer.step()
-        return parts, grad_norm
+        stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
+        if stepped:
+            self.optimizer.step()
+        self._count_bad(stepped, parts.total)
+        return parts, grad_norm, stepped
+
+    def _count_bad(self, stepped: bool, loss: Tensor) -> None:
+        self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
+        if stepped:
+            return
+        logger.warning("NaN or inf in loss or gradient (loss of this rank: %g): step skipped", loss.item())
+        if self.bad_in_a_row > self.config.max_bad_steps:
+            raise NonFiniteGradient(
+                f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more than --max_bad_steps "
+                f"{self.config.max_bad_steps}: lower --learning_rate",
+                exit_code=1,
+            )
 
     def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
         reduced = sum_over_ranks({"kl": epoch_kl}, self.world)["kl"]

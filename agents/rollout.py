@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import gymnasium
@@ -96,6 +96,7 @@ def collect(
     carry: Carry,
     noise: Tensor,  # [T, B, A]
     bptt_steps: int,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Rollout:
     """Step all environments T times with the frozen policy; updates `carry` in place.
 
@@ -112,6 +113,7 @@ def collect(
         seen = policy_input(normalizer, carry.history, carry.obs, dtype)
         actions, logprobs, values, state = policy.act(seen, carry.lstm_state, carry.episode_start, step_noise)
         obs, rewards, terminated, truncated, info = env.step(actions)
+        on_step()
         ended = terminated | truncated
         running_return = carry.episode_return + info.get("raw_rewards", rewards)
         running_length = carry.episode_length + 1

@@ -27,6 +27,7 @@ from rl_dist.checkpoint import CHECKPOINT_DIR, latest_checkpoint, load_checkpoin
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import EVENT_FILES, METRICS_FILE, close_logging
+from rl_dist.watchdog import end_rank
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
@@ -47,6 +48,11 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "validate_every",
     "max_restarts",
     "on_event",
+    "env_timeout",
+    "env_restarts",
+    "max_bad_steps",
+    "sync_check_every",
+    "collective_timeout",
 }
 
 
@@ -83,7 +89,7 @@ class RunConfig:
         """The markets and spans of the trading task, or the Gymnasium task."""
         if self.task.is_trading:
             return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
-        return GymTask(self.task)
+        return GymTask(self.task, end_rank)
 
 
 def save_config(config: RunConfig, run_dir: Path) -> None:

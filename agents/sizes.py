@@ -39,6 +39,12 @@ class TrainConfig:
         "when a checkpoint cannot be written, such as on a full disk: stop, or continue without it",
         choices=("stop", "continue"),
     )
+    sync_check_every: int = flag(
+        5, "compare the parameters of all ranks this often, and before every save; 0 = only then", "iterations"
+    )
+    collective_timeout: float = flag(
+        300.0, "longest wait for a rank that neither comes nor makes progress; start-up may take 600", "seconds"
+    )
 
     def __post_init__(self) -> None:
         if self.scaling not in ("strong", "weak"):
@@ -58,6 +64,8 @@ class TrainConfig:
             ("validate_every", 0, 10**9),
             ("checkpoint_every", 1, 10**9),
             ("keep_checkpoints", 1, 10**6),
+            ("sync_check_every", 0, 10**9),
+            ("collective_timeout", 1, 80_000),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

@@ -18,13 +18,14 @@ from agents.clstm import Policy, PolicyConfig
 from agents.gae import gae
 from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
 from agents.normalize import Normalizer
-from agents.ppo import PPO, PPOConfig, normalize_advantages
+from agents.ppo import PPO, NonFiniteGradient, PPOConfig, normalize_advantages
 from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
 from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
+from rl_dist.stragglers import Stragglers
 from rl_dist.strategy import wrap
 from rl_dist.world import StopFlag, World
 
@@ -63,6 +64,7 @@ class Training:
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         self.ppo = PPO(wrap(self.policy, world, job.strategy), job.ppo, world)
         self.iteration = self.global_step = self.episodes = 0
+        self.env_restarts = 0  # in the last rollout
         self.carry = self._reset()
 
     def _reset(self, life: int = 0) -> Carry:
@@ -90,8 +92,12 @@ class Training:
         noise = action_noise(
             self.action_space, train.seed, sizes.first_env, sizes.num_envs, lifetime_step, train.num_steps
         ).to(self.world.device, self.job.dtype)
-        rollout = collect(self.policy, self.obs_normalizer, self.env, self.carry, noise, train.bptt_steps)
-        _refuse_non_finite(rollout, self.carry.obs, sizes.first_env, lifetime_step)
+        self.world.enter("collect")
+        restarts = getattr(self.env, "restarts", 0)
+        parts = self.policy, self.obs_normalizer, self.env, self.carry
+        rollout = collect(*parts, noise, train.bptt_steps, on_step=self.world.beat)
+        self.env_restarts = getattr(self.env, "restarts", 0) - restarts
+        _refuse_non_finite(rollout, self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)
         return rollout
 
     def discounted_returns(self, rollout: Rollout) -> Tensor:
@@ -106,6 +112,7 @@ class Training:
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Advantages, then the PPO epochs; the normalisers are merged only afterwards."""
+        self.world.enter("update")
         discounted = self.discounted_returns(rollout)
         rewards = self.reward_normalizer(rollout.rewards[..., None])[..., 0].to(self.job.dtype)
         advantages, returns = gae(
@@ -122,7 +129,10 @@ class Training:
         slots = self._slots(rollout, advantages, returns)
         key = (self.job.train.seed, self.iteration)
         sizes = self.sizes
-        metrics |= self.ppo.update(slots, key, sizes.first_env, sizes.num_envs, sizes.num_minibatches)
+        try:
+            metrics |= self.ppo.update(slots, key, sizes.first_env, sizes.num_envs, sizes.num_minibatches)
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(f"{error}; {last_checkpoint(self.job.run_dir)}", exit_code=1) from error
         self.merge_statistics(rollout, discounted)
         return metrics
 
@@ -210,7 +220,7 @@ def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
     policy.load_state_dict(weights)
 
 
-def _refuse_non_finite(rollout: Rollout, next_obs: Tensor, first_env: int, lifetime_step: int) -> None:
+def _refuse_non_finite(rollout: Rollout, next_obs: Tensor, first_env: int, lifetime_step: int, rank: int) -> None:
     """Name the environment and step of the first NaN or inf an environment returned."""
     bad_obs = ~torch.isfinite(torch.cat([rollout.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
     bad_rewards = torch.nn.functional.pad(~torch.isfinite(rollout.rewards), (0, 0, 0, 1))
@@ -218,7 +228,14 @@ def _refuse_non_finite(rollout: Rollout, next_obs: Tensor, first_env: int, lifet
     if bad.any():
         t, column = (int(index) for index in bad.nonzero()[0])
         what = "reward" if bad_rewards[t, column] else "observation"
-        raise UserError(f"NaN or inf in the {what} of environment {first_env + column} at its step {lifetime_step + t}")
+        where = f"environment {first_env + column} at its step {lifetime_step + t}"
+        raise UserError(f"rank {rank}: NaN or inf in the {what} of {where}", exit_code=1)
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """Where a run that stopped can go on, in words."""
+    newest = latest_checkpoint(run_dir)
+    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
@@ -235,7 +252,7 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
     return 1.0 - variance("errors") / variance("targets") if variance("targets") > 0 else 0.0
 
 
-def episode_metrics(rollout: Rollout, timing: dict[str, float], world: World) -> dict[str, Any]:
+def episode_metrics(rollout: Rollout, timing: dict[str, float], env_restarts: int, world: World) -> dict[str, Any]:
     """Returns and lengths of this rollout's ended episodes, overall and per rank."""
     ended = rollout.episode_end
     own = {
@@ -243,6 +260,7 @@ def episode_metrics(rollout: Rollout, timing: dict[str, float], world: World) ->
         "episode/count": int(ended.sum()),
         "return_sum": float((rollout.episode_returns * ended).sum()),
         "length_sum": int((rollout.episode_lengths * ended).sum()),
+        "restarts": env_restarts,
         **timing,
     }
     ranks = gather_json(own, world)
@@ -256,6 +274,7 @@ def episode_metrics(rollout: Rollout, timing: dict[str, float], world: World) ->
         "episode/return": return_sum / count if count else None,
         "episode/length": length_sum / count if count else None,
         "episode/count": count,
+        "env/restarts": sum(item.pop("restarts") for item in ranks),
         **{key: max(item[key] for item in ranks) for key in timing},
         "ranks": ranks,
     }
@@ -271,9 +290,9 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
     if training.iteration == 0:
         training.warm_up_normalizers()
     best = Best(job.train.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
-    signal = 0
+    signal, stragglers = 0, Stragglers()
     while training.progress < 1.0 and not signal:
-        world.sync_seconds = 0.0
+        world.sync_seconds = world.gradient_seconds = 0.0
         learning_rate = training.ppo.set_learning_rate(1.0 - training.progress)
         started = time.perf_counter()
         training.iteration += 1
@@ -282,7 +301,9 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         losses = training.update(rollout)
         updated = time.perf_counter()
         timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
-        metrics = episode_metrics(rollout, timing, world)
+        own_s = updated - collected - world.sync_seconds - world.gradient_seconds  # collect waits for nobody
+        metrics = episode_metrics(rollout, timing | {"own_s": own_s}, training.env_restarts, world)
+        tell_stragglers(stragglers, metrics)
         training.global_step += sizes.global_num_envs * job.train.num_steps
         training.episodes += metrics["episode/count"]
         signal = agree_max(stop.signum, world)
@@ -294,6 +315,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             "time/sync_s": world.sync_seconds,
             "time/sps": sizes.global_num_envs * job.train.num_steps / elapsed,
         }
+        world.enter("validation and checkpoint")
         if job.validate and job.train.validate_every and training.iteration % job.train.validate_every == 0:
             metrics |= job.validate(training.policy, training.obs_normalizer)
         check_best_metric(job, metrics)
@@ -303,7 +325,18 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         if last or improved or training.iteration % job.train.checkpoint_every == 0:
             writer.flush()
             save(training, best, last)
+        elif job.train.sync_check_every and training.iteration % job.train.sync_check_every == 0:
+            check_in_sync(training.policy, world)
     return signal
+
+
+def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
+    """Warn of ranks that keep the others waiting; takes own_s out of the metrics."""
+    metrics.pop("own_s")
+    ranks = metrics["ranks"]
+    phases = {"collect": [item["time/collect_s"] for item in ranks], "update": [item.pop("own_s") for item in ranks]}
+    for line in stragglers.observe(phases):
+        logger.warning(line)
 
 
 def check_best_metric(job: Job, metrics: dict[str, Any]) -> None:

@@ -58,13 +58,14 @@ def make_vector_env(
     device: str = "cpu",
     vectorization: str = "auto",
     env_kwargs: Mapping[str, Any] | None = None,
+    **guard: Any,
 ) -> TorchVectorEnv:
     """Make a batch of any Gymnasium id or `module:id` but the trading one.
 
     The batch is environments first_global_index, ... of the run; `seed` and `stream` give the seeds of a
     first reset without seeds. `vectorization` "auto" uses a native vector environment if it takes one seed
     per environment and autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it,
-    logs what is given up and lists it in `given_up`.
+    logs what is given up and lists it in `given_up`. `guard`: env_timeout, env_restarts and end of TorchVectorEnv.
 
     Raises:
         ValueError: an unknown id, environment arguments it does not take, unsupported spaces, or bad sizes.
@@ -91,6 +92,7 @@ def make_vector_env(
         device=device,
         force_native=native and vectorization == "native",
         takes_seed_list=takes_seed_list,
+        **guard,
     )
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
-import numpy as np
-
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Name an error and its message on one line of at most about `limit` characters."""
@@ -42,36 +39,3 @@ class LocatedFault(Exception):
     def __init__(self, row: int, problem: str) -> None:
         super().__init__(problem)
         self.row = row
-
-
-class Locator(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A sub-environment that says which row it is when it fails."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], row: int) -> None:
-        super().__init__(env)
-        self._row = row
-        self._shape = env.observation_space.shape
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset; raises LocatedFault in place of whatever the environment raises."""
-        try:
-            obs, info = self.env.reset(seed=seed, options=options)
-        except Exception as error:  # environments are foreign code and may raise anything
-            raise LocatedFault(self._row, f"raised {one_line(error)}") from error
-        return self._checked(obs), info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step; raises LocatedFault in place of whatever the environment raises."""
-        try:
-            obs, reward, terminated, truncated, info = self.env.step(action)
-        except Exception as error:  # environments are foreign code and may raise anything
-            raise LocatedFault(self._row, f"raised {one_line(error)}") from error
-        return self._checked(obs), reward, terminated, truncated, info
-
-    def _checked(self, obs: Any) -> Any:
-        shape = np.shape(obs)
-        if shape != self._shape:
-            raise LocatedFault(self._row, f"observation has shape {shape}, not {self._shape}")
-        return obs

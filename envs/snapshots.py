@@ -38,23 +38,29 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from torch import Tensor
 
-from envs.faults import Locator
+from envs.guarded import GuardedEnv
 
-_STATELESS = (Locator, OrderEnforcing, PassiveEnvChecker)
+_GUARD = "guard/"
+_STATELESS = (GuardedEnv, OrderEnforcing, PassiveEnvChecker)
 
 
 @dataclass(frozen=True)
 class _StatefulEnv:
-    """One sub-environment that can be saved, with the time limits around it."""
+    """One sub-environment that can be saved, with its guard and the time limits around it."""
 
     env: Any
     limits: tuple[TimeLimit[Any, Any], ...]
+    guard: GuardedEnv | None
 
     def get_state(self) -> dict[str, Any]:
         counts = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(self.limits)}
-        return {**self.env.get_state(), **counts}
+        guard = self.guard.guard_state() if self.guard else {}
+        return {**self.env.get_state(), **counts, **{_GUARD + name: value for name, value in guard.items()}}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        guard = {name.removeprefix(_GUARD): state.pop(name) for name in list(state) if name.startswith(_GUARD)}
+        if self.guard and guard:
+            self.guard.restore_guard(guard)
         for i, limit in enumerate(self.limits):
             limit._elapsed_steps = state.pop(f"time_limit/{i}")
         self.env.set_state(state)
@@ -68,6 +74,7 @@ def _has_protocol(env: Any) -> bool:
 
 
 def _find_in_wrappers(env: gymnasium.Env[Any, Any]) -> _StatefulEnv | None:
+    guard = env if isinstance(env, GuardedEnv) else None
     limits: list[TimeLimit[Any, Any]] = []
     while not _has_protocol(env):
         if isinstance(env, TimeLimit):
@@ -75,7 +82,7 @@ def _find_in_wrappers(env: gymnasium.Env[Any, Any]) -> _StatefulEnv | None:
         elif not isinstance(env, _STATELESS):
             return None  # an environment without the protocol, or a wrapper that may hold state of its own
         env = env.env
-    return _StatefulEnv(env, tuple(limits))
+    return _StatefulEnv(env, tuple(limits), guard)
 
 
 def find_stateful(env: VectorEnv[Any, Any, Any]) -> Stateful | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from envs import TRADING_ID, make_vector_env
+from envs.hangs import end_process
 
 DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
+OF_OTHERS = ("env_kwargs", "vectorization", "eval_episodes", "env_timeout", "env_restarts")  # not of trading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +37,27 @@ class TaskConfig:
         default=100,
         metadata={"help": "episodes that judge the policy of another environment", "unit": "episodes"},
     )
+    env_timeout: float = field(
+        default=120.0,
+        metadata={"help": "longest time for one step or reset of another environment; 0 = any", "unit": "seconds"},
+    )
+    env_restarts: int = field(
+        default=0,
+        metadata={
+            "help": "make a Python environment that raised, hung or returned NaN anew, this often at most",
+            "unit": "restarts of each environment",
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.vectorization not in ("auto", "sync", "native"):
             raise ValueError(f"vectorization must be auto, sync or native, got {self.vectorization!r}")
         if not 1 <= self.eval_episodes <= 10**6:
             raise ValueError(f"eval_episodes must be 1..1000000, got {self.eval_episodes}")
+        if not 0.0 <= self.env_timeout <= 1e6:
+            raise ValueError(f"env_timeout must be 0..1000000 seconds, got {self.env_timeout:g}")
+        if not 0 <= self.env_restarts <= 10**9:
+            raise ValueError(f"env_restarts must be 0..1000000000, got {self.env_restarts}")
         self.kwargs()
 
     @property
@@ -63,6 +81,7 @@ class GymTask:
     """Any Gymnasium id with vector observations and Discrete or Box actions."""
 
     config: TaskConfig
+    end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
 
     def training_env(self, num_envs: int, first_global_index: int = 0, device: str = "cpu") -> Any:
         """A batch of environments first_global_index, ... of the run."""
@@ -73,6 +92,9 @@ class GymTask:
             device=device,
             vectorization=self.config.vectorization,
             env_kwargs=self.config.kwargs(),
+            env_timeout=self.config.env_timeout,
+            env_restarts=self.config.env_restarts,
+            end=self.end,
         )
 
     def describe(self) -> str:
@@ -93,7 +115,7 @@ def check_flags(config: TaskConfig, simulated: bool, given: set[str], owners: di
     for name, section in sections.items():
         if not config.is_trading and section in ("data", "market", "trading"):
             raise ValueError(f"--{name} belongs to {TRADING_ID} and does nothing with --env {config.env}")
-        if config.is_trading and name in ("env_kwargs", "vectorization", "eval_episodes"):
+        if config.is_trading and name in OF_OTHERS:
             raise ValueError(f"--{name} does nothing with {TRADING_ID}, which has flags of its own: see --help")
         if config.is_trading and not simulated and section == "market":
             raise ValueError(f"--{name} belongs to the simulated market and does nothing with --data FILE")

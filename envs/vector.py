@@ -16,8 +16,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from envs.faults import EnvironmentFault, LocatedFault, Locator, one_line
-from envs.snapshots import find_stateful, get_states, set_states
+from envs.faults import EnvironmentFault, LocatedFault, one_line
+from envs.guarded import GuardedEnv
+from envs.hangs import HangWatch, HungError, end_process
+from envs.snapshots import Stateful, find_stateful, get_states, set_states
 from envs.spaces import ActionDecoder, ObservationEncoder
 
 _LOGGER = logging.getLogger(__name__)
@@ -40,11 +42,19 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         device: str | torch.device = "cpu",
         force_native: bool = False,
         takes_seed_list: bool = True,
+        env_timeout: float = 0.0,
+        env_restarts: int = 0,
+        end: Callable[[str], None] = end_process,
     ) -> None:
         """Wrap `env`, a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
 
+        Args:
+            env_timeout: seconds after which a call into an environment hangs; 0 = never.
+            env_restarts: how often each environment is made anew after a fault.
+            end: ends the process if a call that hangs cannot be interrupted.
+
         Raises:
-            ValueError: an autoreset mode or a space that is not supported.
+            ValueError: an autoreset mode or a space that is not supported; restarts of a native environment.
         """
         self.env = env
         self.env_id = env_id
@@ -63,10 +73,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
-        if isinstance(env, SyncVectorEnv):
-            env.envs = [Locator(one, row) for row, one in enumerate(env.envs)]
-        self._stateful = find_stateful(env)
-        self.can_snapshot = self._stateful is not None
+        self._watch = HangWatch(env_timeout, self._describe, end) if env_timeout else None
+        self._guards = self._guard(env, env_restarts)
+        self.can_snapshot = find_stateful(env) is not None
         for loss in self.given_up:
             _LOGGER.warning("environment %s, native vectorization: %s", env_id, loss)
 
@@ -74,9 +83,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """Return what using this environment gives up; refuse what cannot be used at all."""
         given_up = []
         if mode is AutoresetMode.NEXT_STEP and force_native:
-            given_up.append(
-                "each episode but the first begins with a step that ignores the action (NEXT_STEP)"
-            )
+            given_up.append("each episode but the first begins with a step that ignores the action (NEXT_STEP)")
         elif mode is not AutoresetMode.SAME_STEP:
             name = mode.name if isinstance(mode, AutoresetMode) else repr(mode)
             raise ValueError(
@@ -86,6 +93,28 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         if not self._takes_seed_list:
             given_up.append("environments share one generator, so another number of ranks trains differently")
         return tuple(given_up)
+
+    def _guard(self, env: VectorEnv[Any, Any, Any], max_restarts: int) -> list[GuardedEnv]:
+        """Guard every environment of its own; a native batch has none."""
+        if not isinstance(env, SyncVectorEnv):
+            if max_restarts:
+                raise ValueError(
+                    f"env_restarts {max_restarts}: {self.env_id} is a native vector environment, which cannot begin "
+                    "anew in part; leave it out, or use --vectorization sync"
+                )
+            return []
+        pairs = zip(env.envs, env.env_fns, strict=True)
+        guards = [
+            GuardedEnv(one, make, row, max_restarts, self._describe, self._watch)
+            for row, (one, make) in enumerate(pairs)
+        ]
+        env.envs = list(guards)
+        return guards
+
+    @property
+    def restarts(self) -> int:
+        """How often environments were made anew, all together."""
+        return sum(guard.restarts for guard in self._guards)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -113,9 +142,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         if seed is None:
             return None if self._started or self._default_seeds is None else list(self._default_seeds)
         if isinstance(seed, int):
-            raise ValueError(
-                f"seed must be a list of {self.num_envs} integers, got {seed}: see environment_seeds"
-            )
+            raise ValueError(f"seed must be a list of {self.num_envs} integers, got {seed}: see environment_seeds")
         if len(seed) != self.num_envs:
             raise ValueError(f"seed must hold {self.num_envs} integers, one per environment, got {len(seed)}")
         return [None if one is None else int(one) for one in seed]
@@ -197,17 +224,32 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
 
     def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a call into the environments, naming the one that fails."""
+        native = self._watch if not self._guards else None
         try:
-            return call(*args, **kwargs)
+            if native is not None:
+                native.begin(None)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if native is not None:
+                    native.end()
         except LocatedFault as fault:
             self._fail(fault.row, str(fault), fault.__cause__)
+        except HungError as error:
+            self._fail(None, str(error), error)
         except Exception as error:  # environments are foreign code and may raise anything
             self._fail(None, f"raised {one_line(error)}", error)
 
     def _fail(self, row: int | None, problem: str, cause: BaseException | None = None) -> NoReturn:
+        raise self._fault(row, problem) from cause
+
+    def _fault(self, row: int | None, problem: str) -> EnvironmentFault:
         first = self.first_global_index
         number = f"one of {first}..{first + self.num_envs - 1}" if row is None else str(first + row)
-        raise EnvironmentFault(self.env_id, number, self._lifetime_step, problem) from cause
+        return EnvironmentFault(self.env_id, number, self._lifetime_step, problem)
+
+    def _describe(self, row: int | None, problem: str) -> str:
+        return str(self._fault(row, problem))
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64.
@@ -215,8 +257,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         Raises:
             ValueError: a sub-environment offers no `get_state` and `set_state`.
         """
-        self._require_snapshots()
-        state = get_states(self._stateful)
+        state = get_states(self._stateful())
         return state | {_STEP_KEY: torch.full((self.num_envs,), self._lifetime_step, dtype=torch.int64)}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
@@ -225,18 +266,21 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         Raises:
             ValueError: no snapshots here, or a state of another number of environments.
         """
-        self._require_snapshots()
+        self._stateful()
         for name, tensor in state.items():
             if len(tensor) != self.num_envs:
                 raise ValueError(f"state {name!r} must hold {self.num_envs} environments, got {len(tensor)}")
         if not self._started:
             self.reset(seed=[0] * self.num_envs)  # makes what environments build on their first reset
-        set_states(self._stateful, {name: tensor for name, tensor in state.items() if name != _STEP_KEY})
+        set_states(self._stateful(), {name: tensor for name, tensor in state.items() if name != _STEP_KEY})
         self._lifetime_step = int(state[_STEP_KEY][0])
 
-    def _require_snapshots(self) -> None:
-        if not self.can_snapshot:
+    def _stateful(self) -> Stateful:
+        """What can be saved, looked for each time: restarts put other objects in its place."""
+        found = find_stateful(self.env)
+        if found is None:
             raise ValueError(f"environment {self.env_id} cannot be saved: it has no get_state and set_state")
+        return found
 
     def render(self) -> Any:
         """Render as the wrapped environment does."""
@@ -244,6 +288,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the wrapped environment."""
+        if self._watch is not None:
+            self._watch.close()
         self.env.close(**kwargs)
 
 

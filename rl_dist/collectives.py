@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_dist.strategy import parameter_hash
-from rl_dist.world import World, current_world
+from rl_dist.strategy import parameter_hash, parameter_hashes
+from rl_dist.world import UserError, World, current_world
 
 # Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's grain size)
 # opens a second OpenMP team there, for good; libgomp then stops spinning between the training thread's parallel
@@ -25,8 +25,11 @@ from rl_dist.world import World, current_world
 GATHER_WORDS = 16_384  # of 8 bytes
 
 
-class DesyncError(RuntimeError):
+class DesyncError(UserError):
     """Ranks that should hold or send the same thing do not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=1)
 
 
 def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
@@ -39,7 +42,7 @@ def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[s
         float64 tensors of the shapes that went in, each on the device its value came from.
 
     Raises:
-        DesyncError: the ranks passed different names or shapes.
+        CollectiveError, DesyncError: the ranks passed different names or shapes.
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
@@ -47,7 +50,8 @@ def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[s
     head = torch.tensor([mark, mark * mark], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
-    with world.waiting():
+    told = [f"{name}{shape}" if shape else name for name, shape in layout]
+    with world.waiting(f"sum of {', '.join(told)}"):
         dist.all_reduce(packed)
         sums, squares = packed[:2].tolist()
     if (sums, squares) != (mark * world.size, mark * mark * world.size):  # equal only if all marks are
@@ -90,7 +94,7 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 def gather_json(obj: Any, world: World) -> list[Any]:
     """Every rank's JSON-serialisable object, in rank order, on every rank."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
-    with world.waiting():
+    with world.waiting("gather of sizes"):
         size = torch.tensor([raw.numel()], device=world.device)
         sizes = [torch.empty_like(size) for _ in range(world.size)]
         dist.all_gather(sizes, size)
@@ -105,7 +109,7 @@ def _gather_bytes(raw: Tensor, longest: int, world: World, *, everywhere: bool) 
     padded = torch.zeros(-(-longest // 8) * 8, dtype=torch.uint8)
     padded[: raw.numel()] = raw
     arrives = everywhere or world.main
-    with world.waiting():
+    with world.waiting("gather of bytes"):
         words = padded.view(torch.int64).to(world.device)
         received = [torch.empty_like(words) for _ in range(world.size)] if arrives else None
         for first in range(0, words.numel(), GATHER_WORDS):
@@ -121,7 +125,7 @@ def _gather_bytes(raw: Tensor, longest: int, world: World, *, everywhere: bool) 
 def broadcast_module(module: nn.Module, world: World | None = None) -> None:
     """Overwrite all parameters and buffers with those of rank 0."""
     world = world or current_world()
-    with world.waiting(), torch.no_grad():
+    with world.waiting("broadcast of a module"), torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             travelling = tensor.to(world.device).contiguous()
             dist.broadcast(travelling, src=0)
@@ -131,7 +135,7 @@ def broadcast_module(module: nn.Module, world: World | None = None) -> None:
 def agree_max(value: int, world: World) -> int:
     """The largest of all ranks' integers: how ranks take a decision together."""
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
-    with world.waiting():
+    with world.waiting("agreement on a number"):
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed.item())
 
@@ -145,13 +149,23 @@ def check_in_sync(module: nn.Module, world: World) -> str:
     """Compare the parameters of all ranks by hash and return the hash.
 
     Raises:
-        DesyncError: names the ranks whose parameters differ from rank 0's.
+        DesyncError: names the ranks that differ from most (or from rank 0), and their parameters.
     """
     hashes = gather_json(parameter_hash(module), world)
-    different = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
-    if different:
-        raise DesyncError(f"parameters of rank(s) {different} differ from those of rank 0")
-    return hashes[0]
+    usual = max(hashes, key=hashes.count)  # of several the first
+    if hashes.count(usual) == world.size:
+        return hashes[0]
+    named = gather_json(parameter_hashes(module), world)  # all ranks know that they must
+    right, told = named[hashes.index(usual)], []
+    for rank, own in enumerate(named):
+        names = [name for name in right if own.get(name) != right[name]]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"rank {rank} in {', '.join(names[:3])}{more}")
+    raise DesyncError(
+        f"the parameters of the ranks drifted apart: {'; '.join(told)} (against rank {hashes.index(usual)}); "
+        "no checkpoint is written of this"
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

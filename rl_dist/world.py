@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -22,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.rendezvous import open_store
+from rl_dist.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdog
 
 logger = logging.getLogger(__name__)
 
-JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher; its ranks meet there
-STARTUP_TIMEOUT_S = 600.0
 ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and save
+PLACE_BYTES = 256  # of a collective's name, sent to other ranks
+GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -40,6 +42,10 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
+class CollectiveError(UserError):
+    """A collective call failed: a rank has left, or sent something else."""
+
+
 @dataclass
 class World:
     """One rank's place among all ranks, with the process group open."""
@@ -50,24 +56,104 @@ class World:
     device: torch.device
     backend: str  # "gloo" or "nccl"
     sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
+    gradient_seconds: float = 0.0  # waited for gradients to be reduced; the caller resets it
+    doing: Doing = field(default_factory=Doing)  # for the watchdogs of all ranks
+    watchdog: Watchdog | None = None
+    _gradients_ready_s: float = 0.0
 
     @property
     def main(self) -> bool:
         """Whether this rank writes files and speaks to the user."""
         return self.rank == 0
 
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the work, such as collect or update."""
+        self.doing.phase = phase
+        self.beat()
+
+    def beat(self) -> None:
+        """Say that work goes on: others wait for a rank only as long as it says so."""
+        self.doing.progress += 1
+
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add the time spent inside to `sync_seconds`, without GPU work queued before."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def waiting(self, place: str) -> Iterator[None]:
+        """Add the time spent inside to `sync_seconds`, without GPU work queued before.
+
+        Args:
+            place: names the collective in messages.
+
+        Raises:
+            CollectiveError: the connection broke.
+        """
+        self._synchronize()
         started = time.perf_counter()
         try:
-            yield
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            with self._in_collective(place):
+                yield
+                self._synchronize()
         finally:
             self.sync_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around a backward pass: its waiting for others goes to `gradient_seconds`."""
+        self._gradients_ready_s = 0.0
+        with self._in_collective(""):
+            yield
+            self._synchronize()
+        if self._gradients_ready_s:
+            self.gradient_seconds += time.perf_counter() - self._gradients_ready_s
+
+    def gradients_ready(self) -> None:
+        """This rank's own part of a backward pass is done; their reduction begins."""
+        self._synchronize()
+        self._gradients_ready_s = time.perf_counter()
+        self._announce("gradient reduction")
+
+    @contextmanager
+    def _in_collective(self, place: str) -> Iterator[None]:
+        try:
+            if place:
+                self._announce(place)
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            where = f"'{self.doing.place}' (collective {self.doing.calls}, {self.doing.phase})"
+            reason = " ".join(str(error).split())[:300]
+            raise CollectiveError(
+                f"rank {self.rank}: the connection broke in {where}: {reason}", exit_code=1
+            ) from error
+        finally:
+            self.doing.place = ""
+            self.beat()
+
+    def _announce(self, place: str) -> None:
+        """Make sure that all ranks enter the same collective.
+
+        If they do not, gloo ends a process without a word, waits for ever or mixes up numbers.
+        """
+        self.doing.place = place
+        self.doing.calls += 1
+        if self.backend != "gloo" or self.size == 1:
+            return
+        mark = zlib.crc32(f"{place} {self.doing.calls}".encode())
+        marks = torch.tensor([mark, -mark])
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+        highest, lowest = marks.tolist()
+        if highest == -lowest:
+            return
+        text = f"in '{place}' (collective {self.doing.calls}, {self.doing.phase})".encode()[:PLACE_BYTES]
+        own = torch.tensor([*text, *bytes(PLACE_BYTES - len(text))], dtype=torch.uint8)
+        places = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(places, own)
+        told = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="replace") for raw in places]
+        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(told))
+        raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 _current: World | None = None
@@ -106,7 +192,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
-        timeout_s: longest wait in a collective while training; start-up may take STARTUP_TIMEOUT_S.
+        timeout_s: longest wait in a collective for a rank that makes no progress; start-up may take
+            STARTUP_TIMEOUT_S.
 
     Raises:
         UserError: no CUDA device for this rank.
@@ -131,7 +218,7 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         if local_size == size:
             _bind_gloo_to_loopback()
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
-    dist.init_process_group(rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s), store=store, **options)
+    dist.init_process_group(rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options)
     _current = World(
         rank=rank,
         local_rank=local_rank,
@@ -139,6 +226,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         device=torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu"),
         backend=options["backend"],
     )
+    if size > 1:
+        _current.watchdog = Watchdog(_current.doing, store, rank, size, timeout_s)
     logger.info("rank %d of %d on %s, %d threads", rank, size, _current.device, torch.get_num_threads())
     return _current
 
@@ -146,6 +235,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
 def close_world(world: World) -> None:
     """Leave the process group; safe to call twice."""
     global _current
+    if world.watchdog is not None:
+        world.watchdog.close()
     if _current is world and dist.is_initialized():
         dist.destroy_process_group()
     _current = None

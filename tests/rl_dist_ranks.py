@@ -67,6 +67,10 @@ def use_collectives(world):
     reversed_order = {"b": 1.0, "a": 2.0} if rank else {"a": 2.0, "b": 1.0}
     results = {"sums": sums, "same_names_in_any_order": sum_over_ranks(reversed_order, world)}
     results["desync"] = error_of(lambda: sum_over_ranks({f"name {rank}": 1.0}, world))
+    results["other_shapes"] = error_of(lambda: sum_over_ranks({"x": torch.zeros(1 + 999 * rank)}, world))
+    world.backend = "without announcements"  # as over NCCL
+    results["desync_later"] = error_of(lambda: sum_over_ranks({f"name {rank}": 1.0}, world))
+    world.backend = "gloo"
     uneven = {
         "x": torch.arange(2 + rank) + 10 * rank,
         "flag": torch.tensor([rank == 0]),

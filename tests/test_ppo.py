@@ -183,11 +183,36 @@ def test_a_small_gradient_is_not_scaled_up(world):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_ends_the_update_before_the_optimizer_steps(world, bad):
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_until_there_are_too_many(world, bad):
     line = Line(2.0)
-    with pytest.raises(NonFiniteGradient, match="learning_rate"):
-        update(PPO(line, PPOConfig(), world), slots(returns=bad))
-    assert line.value.item() == 2.0
+    ppo = PPO(line, PPOConfig(max_bad_steps=10), world)
+    metrics = update(ppo, slots(returns=bad), num_minibatches=1)
+    assert metrics["optim/skipped_steps"] == ppo.bad_in_a_row == 4 and metrics["optim/steps"] == 0
+    assert line.value.item() == 2.0 and not ppo.optimizer.state
+    assert update(ppo, slots(), num_minibatches=1)["optim/skipped_steps"] == ppo.bad_in_a_row == 0
+    assert line.value.item() != 2.0
+    kept = [line.value.item(), str(ppo.optimizer.state_dict())]
+    for _ in range(2):
+        update(ppo, slots(returns=bad), num_minibatches=1)
+    with pytest.raises(NonFiniteGradient, match="in 11 steps in a row, more than --max_bad_steps 10"):
+        update(ppo, slots(returns=bad), num_minibatches=1)
+    assert [line.value.item(), str(ppo.optimizer.state_dict())] == kept
+
+
+def test_no_bad_step_is_skipped_if_none_is_allowed(world):
+    with pytest.raises(NonFiniteGradient, match="in 1 steps in a row"):
+        update(PPO(Line(), PPOConfig(max_bad_steps=0), world), slots(returns=float("nan")))
+
+
+def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
+    ppo = PPO(Line(2.0), PPOConfig(vf_coef=0.0, update_epochs=1), world)
+
+    def infinite(*args):
+        parts = ppo_loss(*args)
+        return parts._replace(total=parts.total + math.inf)
+
+    with mock.patch("agents.ppo.ppo_loss", infinite):
+        assert update(ppo, slots(), num_minibatches=1)["optim/skipped_steps"] == 1
 
 
 def test_the_learning_rate_falls_linearly_only_if_annealed(world):
@@ -237,7 +262,7 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("learning_rate", -1.0), ("gamma", 1.1), ("gae_lambda", -0.1), ("update_epochs", 0), ("clip_coef", 0.0)]
-    + [("ent_coef", -1.0), ("vf_coef", -1.0), ("max_grad_norm", 0.0), ("target_kl", -1.0)],
+    + [("ent_coef", -1.0), ("vf_coef", -1.0), ("max_grad_norm", 0.0), ("target_kl", -1.0), ("max_bad_steps", -1)],
 )
 def test_a_hyperparameter_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"^{field} must be .*, got {value:g}"):

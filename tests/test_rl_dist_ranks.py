@@ -47,7 +47,10 @@ def test_the_order_of_names_does_not_matter_to_a_sum(ranks):
 
 
 def test_ranks_that_sum_different_names_get_an_error_on_every_rank(ranks):
-    assert all("other names" in rank["desync"] for rank in ranks)
+    assert all("other names" in rank["desync_later"] for rank in ranks)
+    for key, first, second in (("desync", "name 0", "name 1"), ("other_shapes", "x[1]", "x[1000]")):
+        expected = f"different collective calls: rank 0 in 'sum of {first}' (collective "
+        assert all(expected in rank[key] and f"; rank 1 in 'sum of {second}' (" in rank[key] for rank in ranks)
 
 
 def test_tensors_are_gathered_in_rank_order_on_the_main_process_only(ranks):
@@ -96,8 +99,9 @@ def test_ranks_agree_on_the_largest_value(ranks):
     assert [rank["largest"] for rank in ranks] == [3, 3]
 
 
-def test_parameters_that_differ_are_reported_with_their_ranks(ranks):
-    assert all("[1] differ" in rank["apart"] for rank in ranks)
+def test_parameters_that_differ_are_reported_with_rank_and_name(ranks):
+    expected = "drifted apart: rank 1 in 0.weight, 0.bias, 2.weight and 1 more (against rank 0)"
+    assert all(expected in rank["apart"] for rank in ranks)
 
 
 def test_broadcast_gives_every_rank_the_parameters_of_rank_0(ranks):

@@ -1,0 +1,129 @@
+"""One Python environment of a batch: its faults are located, it can begin anew."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from envs.faults import LocatedFault, one_line
+from envs.hangs import HangWatch, HungError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A sub-environment that says which row it is when it fails, and begins anew.
+
+    A fault (it raised, hung, returned NaN, infinity or a wrong shape) is raised as LocatedFault. With restarts
+    left, the environment is made anew instead and the step is truncated: reward 0, the last good observation.
+
+    Args:
+        make: makes the environment anew.
+        row: its place in the batch.
+        max_restarts: how often at most.
+        describe: names the environment of a row and its problem, in one line.
+        watch: notices calls that do not come back.
+    """
+
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any],
+        make: Callable[[], gymnasium.Env[Any, Any]],
+        row: int,
+        max_restarts: int,
+        describe: Callable[[int | None, str], str],
+        watch: HangWatch | None,
+    ) -> None:
+        super().__init__(env)
+        self.restarts = 0
+        self._make, self._row, self._max_restarts = make, row, max_restarts
+        self._describe, self._watch = describe, watch
+        self._shape = env.observation_space.shape
+        self._life_seed = 0
+        self._new_seed: int | None = None  # of an environment made anew and not yet reset
+        self._last_obs: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset, after a restart with its new seed; LocatedFault as the class says."""
+        if seed is not None:
+            self._life_seed, self._new_seed = seed, None
+        while True:
+            try:
+                chosen = seed if self._new_seed is None else self._new_seed
+                obs, info = self._call(self.env.reset, seed=chosen, options=options)
+                self._check(obs)
+            except LocatedFault as fault:
+                self._begin_anew(fault)
+            else:
+                self._new_seed = None
+                return obs, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step; raises LocatedFault as the class says."""
+        try:
+            obs, reward, terminated, truncated, info = self._call(self.env.step, action)
+            self._check(obs, reward)
+        except LocatedFault as fault:
+            self._begin_anew(fault)
+            return self._last_obs, 0.0, False, True, {}
+        return obs, reward, terminated, truncated, info
+
+    def guard_state(self) -> dict[str, Any]:
+        """What a restart after this depends on; the environment's own state is not in it."""
+        kept = {"restarts": self.restarts, "life_seed": self._life_seed}
+        return kept | ({"last_obs": self._last_obs} if self._max_restarts else {})
+
+    def restore_guard(self, state: dict[str, Any]) -> None:
+        """Inverse of `guard_state`."""
+        self.restarts, self._life_seed = state["restarts"], state["life_seed"]
+        if "last_obs" in state:
+            self._last_obs = np.asarray(state["last_obs"], self.env.observation_space.dtype)
+
+    def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call into the environment under watch; whatever it raises becomes a LocatedFault."""
+        try:
+            if self._watch is None:
+                return call(*args, **kwargs)
+            self._watch.begin(self._row)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._watch.end()
+        except HungError as error:
+            raise LocatedFault(self._row, str(error)) from error
+        except Exception as error:  # environments are foreign code and may raise anything
+            raise LocatedFault(self._row, f"raised {one_line(error)}") from error
+
+    def _check(self, obs: Any, reward: Any = 0.0) -> None:
+        """Refuse wrong shapes; where restarts are allowed NaN and infinity too, else the batch is looked over."""
+        shape = np.shape(obs)
+        if shape != self._shape:
+            raise LocatedFault(self._row, f"observation has shape {shape}, not {self._shape}")
+        if not isinstance(reward, float) and np.size(reward) != 1:
+            raise LocatedFault(self._row, f"reward has shape {np.shape(reward)}, not ()")
+        if self._max_restarts:
+            for what, values in (("observation", obs), ("reward", reward)):
+                array = np.asarray(values)
+                if array.dtype.kind == "f" and not np.isfinite(array).all():
+                    first = array[~np.isfinite(array)].flat[0]
+                    raise LocatedFault(self._row, f"{what} is {first}")
+            self._last_obs = np.array(obs)
+
+    def _begin_anew(self, fault: LocatedFault) -> None:
+        """Make the environment anew, to be reset with a seed of its own; the fault, where that is used up."""
+        if self.restarts >= self._max_restarts:
+            used = f" (after {self.restarts} restarts, --env_restarts)" if self._max_restarts else ""
+            raise LocatedFault(self._row, f"{fault}{used}") from fault.__cause__
+        self.restarts += 1
+        problem = f"{fault}; made anew, {self.restarts} of {self._max_restarts}"
+        _LOGGER.warning(self._describe(self._row, problem))
+        with contextlib.suppress(LocatedFault):  # what is broken may not even close
+            self._call(self.env.close)
+        self.env = self._call(self._make)
+        words = np.random.SeedSequence([self._life_seed, self.restarts]).generate_state(1, np.uint64)
+        self._new_seed = int(words[0]) >> 1

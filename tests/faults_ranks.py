@@ -1,0 +1,218 @@
+"""What the ranks of the fault tests run; as a script: faults_ranks.py MODE OUT_DIR, on two ranks."""
+
+import functools
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from agents_ranks import Recording, make_job
+
+import agents.ppo
+from agents.ppo import PPOConfig, ppo_loss
+from agents.trainer import train
+from envs import make_vector_env
+from rl_dist.collectives import DesyncError, agree_max, barrier, gather_json, sum_over_ranks
+from rl_dist.launch import UserError, launch
+from rl_dist.metrics import NullWriter, close_logging, setup_logging
+from rl_dist.world import StopFlag, close_world, open_world
+
+MISDEEDS = {1: "raise", 2: "nan", 4: "hang", 6: "reward", 7: "shape"}
+JOB = "recall, clstm"  # 8 environments, rollouts of 16 steps, 2 epochs of 2 minibatches
+
+
+class Keeping(NullWriter):
+    """Keeps the records."""
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, record, *, done):
+        self.records.append(record)
+
+
+def run(job, world, kind=Recording):
+    """Train; the training, its records and the error that ended it."""
+    training, writer = kind(job, world), Keeping()
+    try:
+        train(training, writer, StopFlag())
+    except (UserError, DesyncError) as error:
+        return training, writer.records, str(error)
+    return training, writer.records, ""
+
+
+def restart_job(run_dir):
+    """Environments of which five misbehave in their step 20, the fourth of iteration 2."""
+
+    def make_env(num_envs, first_env):
+        kwargs = {"misdeeds": MISDEEDS}
+        options = {"env_kwargs": kwargs, "env_timeout": 0.5, "env_restarts": 1}
+        return make_vector_env("misbehaving_envs:Misbehaving-v0", num_envs, first_global_index=first_env, **options)
+
+    return replace(make_job(JOB, run_dir, iterations=3), make_env=make_env)
+
+
+def restarts(world, folder):
+    """Environments misbehave and begin anew."""
+    training, records, error = run(restart_job(folder), world)
+    counts = [record["env/restarts"] for record in records]
+    rollout = training.rollouts[2]  # the first only fills the normalisers
+    ends = {"truncated": rollout.truncated, "terminated": rollout.terminated, "plain rewards": rollout.rewards}
+    return training.record() | ends | {"error": error, "counts": counts}
+
+
+def poisoned(world, bad_from, bad_to):
+    """`ppo_loss` that is NaN on rank 1 from one call to another."""
+    calls = [0]
+
+    def loss(*args):
+        calls[0] += 1
+        parts = ppo_loss(*args)
+        bad = world.rank == 1 and bad_from <= calls[0] < bad_to
+        return parts._replace(total=parts.total * torch.nan) if bad else parts
+
+    return mock.patch.object(agents.ppo, "ppo_loss", loss)
+
+
+def one_bad_step(world, folder):
+    """The second of four steps of iteration 2 is bad, on one rank."""
+    with poisoned(world, 6, 7):
+        training, records, error = run(make_job(JOB, folder, iterations=3), world)
+    skipped = [record["optim/skipped_steps"] for record in records]
+    finite = all(torch.isfinite(torch.tensor(record["loss/policy"])) for record in records)
+    return {"skipped": skipped, "finite": finite, "hashes": training.hashes, "error": error}
+
+
+def bad_steps(world, folder):
+    """From the third of the four steps of iteration 2 on, all are bad."""
+    ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
+    with poisoned(world, 7, 1000):
+        job = make_job(JOB, folder, iterations=5, ppo=ppo, checkpoint_every=1)
+        training, records, error = run(job, world)
+    return {"error": error, "records": len(records), "last": training.parameters[-1], "hashes": training.hashes}
+
+
+class Drifting(Recording):
+    """One parameter changes on rank 1, by a hair, in iteration 1."""
+
+    def update(self, rollout):
+        losses = super().update(rollout)
+        if self.world.rank == 1 and self.iteration == 1:
+            self.policy.critic_head.weight.data[0, 3] += 1e-12
+        return losses
+
+
+def drift(world, folder, **options):
+    """Returns the error and when it came."""
+    training, _, error = run(make_job(JOB, folder, iterations=6, **options), world, Drifting)
+    return {"error": error, "iteration": training.iteration}
+
+
+def slow_collect(world, folder):
+    """Rank 1 takes ten times as long to collect."""
+    job = make_job(JOB, folder, iterations=4)
+
+    class Slow(Recording):
+        def collect(self, lifetime_step):
+            with mock.patch.object(self.env, "step", functools.partial(slowly, self.env.step, world.rank == 1)):
+                return super().collect(lifetime_step)
+
+    return {"error": run(job, world, Slow)[2]}
+
+
+def slowly(call, slow, *args):
+    time.sleep(0.04 * slow)
+    return call(*args)
+
+
+def slow_update(world, folder):
+    """Rank 0 takes ten times as long for its own part of the update; both wait for the reduction."""
+    job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
+    with mock.patch.object(agents.ppo, "ppo_loss", functools.partial(slowly, ppo_loss, 12 * (world.rank == 0))):
+        return {"error": run(job, world)[2]}
+
+
+def other_call(world, folder, before="update"):
+    """Rank 1 makes one collective call more in iteration 2: before the update, or within its third step."""
+
+    class Other(Recording):
+        def update(self, rollout):
+            if before == "update" and world.rank == 1 and self.iteration == 2:
+                agree_max(0, world)
+            return super().update(rollout)
+
+    calls = [0]
+
+    def loss(*args):
+        calls[0] += 1
+        if before == "step" and world.rank == 1 and calls[0] == 7:
+            agree_max(0, world)
+        return ppo_loss(*args)
+
+    with mock.patch.object(agents.ppo, "ppo_loss", loss):
+        error = run(make_job(JOB, folder, iterations=5), world, Other)[2]
+    world.doing.calls = 0  # the ranks go on together
+    return {"error": error}
+
+
+SCENARIOS = {
+    "restarts": restarts,
+    "one_bad_step": one_bad_step,
+    "bad_steps": bad_steps,
+    "drift": functools.partial(drift, sync_check_every=4),
+    "drift_saved": functools.partial(drift, sync_check_every=0, checkpoint_every=3),
+    "slow_collect": slow_collect,
+    "slow_update": slow_update,
+    "other_call": other_call,
+    "other_call_in_step": functools.partial(other_call, before="step"),
+}
+
+
+def survived(out_dir):
+    """All faults after which this process goes on, one after the other; the tests judge what came of them."""
+    world = open_world("cpu", timeout_s=60)
+    results = {"pid": os.getpid()}
+    for name, scenario in SCENARIOS.items():
+        setup_logging(Path(out_dir, name), world.rank)
+        results[name] = scenario(world, Path(out_dir, name))
+    close_logging()
+    torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
+    barrier(world)
+    close_world(world)
+    return 0
+
+
+def deadlock(out_dir):
+    """Rank 1 makes another call; nothing is announced, as over NCCL, and so both wait for ever."""
+    world = open_world("cpu", timeout_s=10)
+    setup_logging(out_dir, world.rank)
+    world.backend = "without announcements"
+    world.enter("update")
+    if world.rank == 1:
+        gather_json("text", world)
+    agree_max(0, world)
+    return 0
+
+
+def absent(out_dir):
+    """Rank 1 is slow, longer than the timeout, and then does not come at all."""
+    world = open_world("cpu", timeout_s=6)
+    setup_logging(out_dir, world.rank)
+    Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
+    world.enter("collect")
+    for _ in range(15 if world.rank == 1 else 0):
+        world.beat()
+        time.sleep(1.0)
+    sum_over_ranks({"steps": 1.0}, world)
+    Path(out_dir, f"waited_{world.rank}").touch()
+    time.sleep(1000.0 * world.rank)
+    sum_over_ranks({"gradients": 1.0}, world)
+    return 0
+
+
+if __name__ == "__main__":
+    mode = {"survived": survived, "deadlock": deadlock, "absent": absent}[sys.argv[1]]
+    sys.exit(launch(mode, (sys.argv[2],), num_ranks=2))

@@ -1,0 +1,55 @@
+"""An environment that misbehaves once in its life, registered as `misbehaving_envs:Misbehaving-v0`."""
+
+import ctypes
+import time
+
+import gymnasium
+import numpy as np
+
+from envs import environment_seeds
+
+
+class Misbehaving(gymnasium.Env):
+    """Observes (random walk, age). Environments of seed 1 do what `misdeeds` says of their global number.
+
+    One made anew has another seed, and behaves.
+    """
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, misdeeds=None, at=20, length=7):
+        self.at, self.length = at, length
+        self.by_seed = {environment_seeds(1, "environment", int(n), 1)[0]: m for n, m in (misdeeds or {}).items()}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.life, self.misdeed = 0, self.by_seed.get(seed)
+        self.age, self.walk = 0, 0.0
+        return self._obs(), {}
+
+    def _obs(self):
+        return np.array([self.walk, self.age], np.float32)
+
+    def step(self, action):
+        self.life, self.age = self.life + 1, self.age + 1
+        self.walk += float(self.np_random.normal()) + 0.1 * int(action)
+        misdeed = self.misdeed if self.life == self.at else None
+        if misdeed == "raise":
+            raise KeyError("no such price")
+        if misdeed == "hang":
+            while True:
+                time.sleep(0.01)
+        if misdeed == "hang in C":
+            ctypes.CDLL(None).sleep(600)  # ctypes lets other threads run, signals wake it: so again
+            ctypes.CDLL(None).sleep(600)
+        if misdeed == "hang in C, holding the interpreter":
+            ctypes.PyDLL(None).sleep(600)
+        obs = np.full(2, np.nan, np.float32) if misdeed == "nan" else self._obs()
+        obs = np.zeros(3, np.float32) if misdeed == "shape" else obs
+        reward = float("inf") if misdeed == "reward" else 1.0
+        return obs, reward, False, self.age == self.length, {}
+
+
+gymnasium.register("Misbehaving-v0", entry_point=Misbehaving)

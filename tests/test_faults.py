@@ -1,0 +1,218 @@
+"""Faults during training on two ranks: what the user sees, what is kept, and that no process is left."""
+
+import json
+import time
+
+import faults_ranks
+import psutil
+import pytest
+import torch
+from agents_ranks import world_of_one
+from train_runs import REPO, only_error, records, start, start_training, train_here
+
+from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+
+SCRIPT = REPO / "tests" / "faults_ranks.py"
+SMALL = ["--num_envs", 4, "--num_steps", 16, "--bptt_steps", 8, "--batch_size", 4, "--hidden_size", 8]
+TWO = ["--num_gpus", 2, "--device", "cpu"]
+
+
+def tree(pid):
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def finish(job, wait_for=None, timeout_s=240):
+    """Wait until a job has ended by itself and all its processes with it; (code, stdout, stderr, seconds)."""
+    started_s, everyone = time.monotonic(), {}
+    while job.poll() is None:
+        assert time.monotonic() - started_s < timeout_s, [p for p in everyone.values() if p.is_running()]
+        try:
+            everyone |= {process.pid: process for process in tree(job.pid)}
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.1)
+    out, err = job.communicate(timeout=60)
+    assert len(everyone) > 2 and not psutil.wait_procs(list(everyone.values()), timeout=30)[1]
+    return job.returncode, out, err, time.monotonic() - started_s
+
+
+# ---- faults that a rank survives, in one job
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("survived")
+    code, _, err, _ = finish(start(SCRIPT, "survived", directory))
+    assert code == 0, err
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def log(folder, scenario, rank=0):
+    return (folder / scenario / "logs" / f"rank_{rank}.log").read_text()
+
+
+def test_environments_that_raise_hang_or_return_rubbish_begin_anew_with_the_step_truncated(ranks, folder):
+    for rank, own in enumerate(rank["restarts"] for rank in ranks):
+        assert own["error"] == "" and own["counts"] == [0, 5, 0]
+        for column in range(4):
+            faulty = 4 * rank + column in faults_ranks.MISDEEDS
+            # step 20 of a life is index 3 of iteration 2's rollout; an episode ends by itself after 7 steps
+            expected = [t for t in range(16) if (t + 17) % 7 == 0]
+            if faulty:
+                expected = [t for t in expected if t < 3] + [3] + [t for t in range(4, 16) if (t - 3) % 7 == 0]
+            assert own["truncated"][:, column].nonzero()[:, 0].tolist() == expected
+            assert own["plain rewards"][3, column] == (0.0 if faulty else 1.0)
+        assert not own["terminated"].any()
+        assert torch.isfinite(own["obs"]).all()
+    told = log(folder, "restarts", 1)
+    for number, problem in [(4, "did not come back within 0.5 s"), (6, "reward is inf"), (7, "shape (3,), not (2,)")]:
+        assert f"Misbehaving-v0 number {number} at its step 20: " in told and problem in told
+    assert told.count("made anew, 1 of 1") == 3
+    assert log(folder, "restarts", 0).count("made anew, 1 of 1") == 2
+
+
+def test_restarts_are_the_same_on_one_rank_as_on_two(ranks, tmp_path):
+    with world_of_one() as world:
+        one = faults_ranks.restarts(world, tmp_path)
+    obs = torch.cat([rank["restarts"]["obs"] for rank in ranks], dim=2)
+    torch.testing.assert_close(obs, one["obs"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(ranks[0]["restarts"]["parameters"], one["parameters"], rtol=0, atol=1e-10)
+
+
+def test_a_bad_step_of_one_rank_is_skipped_and_counted_by_all(ranks, folder):
+    for rank, own in enumerate(rank["one_bad_step"] for rank in ranks):
+        assert own["error"] == "" and own["skipped"] == [0, 1, 0] and own["finite"]
+        assert len(own["hashes"]) == len(set(own["hashes"])) == 3 * 4 - 1  # the optimizer's steps
+        assert log(folder, "one_bad_step", rank).count("step skipped") == 1
+    assert ranks[0]["one_bad_step"]["hashes"] == ranks[1]["one_bad_step"]["hashes"]
+    assert "loss of this rank: nan" in log(folder, "one_bad_step", 1)
+
+
+def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ranks, folder):
+    path = latest_checkpoint(folder / "bad_steps")
+    assert path.name == "iteration_00000002.pt"
+    for own in (rank["bad_steps"] for rank in ranks):
+        assert "in 4 steps in a row, more than --max_bad_steps 3" in own["error"]
+        assert own["error"].endswith(f"the last good checkpoint is {path}")
+        assert own["records"] == 2 and len(own["hashes"]) == 4 + 2
+    saved = torch.cat([value.flatten() for value in load_checkpoint(path)["policy"].values()])
+    assert torch.equal(saved, ranks[0]["bad_steps"]["last"])  # of iteration 2
+
+
+@pytest.mark.parametrize(("scenario", "iteration"), [("drift", 4), ("drift_saved", 3)])
+def test_a_parameter_that_drifts_is_found_at_the_next_check_by_rank_and_name(ranks, folder, scenario, iteration):
+    for own in (rank[scenario] for rank in ranks):
+        assert own["iteration"] == iteration
+        assert "drifted apart: rank 1 in" in own["error"] and "critic_head.weight" in own["error"]
+    assert not (folder / scenario / "checkpoints").exists()
+
+
+def test_a_slow_rank_is_named_once_with_the_phase(ranks, folder):
+    for scenario, rank, phase in (("slow_collect", 1, "collect"), ("slow_update", 0, "update")):
+        assert ranks[0][scenario]["error"] == ""
+        lines = [line for line in log(folder, scenario).splitlines() if "straggler" in line]
+        assert len(lines) == 1 and f"straggler: rank {rank} is slow in {phase}: " in lines[0], lines
+
+
+@pytest.mark.parametrize(
+    ("scenario", "place"),
+    [("other_call", "sum of count, errors, errors_square"), ("other_call_in_step", "gradient reduction")],
+)
+def test_a_rank_that_makes_another_collective_call_is_found_at_once_by_all(ranks, scenario, place):
+    for own in (rank[scenario] for rank in ranks):
+        assert own["error"].startswith(f"the ranks made different collective calls: rank 0 in '{place}")
+        assert "rank 1 in 'agreement on a number' (collective " in own["error"]
+
+
+# ---- flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--env_timeout", 3], "--env_timeout does nothing with StockTrading-v0"),
+        (["--env_restarts", 3], "--env_restarts does nothing with StockTrading-v0"),
+        (["--env", "Recall-v0", "--env_restarts", 3], "env_restarts 3: Recall-v0 is a native vector environment"),
+        (["--env", "Recall-v0", "--env_timeout", -1], "env_timeout must be 0..1000000 seconds, got -1"),
+        (["--max_bad_steps", -1], "max_bad_steps must be 0..1e+09, got -1"),
+        (["--sync_check_every", -1], "sync_check_every must be 0..1000000000, got -1"),
+        (["--collective_timeout", 0], "collective_timeout must be 1..80000, got 0"),
+    ],
+)
+def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(flags, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_here(monkeypatch, *SMALL, *flags) == 2
+    assert expected in only_error(capsys.readouterr().err)
+    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
+
+
+# ---- faults that end a job
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "problem"),
+    [
+        ("hang", "did not come back within 1 s (--env_timeout)"),
+        pytest.param("raise", "raised KeyError: 'no such price'", marks=pytest.mark.slow),
+        pytest.param("nan", "observation is nan at position 0", marks=pytest.mark.slow),
+        pytest.param("reward", "reward is inf", marks=pytest.mark.slow),
+        pytest.param("shape", "observation has shape (3,), not (2,)", marks=pytest.mark.slow),
+        pytest.param("hang in C", "1 s (--env_timeout) and cannot be interrupted", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(misdeed, problem, tmp_path):
+    run_dir = tmp_path / "run"
+    kwargs = json.dumps({"misdeeds": {3: misdeed}})
+    job = start_training(
+        *("--env", "misbehaving_envs:Misbehaving-v0", "--env_kwargs", kwargs, "--env_timeout", 1),
+        *("--total_steps", 100_000, "--validate_every", 0, *SMALL, *TWO, "--run_dir", run_dir),
+    )
+    code, _, err, _ = finish(job)
+    assert code == 1
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and "Traceback" not in err, err
+    assert "rank 1: environment misbehaving_envs:Misbehaving-v0 number 3 at its step 20: " in told[0]
+    assert problem in told[0]
+    assert [line["iteration"] for line in records(run_dir)] == [1]
+    if misdeed == "hang in C":
+        assert "in step\n" in (run_dir / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.slow
+def test_an_environment_that_hangs_and_lets_no_thread_run_is_ended_with_its_stack(tmp_path):
+    kwargs = json.dumps({"misdeeds": {3: "hang in C, holding the interpreter"}})
+    job = start_training(
+        *("--env", "misbehaving_envs:Misbehaving-v0", "--env_kwargs", kwargs, "--env_timeout", 1),
+        *("--total_steps", 100_000, *SMALL, *TWO, "--run_dir", tmp_path / "run"),
+    )
+    code, _, err, _ = finish(job)
+    assert code == 1
+    assert "Timeout" in err and "misbehaving_envs.py" in err and "error: rank 1 ended" in err, err
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_in_different_collectives_end_soon_and_say_so(tmp_path):
+    code, _, err, _ = finish(start(SCRIPT, "deadlock", tmp_path))
+    assert code == 1
+    line = only_error(err)
+    assert "the ranks made different collective calls and wait for each other" in line
+    assert "rank 0 waits in 'agreement on a number' (collective 1, update)" in line
+    assert "rank 1 waits in 'gather of sizes' (collective 1, update)" in line
+    for rank in range(2):
+        assert "dist.all_" in (tmp_path / "logs" / f"rank_{rank}.log").read_text()  # its stack
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_waited_for_and_one_that_does_not_come_is_named(tmp_path):
+    code, _, err, seconds = finish(start(SCRIPT, "absent", tmp_path))
+    assert code == 1 and seconds > 20
+    assert all((tmp_path / f"waited_{rank}").exists() for rank in range(2))
+    line = only_error(err)
+    assert line.startswith("error: rank 0: waited ") and "s in 'sum of gradients' (collective 2, collect)" in line
+    assert "for rank 1, which made no progress in collect, outside any collective (--collective_timeout 6)" in line
+    assert "time.sleep(1000.0" in (tmp_path / "logs" / "rank_1.log").read_text()  # its stack
