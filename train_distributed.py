@@ -216,7 +216,8 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
 def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> None:
     """Check what can be checked before ranks start, and say what will happen."""
-    sizes = share_out(config.train, 0, resolved.num_ranks)
+    saved_num_envs = len(load_checkpoint(resume_from)["carry"]["obs"]) if resume_from else 0
+    sizes = share_out(config.train, 0, resolved.num_ranks, saved_num_envs)
     task = config.prepare_task()
     if resume_from:
         check_resumable(load_checkpoint(resume_from), config, task, resolved.num_ranks)
@@ -224,7 +225,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:
         print(market_card(task.markets("train", 8), config.market))
-    print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo.update_epochs))
+    print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo))
     print(f"run directory: {run_dir}" + (f", going on from {resume_from}" if resume_from else ""), flush=True)
 
 

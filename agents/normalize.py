@@ -33,6 +33,10 @@ class RunningMoments(nn.Module):
         count = torch.full((1,), float(len(deviations)), dtype=torch.float64, device=deviations.device)
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
+    def restart(self) -> None:
+        """Forget the samples but not their mean: the next ones are summed around it."""
+        self.count.zero_()
+
     def merge(self, sums: Tensor) -> None:
         """Merge a summary made by `sums` (added over all ranks) into the statistics."""
         count, deviations, squares = sums[0], *sums[1:].chunk(2)

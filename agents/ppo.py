@@ -24,6 +24,7 @@ class PPOConfig:
 
     learning_rate: float = flag(3e-4, "Adam's learning rate (StockTrading-v0: 1e-3)")
     anneal_lr: bool = flag(True, "lower the learning rate linearly to zero over num_episodes or total_steps")
+    warmup: int = flag(0, "raise the learning rate linearly to its value over the first ones; 0 = off", "iterations")
     gamma: float = flag(0.99, "discount (StockTrading-v0: 0.8)", "per step")
     gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation (StockTrading-v0: 0.5)")
     update_epochs: int = flag(4, "passes over each rollout", "epochs")
@@ -41,6 +42,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("learning_rate", 0.0, 10.0),
+            ("warmup", 0, 10**9),
             ("gamma", 0.0, 1.0),
             ("gae_lambda", 0.0, 1.0),
             ("update_epochs", 1, 1000),
@@ -54,6 +56,18 @@ class PPOConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
+
+
+def learning_rate(config: PPOConfig, iteration: int, remaining: float, factor: float = 1.0) -> float:
+    """The learning rate of an iteration; pure, so that a resumed run goes on exactly.
+
+    Args:
+        iteration: counted from 1; with a warm-up of N, number i <= N has i / N of the rate.
+        remaining: of the run before this iteration, from 1 to 0; what annealing multiplies by.
+        factor: what lr_scaling multiplies by.
+    """
+    warmth = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
+    return config.learning_rate * factor * warmth * (max(remaining, 0.0) if config.anneal_lr else 1.0)
 
 
 class LossParts(NamedTuple):
@@ -123,9 +137,9 @@ class PPO:
         fused = world.device.type == "cuda"
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
 
-    def set_learning_rate(self, remaining: float) -> float:
-        """Anneal to `remaining` (from 1 to 0) of the configured rate; returns the rate."""
-        rate = self.config.learning_rate * (max(remaining, 0.0) if self.config.anneal_lr else 1.0)
+    def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
+        """Give the optimizer the rate of `learning_rate`, and return it."""
+        rate = learning_rate(self.config, iteration, remaining, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate

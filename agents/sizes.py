@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from agents.ppo import PPOConfig, learning_rate
 from rl_dist.flags import flag
+from rl_dist.world import UserError
+
+LR_SCALINGS = ("none", "sqrt", "linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,11 @@ class TrainConfig:
         "strong",
         "strong: num_envs and batch_size are totals shared out over the ranks; weak: they are per rank",
         choices=("strong", "weak"),
+    )
+    lr_scaling: str = flag(
+        "none",
+        "weak scaling: multiply learning_rate by the factor, or its root, by which the batch of all ranks is larger",
+        choices=LR_SCALINGS,
     )
     seed: int = flag(1, "seed of policy, environments, action noise and shuffling")
     normalize_obs: bool = flag(True, "normalise observations by running statistics of all ranks")
@@ -53,6 +62,13 @@ class TrainConfig:
             raise ValueError(f"on_save_error must be stop or continue, got {self.on_save_error!r}")
         if self.keep_best.startswith("valid/") and not self.validate_every:
             raise ValueError(f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0")
+        if self.lr_scaling not in LR_SCALINGS:
+            raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {self.lr_scaling!r}")
+        if self.lr_scaling != "none" and self.scaling == "strong":
+            raise ValueError(
+                f"lr_scaling {self.lr_scaling} does nothing with scaling strong, where more ranks share one batch: "
+                "leave it out or add --scaling weak"
+            )
         for name, low, high in (
             ("num_episodes", 1, 10**12),
             ("total_steps", 0, 10**15),
@@ -93,23 +109,34 @@ class Sizes:
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
+    learning_rate_factor: float = 1.0  # of lr_scaling
 
 
 def _nearest_multiple(value: int, of: int) -> int:
     return max(of, round(value / of) * of)
 
 
-def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
+def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
     """This rank's share of environments and batch.
 
+    Args:
+        saved_num_envs: environments of all ranks in the run that goes on, 0 for a fresh one. With weak
+            scaling it tells how many ranks the run began with: their totals and learning rate are kept.
+
     Raises:
-        ValueError: something that must divide does not; the message names the nearest sizes that do.
+        UserError: something that must divide does not; the message names the nearest sizes that do.
     """
     slots_per_env = config.num_steps // config.bptt_steps
-    unit = num_ranks if config.scaling == "weak" else 1  # totals per unit of the flags
-    batch_size = config.batch_size * unit
-    num_envs = unit * (config.num_envs or _default_num_envs(config.batch_size, slots_per_env))
+    unit_envs = config.num_envs or _default_num_envs(config.batch_size, slots_per_env)
+    unit = 1  # totals per unit of the flags
+    if config.scaling == "weak":
+        unit = saved_num_envs // unit_envs or num_ranks
+    batch_size, num_envs = config.batch_size * unit, unit_envs * unit
+    if saved_num_envs not in (0, num_envs):
+        raise UserError(f"the checkpoint holds {saved_num_envs} environments, not {num_envs}")
     if not _fits(num_envs, batch_size, slots_per_env, num_ranks):
+        if saved_num_envs:
+            raise UserError(_other_ranks(num_envs, batch_size, num_ranks))
         if batch_size % num_ranks:
             what = f"batch_size {batch_size} does not divide over {_ranks(num_ranks)}"
         else:
@@ -117,7 +144,7 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
                 f"num_envs {num_envs // unit} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, "
                 f"batch_size {config.batch_size} does not divide into whole minibatches over {_ranks(num_ranks)}"
             )
-        raise ValueError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
+        raise UserError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
     return Sizes(
         num_envs=num_envs // num_ranks,
         first_env=rank * (num_envs // num_ranks),
@@ -126,6 +153,7 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int) -> Sizes:
         num_minibatches=num_envs * slots_per_env // batch_size,
         global_num_envs=num_envs,
         global_batch_size=batch_size,
+        learning_rate_factor={"none": 1.0, "sqrt": math.sqrt(unit), "linear": float(unit)}[config.lr_scaling],
     )
 
 
@@ -153,6 +181,16 @@ def _nearest_num_envs(num_envs: int, batch_size: int, slots_per_env: int, num_ra
     return sorted({count for count in (num_envs // step * step, -(-num_envs // step) * step) if count})
 
 
+def _other_ranks(num_envs: int, batch_size: int, num_ranks: int) -> str:
+    """The error of a resumed run, whose sizes stand: the nearest numbers of ranks that share them out."""
+    divisors = [number for number in range(1, batch_size + 1) if num_envs % number == batch_size % number == 0]
+    near = [n for n in divisors if n < num_ranks][-1:] + [n for n in divisors if n > num_ranks][:1]
+    return (
+        f"the run to resume has {num_envs} environments and batches of {batch_size} slots in all, which do not "
+        f"divide over {_ranks(num_ranks)}: try {' or '.join(f'--num_gpus {number}' for number in near)}"
+    )
+
+
 def _proposals(config: TrainConfig, unit: int, num_ranks: int) -> list[str]:
     """Flags with the nearest sizes that fit, for an error message."""
     slots_per_env = config.num_steps // config.bptt_steps
@@ -169,15 +207,32 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int) -> list[str]:
     return found
 
 
-def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, update_epochs: int) -> str:
+def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfig) -> str:
     """What one rank does and what all do together, as printed at the start."""
-    steps = update_epochs * sizes.num_minibatches
-    length = config.num_steps
+    steps = ppo.update_epochs * sizes.num_minibatches
+    length, slot = config.num_steps, config.bptt_steps
     rows = [
         ("", "each rank", f"all {_ranks(num_ranks)}"),
         ("environments", sizes.num_envs, sizes.global_num_envs),
         ("environment steps per iteration", sizes.num_envs * length, sizes.global_num_envs * length),
-        (f"slots of {config.bptt_steps} steps per minibatch", sizes.batch_size, sizes.global_batch_size),
+        (f"minibatch, slots of {slot} steps", sizes.batch_size, sizes.global_batch_size),
+        ("minibatch, environment steps", sizes.batch_size * slot, sizes.global_batch_size * slot),
         ("gradient steps per iteration", steps, f"{steps} (together)"),
     ]
-    return "\n".join(f"  {name:<34}{each!s:>12}{together!s:>16}" for name, each, together in rows)
+    lines = [f"  {name:<34}{each!s:>12}{together!s:>16}" for name, each, together in rows]
+    return "\n".join([*lines, f"  learning rate: {_describe_rate(config, sizes, ppo)}"])
+
+
+def _describe_rate(config: TrainConfig, sizes: Sizes, ppo: PPOConfig) -> str:
+    """The learning rate in words: scaled, rising, falling."""
+    words = f"{ppo.learning_rate:g}"
+    if config.lr_scaling != "none":
+        growth = sizes.global_batch_size // config.batch_size
+        peak = learning_rate(ppo, max(ppo.warmup, 1), 1.0, sizes.learning_rate_factor)
+        words += f" x {sizes.learning_rate_factor:.4g} ({config.lr_scaling} of a {growth}-fold batch) = {peak:.4g}"
+    if ppo.warmup:
+        words += f", rising over the first {ppo.warmup} iterations"
+    if ppo.anneal_lr:
+        budget = f"{config.total_steps} steps" if config.total_steps else f"{config.num_episodes} episodes"
+        words += f", falling to 0 over {budget}"
+    return words

@@ -83,7 +83,11 @@ class Training:
         """One initial rollout only fills the normalisers; all environments then reset."""
         if self.job.train.normalize_obs or self.job.train.normalize_rewards:
             rollout = self.collect(lifetime_step=0)
-            self.merge_statistics(rollout, self.discounted_returns(rollout))
+            discounted = self.discounted_returns(rollout)
+            self.merge_statistics(rollout, discounted)
+            for normalizer in (self.obs_normalizer, self.reward_normalizer):  # once more, around this mean: a large
+                normalizer.moments.restart()  # offset would cost digits, others for another number of ranks
+            self.merge_statistics(rollout, discounted)
             self.carry = self._reset()
 
     def collect(self, lifetime_step: int) -> Rollout:
@@ -190,9 +194,7 @@ class Training:
         self.ppo.optimizer.load_state_dict(state["optimizer"])
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])
-        total = len(state["carry"]["obs"])
-        if total != self.sizes.global_num_envs:
-            raise UserError(f"the checkpoint holds {total} environments, not {self.sizes.global_num_envs}")
+        self._keep_totals(len(state["carry"]["obs"]))
         mine = slice(self.sizes.first_env, self.sizes.first_env + self.sizes.num_envs)
         if state["environments"] is None:  # episodes restart: other ones than before, the same at every resume
             self.carry = self._reset(life=self.iteration)
@@ -200,6 +202,14 @@ class Training:
         carry = {name: value[mine].to(self.world.device) for name, value in state["carry"].items()}
         self.carry = Carry(**carry)
         self.env.set_state({name: value[mine] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+
+    def _keep_totals(self, saved_num_envs: int) -> None:
+        """Share out the environments and the batch that the saved run had, if weak scaling made them others."""
+        sizes = share_out(self.job.train, self.world.rank, self.world.size, saved_num_envs)
+        if sizes != self.sizes:
+            self.env.close()
+            self.sizes = sizes
+            self.env = self.job.make_env(sizes.num_envs, sizes.first_env)
 
 
 def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
@@ -293,9 +303,11 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
     signal, stragglers = 0, Stragglers()
     while training.progress < 1.0 and not signal:
         world.sync_seconds = world.gradient_seconds = 0.0
-        learning_rate = training.ppo.set_learning_rate(1.0 - training.progress)
         started = time.perf_counter()
         training.iteration += 1
+        rate = training.ppo.set_learning_rate(
+            training.iteration, 1.0 - training.progress, sizes.learning_rate_factor
+        )
         rollout = training.collect(lifetime_step=training.iteration * job.train.num_steps)
         collected = time.perf_counter()
         losses = training.update(rollout)
@@ -311,7 +323,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         counters = {"iteration": training.iteration, "global_step": training.global_step}
         metrics = counters | metrics | losses | {
             "episode/total": training.episodes,
-            "optim/learning_rate": learning_rate,
+            "optim/learning_rate": rate,
             "time/sync_s": world.sync_seconds,
             "time/sps": sizes.global_num_envs * job.train.num_steps / elapsed,
         }

@@ -2,11 +2,15 @@
 
 import functools
 import os
+import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
+import gymnasium
+import numpy as np
 import torch
 
 import agents.trainer
@@ -30,14 +34,74 @@ WITH_FILES = "trading, clstm"  # the job that two ranks train with a real writer
 # The gradient is always clipped: clipping it before its reduction would show.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
 STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=2e-3, clip_vloss=True)
-MLP = PolicyConfig(hidden_size=8, policy="mlp")
-JOBS = {  # name: (task, policy, PPO, batch_size, iterations)
-    "trading, clstm": ("trading", PolicyConfig(hidden_size=8), CLIPPED, 16, ITERATIONS),
-    "trading, mlp": ("trading", MLP, CLIPPED, 16, 3),
-    "recall, clstm": ("recall", PolicyConfig(hidden_size=8), CLIPPED, 16, ITERATIONS),
-    "recall, window, strata of 2": ("recall", PolicyConfig(hidden_size=8, feature_window=3), CLIPPED, 4, 3),
-    "recall, mlp, KL stop": ("recall", MLP, STOPPING, 16, 5),
+CLSTM, MLP = PolicyConfig(hidden_size=8), PolicyConfig(hidden_size=8, policy="mlp")
+WINDOW = PolicyConfig(hidden_size=8, feature_window=3)
+
+
+class Case(NamedTuple):
+    """A training that several numbers of ranks repeat."""
+
+    task: str
+    policy: PolicyConfig
+    ppo: PPOConfig = CLIPPED
+    batch_size: int = 16
+    iterations: int = 3
+    options: dict[str, Any] = {}  # of TrainConfig
+    dtype: torch.dtype = torch.float64
+
+
+JOBS = {
+    "trading, clstm": Case("trading", CLSTM, iterations=ITERATIONS),
+    "trading, mlp": Case("trading", MLP, iterations=ITERATIONS),
+    "recall, clstm": Case("recall", CLSTM),
+    "recall, window, strata of 2": Case("recall", WINDOW, batch_size=4),
+    "recall, mlp, KL stop": Case("recall", MLP, STOPPING, iterations=5),
 }
+CARTPOLE = {
+    "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),
+    "cartpole, mlp": Case("cartpole", MLP, iterations=ITERATIONS),
+}
+SINGLE = {
+    f"{task}, {policy.policy}, fp32": Case(task, policy, dtype=torch.float32)
+    for task in ("trading", "cartpole")
+    for policy in (CLSTM, MLP)
+}
+NORMALIZED_BY_NOTHING = {"normalize_obs": False, "normalize_rewards": False}
+RAW = replace(CLIPPED, norm_adv=False)
+TERSE, LENGTHY = {"num_steps": 1, "bptt_steps": 1}, {"num_steps": 64}
+BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
+OPTIONS = {
+    "trading, window": Case("trading", WINDOW),
+    "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
+    "trading, KL stop": Case("trading", CLSTM, STOPPING),
+    "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),
+    "trading, slots of one step": Case("trading", CLSTM, options={"bptt_steps": 1}, batch_size=64),
+    "trading, strata of 2, slots as long as rollouts": Case("trading", CLSTM, batch_size=4, options={"bptt_steps": 16}),
+    "cartpole, window, KL stop": Case("cartpole", WINDOW, STOPPING),
+    "cartpole, nothing normalised": Case("cartpole", MLP, RAW, options=NORMALIZED_BY_NOTHING),
+    "cartpole, never clipped": Case("cartpole", CLSTM, replace(CLIPPED, max_grad_norm=1e6, clip_vloss=True)),
+    "cartpole, warm-up, annealed by episodes": Case("cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES),
+    "brief, clstm": Case("brief", CLSTM, iterations=ITERATIONS),
+    "brief, mlp, strata of 2": Case("brief", MLP, batch_size=4),
+    "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options=LENGTHY),
+    "brief, window, annealed by episodes": Case("brief", WINDOW, options=BY_EPISODES),
+    "brief, rollouts of one step": Case("brief", CLSTM, batch_size=4, options=TERSE),
+}
+TWELVE = {  # environments, which powers of two do not divide
+    "twelve, cartpole, strata of 4": Case("cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}),
+    "twelve, trading, strata of 2": Case("trading", MLP, batch_size=6, options={"num_envs": 12, "num_steps": 12}),
+}
+TWELVE_AT_LENGTH = {
+    f"twelve, {task}, {policy.policy}, strata of 2": Case(
+        task, policy, batch_size=6, iterations=ITERATIONS, options={"num_envs": 12}
+    )
+    for task in ("trading", "cartpole", "brief")
+    for policy in (CLSTM, MLP)
+}
+WEAK = Case(
+    "recall", CLSTM, batch_size=8, iterations=4, options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"}
+)
+CASES = JOBS | CARTPOLE | SINGLE | OPTIONS | TWELVE | TWELVE_AT_LENGTH | {"weak": WEAK}
 
 
 @functools.cache
@@ -52,27 +116,68 @@ def tiny_markets():
     return markets, Span(first_tradable_day(markets[0], TradingConfig()), NUM_DAYS - 1)
 
 
+class Brief(gymnasium.Env):
+    """Episodes of 1 step in some environments, of up to 9 in others; Box actions move what is seen.
+
+    The last feature varies by a millionth of its size, as a date or a price may.
+    """
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    action_space = gymnasium.spaces.Box(-2.0, 2.0, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.longest = int(self.np_random.choice([1, 2, 9]))
+        self.left = int(self.np_random.integers(1, self.longest, endpoint=True))
+        self.place = self.np_random.normal(size=3)
+        return self.seen(), {}
+
+    def seen(self):
+        return np.append(self.place, 1e6 + self.np_random.normal()).astype(np.float32)
+
+    def step(self, action):
+        self.left -= 1
+        self.place[:2] += 0.3 * action
+        ended, cut = self.left == 0, bool(self.np_random.random() < 0.1)
+        return self.seen(), -float(abs(self.place).sum()), ended, cut and not ended, {}
+
+
+gymnasium.register("Brief-v0", entry_point=Brief)
+
+
 def make_env(task, num_envs, first_env):
-    """Trading with episodes of 7 days, or Recall with episodes of 5 steps: no multiples of a slot of 4."""
+    """Trading with episodes of 7 days, Recall with episodes of 5 steps (no multiples of a slot of 4), or others."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
         return TradingVectorEnv(num_envs, markets=markets, span=span, train_span=span, config=config)
-    return make_vector_env("Recall-v0", num_envs, first_global_index=first_env, env_kwargs={"delay": 3})
+    env_id = {"recall": "Recall-v0", "cartpole": "CartPole-v1", "brief": "Brief-v0"}[task]
+    env_kwargs = {"delay": 3} if task == "recall" else {}
+    return make_vector_env(env_id, num_envs, first_global_index=first_env, env_kwargs=env_kwargs)
 
 
-def make_job(name, run_dir=Path("unused"), *, dtype=torch.float64, iterations=0, ppo=None, **train_options):
-    """A job of JOBS: 8 environments, rollouts of 16 steps, slots of 4, and so 32 slots."""
-    task, policy, own_ppo, batch_size, own_iterations = JOBS[name]
-    sizes = {"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, "bptt_steps": 4, "batch_size": batch_size}
-    steps = {"total_steps": (iterations or own_iterations) * STEPS_PER_ITERATION, "checkpoint_every": 1000}
+@functools.cache
+def scratch():
+    """A directory for what nobody reads, removed when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="ranks_")
+
+
+def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_options):
+    """A job of CASES; mostly 8 environments, rollouts of 16 steps, slots of 4, and so 32 slots."""
+    case = CASES[name]
+    sizes = {"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, "bptt_steps": 4, "batch_size": case.batch_size}
+    options = sizes | case.options | train_options
+    num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)  # trained by two ranks
+    steps = (iterations or case.iterations) * num_envs * options["num_steps"]
+    options = {"total_steps": steps, "checkpoint_every": 1000} | options
     return Job(
-        train=TrainConfig(**(sizes | steps | train_options)),
-        policy=policy,
-        ppo=ppo or own_ppo,
-        make_env=functools.partial(make_env, task),
-        run_dir=Path(run_dir),
-        dtype=dtype,
+        train=TrainConfig(**options),
+        policy=case.policy,
+        ppo=ppo or case.ppo,
+        make_env=functools.partial(make_env, case.task),
+        run_dir=Path(run_dir or scratch().name),
+        dtype=dtype or case.dtype,
     )
 
 
@@ -92,7 +197,7 @@ class Recording(Training):
 
     def __init__(self, job, world):
         super().__init__(job, world)
-        self.rollouts, self.parameters, self.losses = [], [], []
+        self.rollouts, self.parameters, self.losses, self.rates = [], [], [], []
         self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(lambda *_: self.hashes.append(parameter_hash(self.policy)))
 
@@ -105,6 +210,7 @@ class Recording(Training):
         losses = super().update(rollout)
         self.parameters.append(torch.cat([p.detach().flatten() for p in self.policy.parameters()]))
         self.losses.append(losses)
+        self.rates.append(self.ppo.optimizer.param_groups[0]["lr"])
         return losses
 
     def record(self):
@@ -117,20 +223,20 @@ class Recording(Training):
             "parameters": torch.stack(self.parameters),  # [iterations, P]
             "hashes": self.hashes,
             "losses": self.losses,
+            "rates": self.rates,
             "moments": self.obs_normalizer.state_dict() | {"count_of_rewards": self.reward_normalizer.moments.count},
         }
 
 
-def record_of(name, world, out_dir="", **options):
-    """Train a job and return what it did; with `out_dir`, its metrics and checkpoints lie in out_dir/run."""
-    run_dir = Path(out_dir, "run")
-    job = make_job(name, run_dir, **options)
-    writer = open_writer(run_dir, world, job.train.total_steps, "steps") if out_dir else NullWriter()
+def record_of(name, world, run_dir=None, **options):
+    """Train a job and return what it did; with `run_dir`, its metrics and checkpoints lie there."""
+    job = make_job(name, run_dir or "nowhere", **options)  # where nothing is saved, see below
+    writer = open_writer(run_dir, world, job.train.total_steps, "steps") if run_dir else NullWriter()
     saved: list[int] = []
 
     def save_checkpoint(directory, state, *, iteration, **options):
         saved.append(iteration)
-        if out_dir:
+        if run_dir:
             original(directory, state, iteration=iteration, **options)
 
     original, training = agents.trainer.save_checkpoint, Recording(job, world)
@@ -140,35 +246,39 @@ def record_of(name, world, out_dir="", **options):
     return training.record() | {"saved": saved, "writer": type(writer).__name__}
 
 
-def train_all(out_dir):
-    """Train all jobs on four ranks; then the first two go on as a job of two.
+def train_all(out_dir, names_by_size):
+    """Train the named cases on as many ranks as each of the sizes says, the largest first.
 
-    A process costs more than its training here, so the two are not launched anew: the variables that the
-    launcher sets are set again, the generation because it names the file where ranks meet. SIZE_rank_N.pt
+    A process costs more than its training here, so smaller worlds are not launched anew: the variables that
+    the launcher sets are set again, the generation because it names the file where ranks meet. SIZE_rank_N.pt
     tell the tests what every rank did.
     """
-    train_in_world(out_dir)
-    if int(os.environ["RANK"]) < 2:
-        os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RESTART_COUNT="1")
-        train_in_world(out_dir)
+    for generation, (size, names) in enumerate(names_by_size.items()):
+        if int(os.environ["RANK"]) >= size:
+            break
+        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RESTART_COUNT=str(generation))
+        train_in_world(Path(out_dir), names)
     return 0
 
 
-def train_in_world(out_dir):
-    """Train all jobs in the world that the environment describes."""
+def train_in_world(out_dir, names):
+    """Train the named cases in the world that the environment describes."""
     world = open_world("cpu", timeout_s=60)
-    with_files = {"out_dir": out_dir, "checkpoint_every": 5, "keep_checkpoints": 5} if world.size == 2 else {}
-    records = {name: record_of(name, world, **(with_files if name == WITH_FILES else {})) for name in JOBS}
-    if world.size == 2:
-        records["gradient"] = gradient_probe(world)
-    torch.save(records, Path(out_dir, f"{world.size}_rank_{world.rank}.pt"))
+    records = {}
+    for name in names:
+        with_files = world.size == 2 and name in (WITH_FILES, "weak")
+        options = {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 5} if with_files else {}
+        records[name] = record_of(name, world, **options)
+    if world.size == 2 and WITH_FILES in names:
+        records["gradient"] = gradient_probe(world, out_dir / "gradient")
+    torch.save(records, out_dir / f"{world.size}_rank_{world.rank}.pt")
     close_world(world)
 
 
-def gradient_probe(world):
+def gradient_probe(world, run_dir):
     """The gradient of the first minibatch: of this rank alone, and as the optimizer gets it."""
     unclipped = PPOConfig(max_grad_norm=1e6, update_epochs=1)
-    training = Recording(make_job("trading, clstm", iterations=1, ppo=unclipped), world)
+    training = Recording(make_job("trading, clstm", run_dir, iterations=1, ppo=unclipped), world)
     parameters = list(training.policy.parameters())
     step = training.ppo._step
     found: dict[str, list[torch.Tensor]] = {}

@@ -111,3 +111,22 @@ def test_no_optimizer_would_find_parameters_in_it_and_a_checkpoint_finds_everyth
     normalizer = Normalizer(3)
     assert list(normalizer.parameters()) == []
     assert sorted(normalizer.state_dict()) == ["moments.count", "moments.mean", "moments.variance"]
+
+
+@pytest.mark.parametrize(("offset", "deviation"), [(1e6, 0.1), (1e6, 1.0), (3e4, 300.0)])
+def test_statistics_gathered_again_around_their_own_mean_are_the_same_for_any_grouping(offset, deviation):
+    """As the warm-up does: around zero, a large offset costs digits, others for every number of ranks."""
+    samples = (offset + deviation * torch.randn(64, 24, 1, generator=torch.Generator().manual_seed(1))).float()
+
+    def normalized(num_ranks):
+        normalizer = Normalizer(1)
+        for _ in range(2):
+            normalizer.moments.restart()
+            normalizer.moments.merge(sum(normalizer.moments.sums(part) for part in samples.chunk(num_ranks, dim=1)))
+        assert float(normalizer.moments.count) == samples.numel()
+        return normalizer(samples.double())
+
+    alone = normalized(1)
+    assert float(alone.std()) == pytest.approx(1.0, rel=1e-3)
+    for num_ranks in (2, 3, 4, 8):
+        torch.testing.assert_close(normalized(num_ranks), alone, rtol=0, atol=1e-9)

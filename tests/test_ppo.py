@@ -7,7 +7,7 @@ from agents_ranks import JOBS, Recording, make_job, world_of_one
 from torch import nn
 
 from agents.clstm import Evaluation
-from agents.ppo import PPO, LossParts, NonFiniteGradient, PPOConfig, normalize_advantages, ppo_loss
+from agents.ppo import PPO, LossParts, NonFiniteGradient, PPOConfig, learning_rate, normalize_advantages, ppo_loss
 from agents.rollout import Minibatch
 from agents.trainer import train
 from rl_dist.metrics import NullWriter
@@ -215,12 +215,34 @@ def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
         assert update(ppo, slots(), num_minibatches=1)["optim/skipped_steps"] == 1
 
 
-def test_the_learning_rate_falls_linearly_only_if_annealed(world):
-    annealed, constant = (PPO(Line(), PPOConfig(learning_rate=0.1, anneal_lr=a), world) for a in (True, False))
-    assert [annealed.set_learning_rate(left) for left in (1.0, 0.5, 0.0, -0.1)] == [0.1, 0.05, 0.0, 0.0]
-    assert [constant.set_learning_rate(left) for left in (1.0, 0.5, 0.0)] == [0.1, 0.1, 0.1]
-    annealed.set_learning_rate(0.25)
-    assert annealed.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+def test_the_optimizer_gets_the_learning_rate_of_the_schedule(world):
+    ppo = PPO(Line(), PPOConfig(learning_rate=0.1, warmup=4), world)
+    assert ppo.set_learning_rate(2, 0.25) == pytest.approx(0.1 * 2 / 4 * 0.25)
+    assert ppo.optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+RATES = [  # anneal_lr, warmup, iteration, remaining, factor, rate of 0.1 by hand
+    (True, 0, 1, 1.0, 1.0, 0.1),
+    (True, 0, 7, 0.5, 1.0, 0.05),
+    (True, 0, 9, 0.0, 1.0, 0.0),
+    (True, 0, 9, -0.1, 1.0, 0.0),
+    (False, 0, 7, 0.5, 1.0, 0.1),
+    (False, 0, 7, 0.0, 2.0, 0.2),
+    (False, 4, 1, 1.0, 1.0, 0.025),
+    (False, 4, 3, 0.5, 1.0, 0.075),
+    (False, 4, 4, 0.5, 1.0, 0.1),
+    (False, 4, 5, 0.5, 1.0, 0.1),
+    (True, 4, 2, 0.8, 1.0, 0.04),
+    (True, 4, 4, 0.6, 3.0, 0.18),
+    (True, 4, 8, 0.25, 2.0, 0.05),
+    (False, 1, 1, 1.0, 1.0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("anneal_lr", "warmup", "iteration", "remaining", "factor", "rate"), RATES)
+def test_the_learning_rate_rises_falls_and_scales(anneal_lr, warmup, iteration, remaining, factor, rate):
+    config = PPOConfig(learning_rate=0.1, anneal_lr=anneal_lr, warmup=warmup)
+    assert learning_rate(config, iteration, remaining, factor) == pytest.approx(rate, rel=1e-12, abs=0)
 
 
 def trained(world, **ppo):

@@ -1,10 +1,12 @@
 import contextlib
 import re
 
+import numpy as np
 import pytest
 
-from agents.rollout import slot_order
-from agents.sizes import Sizes, TrainConfig, share_out, sizes_table
+from agents.ppo import PPOConfig
+from agents.rollout import slot_order, stratum_size
+from agents.sizes import LR_SCALINGS, Sizes, TrainConfig, share_out, sizes_table
 
 
 def sizes_of(num_ranks, **options):
@@ -113,6 +115,120 @@ def test_strata_divide_wherever_the_sizes_are_accepted():
     assert accepted > 500
 
 
+@pytest.mark.parametrize("num_ranks", [3, 5, 6, 7, 12])
+def test_random_sizes_on_odd_numbers_of_ranks_work_or_every_proposal_does(num_ranks):
+    rng, refused, worked = np.random.default_rng(num_ranks), 0, 0
+    for _ in range(300):
+        slots_per_env = int(rng.integers(1, 13))
+        options = {"batch_size": int(rng.integers(1, 200)), "num_envs": int(rng.integers(0, 300) * rng.integers(2))}
+        options |= {"num_steps": 8 * slots_per_env, "bptt_steps": 8, "scaling": str(rng.choice(["strong", "weak"]))}
+        if rng.random() < 0.5:
+            options["batch_size"] *= num_ranks
+        try:
+            sizes_of(num_ranks, **options)
+            worked += 1
+        except ValueError as error:
+            found = proposals(str(error))
+            assert 1 <= len(found) <= 4, error
+            refused += 1
+            for changed in found:
+                for sizes in sizes_of(num_ranks, **(options | changed)):
+                    assert sizes.num_envs * sizes.slots_per_env == sizes.batch_size * sizes.num_minibatches > 0
+    assert refused > 50 and worked > 10
+
+
+def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
+    """Of random sizes, those that are accepted."""
+    rng, checked, strata = np.random.default_rng(5), 0, set()
+    while checked < 400:
+        num_ranks, slots_per_env = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12])), int(rng.integers(1, 9))
+        batch_size, num_envs = (num_ranks * int(rng.integers(1, 7)) for _ in range(2))
+        options = {"batch_size": batch_size, "num_envs": num_envs, "num_steps": slots_per_env, "bptt_steps": 1}
+        with contextlib.suppress(ValueError):
+            ranks, (alone,) = sizes_of(num_ranks, **options), sizes_of(1, **options)
+            key = tuple(int(number) for number in rng.integers(0, 100, 3))
+            (whole,), shares = global_slots([alone], key), global_slots(ranks, key)
+            assert [len(share[0]) for share in shares] == [batch_size // num_ranks] * num_ranks  # equally many
+            for minibatch, parts in zip(whole, zip(*shares, strict=True), strict=True):
+                assert sorted(np.concatenate(parts)) == sorted(minibatch)
+            assert sorted(whole.ravel()) == list(range(num_envs * slots_per_env))  # every slot once
+            strata.add(stratum_size(alone.num_minibatches, slots_per_env))
+            checked += num_ranks > 1
+    assert len(strata) > 4, strata
+
+
+def global_slots(ranks, key):
+    """The numbers, in the whole run, of every rank's slots by minibatch: [num_minibatches, slots] of each rank."""
+    found = []
+    for own in ranks:
+        order = slot_order(key, own.first_env, own.num_envs, own.slots_per_env, own.num_minibatches)
+        time, env = np.divmod(order, own.num_envs)
+        found.append(time * own.global_num_envs + own.first_env + env)
+    return found
+
+
+def test_other_epochs_iterations_and_seeds_have_other_minibatches():
+    orders = [
+        global_slots(sizes_of(1, num_envs=8, batch_size=16), key)[0]
+        for key in [(1, 1, 0), (1, 1, 1), (1, 2, 0), (2, 1, 0)]
+    ]
+    assert len({tuple(order.ravel()) for order in orders}) == 4
+
+
+def resumed_sizes(num_ranks, saved_num_envs, **options):
+    config = TrainConfig(**options)
+    return [share_out(config, rank, num_ranks, saved_num_envs) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_a_resumed_weak_run_keeps_the_totals_and_the_learning_rate_it_began_with(num_ranks):
+    weak = {"scaling": "weak", "num_envs": 8, "batch_size": 16, "lr_scaling": "linear"}
+    begun = sizes_of(4, **weak)[0]
+    ranks = resumed_sizes(num_ranks, 32, **weak)
+    assert sum(rank.num_envs for rank in ranks) == begun.global_num_envs == 32
+    for rank in ranks:
+        assert (rank.global_batch_size, rank.num_minibatches) == (begun.global_batch_size, begun.num_minibatches)
+        assert rank.learning_rate_factor == begun.learning_rate_factor == 4.0
+    if num_ranks == 4:
+        assert ranks == sizes_of(4, **weak)
+
+
+def test_a_resumed_run_that_does_not_divide_is_told_the_nearest_numbers_of_ranks():
+    for options, saved in (({}, 64), ({"scaling": "weak", "num_envs": 8, "batch_size": 16}, 32)):
+        for num_ranks in (3, 5, 6, 7, 12, 1000):
+            with pytest.raises(ValueError, match="environments and batches of .* in all, which do not") as caught:
+                resumed_sizes(num_ranks, saved, **options)
+            near = [int(number) for number in re.findall(r"--num_gpus (\d+)", str(caught.value))]
+            assert near and all(resumed_sizes(number, saved, **options) for number in near)
+            for number in range(min(near) + 1, max(near) if len(near) == 2 else 1001):
+                with pytest.raises(ValueError):
+                    resumed_sizes(number, saved, **options)
+
+
+def test_a_checkpoint_of_another_number_of_environments_is_no_saved_total():
+    for scaling in ("strong", "weak"):
+        with pytest.raises(ValueError, match="^the checkpoint holds 17 environments, not "):
+            resumed_sizes(1, 17, num_envs=8, batch_size=16, scaling=scaling)
+
+
+def test_the_learning_rate_grows_with_the_batch_only_where_it_is_asked_to():
+    factors = {how: sizes_of(4, scaling="weak", lr_scaling=how)[3].learning_rate_factor for how in LR_SCALINGS}
+    assert factors == {"none": 1.0, "sqrt": 2.0, "linear": 4.0}
+    assert (
+        sizes_of(4)[0].learning_rate_factor
+        == sizes_of(1, scaling="weak", lr_scaling="linear")[0].learning_rate_factor
+        == 1
+    )
+
+
+def test_lr_scaling_without_weak_scaling_is_refused():
+    for how in ("sqrt", "linear"):
+        with pytest.raises(ValueError, match=f"^lr_scaling {how} does nothing .* or add --scaling weak"):
+            TrainConfig(lr_scaling=how)
+    with pytest.raises(ValueError, match="^lr_scaling must be one of none, sqrt, linear, got 'cubic'"):
+        TrainConfig(lr_scaling="cubic", scaling="weak")
+
+
 def test_no_working_number_of_environments_lies_nearer_than_the_proposed_ones():
     def works(num_envs):
         try:
@@ -171,8 +287,20 @@ def test_an_unknown_scaling_is_refused():
 
 def test_the_table_says_what_each_rank_and_all_ranks_do():
     config = TrainConfig(num_envs=8, batch_size=16, num_steps=16, bptt_steps=4)
-    rows = sizes_table(config, share_out(config, 1, 4), 4, update_epochs=3).splitlines()
+    rows = sizes_table(config, share_out(config, 1, 4), 4, PPOConfig(update_epochs=3)).splitlines()
     assert rows[1].split() == ["environments", "2", "8"]
     assert rows[2].split()[-2:] == ["32", "128"]
     assert rows[3].split()[-2:] == ["4", "16"]
-    assert rows[4].split()[-3:] == ["6", "6", "(together)"]
+    assert rows[4].split()[-2:] == ["16", "64"]
+    assert rows[5].split()[-3:] == ["6", "6", "(together)"]
+    assert rows[6] == "  learning rate: 0.0003, falling to 0 over 5000 episodes"
+
+
+def test_the_table_says_how_the_learning_rate_is_scaled_and_warmed_up():
+    config = TrainConfig(num_envs=8, batch_size=16, scaling="weak", lr_scaling="sqrt", total_steps=4096)
+    ppo = PPOConfig(learning_rate=1e-3, warmup=5)
+    rate = sizes_table(config, share_out(config, 0, 4), 4, ppo).splitlines()[-1]
+    scaled = "learning rate: 0.001 x 2 (sqrt of a 4-fold batch) = 0.002"
+    assert rate.strip() == f"{scaled}, rising over the first 5 iterations, falling to 0 over 4096 steps"
+    resumed = sizes_table(config, share_out(config, 0, 1, 32), 1, PPOConfig(learning_rate=1e-3, anneal_lr=False))
+    assert resumed.splitlines()[-1].strip() == scaled  # of a run that four ranks began
