@@ -302,6 +302,8 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         last = bool(signal) or training.progress >= 1.0
         if last or improved or training.iteration % job.train.checkpoint_every == 0:
             save(training, best, last)
+    if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
+        logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
     return signal
 
 
