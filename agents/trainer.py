@@ -339,6 +339,8 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             save(training, best, last)
         elif job.train.sync_check_every and training.iteration % job.train.sync_check_every == 0:
             check_in_sync(training.policy, world)
+    if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
+        logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
     return signal
 
 

@@ -12,6 +12,7 @@ import pytest
 from agents_ranks import make_job, world_of_one
 from train_runs import only_error, records, start_training
 
+from agents.sizes import TrainConfig
 from agents.trainer import Training, train
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.checkpoint_file import write_atomically
@@ -136,6 +137,21 @@ def test_a_metric_that_the_run_does_not_have_is_refused_with_those_it_has(world,
     with pytest.raises(UserError, match="keep_best ranks is no number"):
         run(world, tmp_path, [1.0, 2.0], keep_best="ranks")
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_metric_that_never_had_a_value_is_told_at_the_end(world, tmp_path, caplog):
+    run(world, tmp_path, [1.0, 2.0], keep_best="valid/score", validate_every=3)
+    assert caplog.messages == ["keep_best valid/score never had a value in this run: there is no best.pt"]
+    assert names(tmp_path) == ["iteration_00000002.pt"]
+
+
+def test_flags_that_could_do_nothing_are_refused():
+    for options, told in (
+        ({"keep_best": "valid/sharpe", "validate_every": 0}, "keep_best valid/sharpe needs validation"),
+        ({"on_save_error": "ignore"}, "on_save_error must be stop or continue, got 'ignore'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            TrainConfig(**options)
 
 
 def test_without_hard_links_the_best_is_a_copy(tmp_path, monkeypatch):
