@@ -6,7 +6,8 @@ Environments run in this process, one after the other. A thread watches the call
    this ends any wait and any loop in Python, and the run can go on with the environment made anew;
 2. a call that still does not come back (it waits in C, or swallows the error) ends the process, with the Python
    stack in the log;
-3. a call in C that does not even let other threads run is ended by faulthandler, with the stack on stderr.
+3. a call in C that does not even let other threads run is ended by faulthandler, with the stack on stderr, as
+   would be any other such call in this process that took longer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 _LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # from one step to the next
+NO_THREAD_RUNS_S = 30.0  # at least, before the third step
 _watches: set[HangWatch] = set()
 
 
@@ -92,14 +94,10 @@ class HangWatch:
         return self._busy and self._call == self._suspect
 
     def _watch(self) -> None:
-        seen, since_s, armed = 0, 0.0, False
+        seen, since_s = 0, 0.0
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
             busy, call, now_s = self._busy, self._call, time.monotonic()
-            if busy:
-                armed = self._arm()
-            elif armed:
-                faulthandler.cancel_dump_traceback_later()
-                armed = False
+            self._arm()
             if not busy or call != seen:
                 seen, since_s = call, now_s
             elif now_s - since_s >= self.timeout_s + GRACE_S:
@@ -108,22 +106,19 @@ class HangWatch:
                 self._suspect = call
                 if self._main is threading.main_thread() and self._main.ident:
                     signal.pthread_kill(self._main.ident, signal.SIGALRM)
-        if armed:
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
 
-    def _arm(self) -> bool:
-        """Have the process ended from outside Python, should this thread no longer run."""
-        stderr = sys.__stderr__
-        if stderr is None or stderr.closed:
-            return False
-        faulthandler.dump_traceback_later(self.timeout_s + 2 * GRACE_S, exit=True, file=stderr)
-        return True
+    def _arm(self) -> None:
+        """Have the process ended from outside Python, should this thread not run for so long."""
+        if sys.__stderr__ is not None and not sys.__stderr__.closed:
+            limit_s = max(self.timeout_s + 2 * GRACE_S, NO_THREAD_RUNS_S)
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
 
     def _give_up(self) -> None:
         frame = sys._current_frames().get(self._main.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else ""
         message = self._describe(self._row, f"{self.problem} and cannot be interrupted: the process ends")
-        _LOGGER.error("%s; it is at\n%s", message, stack)
+        _LOGGER.info("%s; it is at\n%s", message, stack)  # `end` tells the console
         self._end(message)
 
 

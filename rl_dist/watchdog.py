@@ -72,7 +72,7 @@ def end_rank(message: str, exit_code: int = 1) -> None:
     """Report an error and end this process at once, from any thread."""
     rank = int(os.environ.get("RANK", 0))
     text = f"error: rank {rank}: {message}"
-    logger.error(text)
+    logging.getLogger("rl_dist.launch").error(text)  # for the log file: the launcher tells the console
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
     if job_dir:  # the launcher tells the user, once
         path = Path(job_dir, f"rank_{rank}.json")
@@ -186,4 +186,4 @@ class Watchdog:
         """Log where the main thread is."""
         self._told_stack = True
         frame = sys._current_frames().get(self._main.ident or 0)
-        logger.warning("the main thread is at\n%s", "".join(traceback.format_stack(frame)) if frame else "?")
+        logger.info("the main thread is at\n%s", "".join(traceback.format_stack(frame)) if frame else "?")

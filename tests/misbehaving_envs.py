@@ -9,6 +9,13 @@ import numpy as np
 from envs import environment_seeds
 
 
+def lock_twice(library):
+    """Waits for ever, whatever signal comes."""
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
 class Misbehaving(gymnasium.Env):
     """Observes (random walk, age). Environments of seed 1 do what `misdeeds` says of their global number.
 
@@ -42,10 +49,9 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            ctypes.CDLL(None).sleep(600)  # ctypes lets other threads run, signals wake it: so again
-            ctypes.CDLL(None).sleep(600)
+            lock_twice(ctypes.CDLL(None))  # lets other threads run
         if misdeed == "hang in C, holding the interpreter":
-            ctypes.PyDLL(None).sleep(600)
+            lock_twice(ctypes.PyDLL(None))
         obs = np.full(2, np.nan, np.float32) if misdeed == "nan" else self._obs()
         obs = np.zeros(3, np.float32) if misdeed == "shape" else obs
         reward = float("inf") if misdeed == "reward" else 1.0
