@@ -130,7 +130,7 @@ def _fresh_directory() -> Path:
 
 
 def go_back(run_dir: Path) -> str:
-    """After a restart: cut the metrics back to the newest checkpoint, and name it ("": none yet)."""
+    """Cut the metrics back to the newest checkpoint, and name it ("": none)."""
     newest = latest_checkpoint(run_dir)
     truncate_metrics(run_dir, load_checkpoint(newest)["iteration"] if newest else 0)
     return str(newest or "")
