@@ -239,9 +239,7 @@ def main() -> int:
             message = f"restart {restart_count()}, going on from " + (resume_from or "the beginning")
             events.notify("restarted", message, restart=restart_count())
     launch_args = (config, resolved, run_dir, resume_from)
-    code = launch(
-        run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir
-    )
+    code = launch(run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
     if code and not resume_from and is_new:
         discard_unstarted(run_dir)
     return code
