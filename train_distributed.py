@@ -133,7 +133,7 @@ def _fresh_directory() -> Path:
 
 
 def go_back(run_dir: Path) -> str:
-    """After a restart: cut the metrics back to the newest checkpoint, and name it ("": none yet)."""
+    """Cut the metrics back to the newest checkpoint, and name it ("": none)."""
     newest = latest_checkpoint(run_dir)
     truncate_metrics(run_dir, load_checkpoint(newest)["iteration"] if newest else 0)
     return str(newest or "")
@@ -249,9 +249,7 @@ def main() -> int:
             message = f"restart {restart_count()}, going on from " + (resume_from or "the beginning")
             events.notify("restarted", message, restart=restart_count())
     launch_args = (config, resolved, run_dir, resume_from)
-    code = launch(
-        run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir
-    )
+    code = launch(run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
     if code and not resume_from and is_new:
         discard_unstarted(run_dir)
     return code

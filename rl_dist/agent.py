@@ -1,4 +1,4 @@
-"""The ranks of one machine, started, watched and restarted by torch's elastic agent."""
+"""The ranks of one machine, started, watched and restarted by torch's agent."""
 
 from __future__ import annotations
 

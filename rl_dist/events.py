@@ -32,7 +32,7 @@ MOST_WAITING = 100  # events
 
 
 def configure(command: str, run_dir: str | Path) -> None:
-    """Call `command`, by the shell, for events of the run in `run_dir`; "" calls nothing."""
+    """Have `command` called for events of the run in `run_dir`; "": nothing."""
     global _messenger
     if _messenger and (_messenger.command, _messenger.run_dir) == (command, str(run_dir)):
         return

@@ -1,4 +1,4 @@
-"""Where the ranks of a job find each other: a private file, or MASTER_ADDR and MASTER_PORT."""
+"""Where ranks find each other: a private file, or MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
 
 
 def asked_for_address() -> tuple[str, int] | None:
-    """The address that the user's environment asks our own launcher to use; None: a private file.
+    """The address that the user asks our own launcher to use; None: none.
 
     Raises:
         ValueError: MASTER_PORT is no port.
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
-    """Where the ranks meet: nowhere (size 1), a file in `job_dir`, or MASTER_ADDR and MASTER_PORT.
+    """Where ranks meet: a file in `job_dir`, or MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the address does not work, or not all ranks came there in time.

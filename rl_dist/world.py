@@ -278,7 +278,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
-    """Watch the parent; once it is dead, this process ends: when `done`, or after a grace.
+    """Once the parent is dead, end this process: when `done`, or after a grace.
 
     SIGTERM alone would not do: it only asks, and a rank may hang or have a long iteration before it.
     """
