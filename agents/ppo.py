@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from agents.clstm import Evaluation
 from agents.rollout import Minibatch, minibatches, slot_order
+from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
 from rl_dist.world import UserError, World
@@ -173,6 +174,9 @@ class PPO:
                 num_steps += 1
             if self.config.target_kl and self._exceeds_target_kl(epoch_kl / num_minibatches):
                 break
+        if num_skipped:
+            text = f"{num_skipped} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
+            events.notify("bad_steps", text, iteration=key[1], skipped=num_skipped)
         reduced = sum_over_ranks({"totals": totals, "steps": float(num_steps)}, self.world)
         _, policy, value, entropy, kl, clipped, norm = (reduced["totals"] / reduced["steps"]).tolist()
         return {

@@ -1,3 +1,4 @@
+import json
 import math
 from unittest import mock
 
@@ -10,6 +11,7 @@ from agents.clstm import Evaluation
 from agents.ppo import PPO, LossParts, NonFiniteGradient, PPOConfig, learning_rate, normalize_advantages, ppo_loss
 from agents.rollout import Minibatch
 from agents.trainer import train
+from rl_dist import events
 from rl_dist.metrics import NullWriter
 from rl_dist.world import StopFlag
 
@@ -180,6 +182,14 @@ def test_a_small_gradient_is_not_scaled_up(world):
     line = Line()
     update(PPO(line, PPOConfig(update_epochs=1, max_grad_norm=10.0), world), slots(), num_minibatches=1)
     assert gradient(line) == pytest.approx(-0.5)
+
+
+def test_the_users_command_hears_of_skipped_steps(world, tmp_path):
+    events.configure(f"cat > {tmp_path}/event", tmp_path)
+    update(PPO(Line(2.0), PPOConfig(), world), slots(returns=float("nan")), num_minibatches=1)
+    events.close()
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["event"], event["skipped"]) == ("bad_steps", 4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -99,7 +99,7 @@ def test_ranks_that_do_not_divide_are_refused_before_anything_is_written(killed,
     _rescale(run_dir)
     before = tree_hash(run_dir)
     assert train_here(monkeypatch, "--resume", run_dir, "--num_gpus", "3") == 2
-    assert "does not divide over 3 ranks: try" in only_error(capsys.readouterr().err)
+    assert "do not divide over 3 ranks: try --num_gpus" in only_error(capsys.readouterr().err)
     assert tree_hash(run_dir) == before
 
 
