@@ -46,7 +46,7 @@ logger = logging.getLogger("train_distributed")  # for the log files
 # Rewards that credit a trade at once need neither a long horizon nor long traces, and a short horizon makes a trade
 # wait for its moment: what the main job was tuned to (docs/LOG.md).
 TRADING = {"learning_rate": 1e-3, "gamma": 0.8, "gae_lambda": 0.5}
-QUICK = {"num_episodes": 128, "num_worlds": 16, "num_envs": 32, "batch_size": 64, "validate_every": 4}
+QUICK = {"num_episodes": 96, "num_worlds": 16, "num_envs": 32, "batch_size": 64, "validate_every": 4}
 PAPER = {
     "feature_window": 30,
     "observation": "paper",

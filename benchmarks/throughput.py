@@ -72,7 +72,7 @@ def job_rates(task, windows: int, update_epochs: int, policy: str) -> tuple[list
         rollout = training.collect(iteration * job.train.num_steps)
         collected = time.perf_counter()
         training.update(rollout)
-        episode_metrics(rollout, {}, world)
+        episode_metrics(rollout, {}, training.env_restarts, world)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         ended = time.perf_counter()
