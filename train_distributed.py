@@ -9,8 +9,10 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,13 @@ from envs.simulated_market import market_card
 from envs.task import check_flags
 from envs.trading_task import TradingTask
 from rl_dist import events
-from rl_dist.checkpoint import find_latest_run, latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import CHECKPOINT_DIR, find_latest_run, latest_checkpoint, load_checkpoint
 from rl_dist.collectives import gather_json
+from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
-from rl_dist.metrics import open_writer, setup_logging, truncate_metrics
+from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics
+from rl_dist.run_lock import hold
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
 
@@ -77,7 +81,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run_dir", default="", metavar="DIR", help="where to write (default: runs/DATE_TIME)")
     what = "go on with this run; auto: with run_dir, or else the newest run, or else begin"
     group.add_argument("--resume", default="", metavar="DIR", help=what)
-    group.add_argument("--quick", action="store_true", help="a complete small run in under 30 s")
+    group.add_argument("--quick", action="store_true", help="a complete small run in half a minute, too short to learn")
     group.add_argument("--preset", default="", choices=("", "paper"), help="paper: the form of arXiv 2212.02721")
 
 
@@ -105,7 +109,8 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
     run_dir = Path(extra.run_dir) if extra.run_dir else _fresh_directory()
-    if not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun others may come when this one has begun to write
+    if first and not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists():
             raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
         resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
@@ -118,7 +123,7 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     extra = parsed.extra
     if extra.resume == "auto":
         if extra.run_dir:
-            return Path(extra.run_dir) if latest_checkpoint(extra.run_dir) else None
+            return Path(extra.run_dir) if newest_checkpoint(Path(extra.run_dir)) else None
         return find_latest_run(RUNS)
     for name in ("run_dir", "preset", "quick"):
         if getattr(extra, name):
@@ -132,9 +137,24 @@ def _fresh_directory() -> Path:
     return next(path for path in candidates if not path.exists())
 
 
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest valid checkpoint; None only where there are none at all.
+
+    Raises:
+        UserError: there are some, but none is valid: beginning anew would overwrite them.
+    """
+    newest = latest_checkpoint(run_dir)
+    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
+        raise UserError(
+            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint verify {run_dir}; "
+            "move them away to begin anew"
+        )
+    return newest
+
+
 def go_back(run_dir: Path) -> str:
     """Cut the metrics back to the newest checkpoint, and name it ("": none)."""
-    newest = latest_checkpoint(run_dir)
+    newest = newest_checkpoint(run_dir)
     truncate_metrics(run_dir, load_checkpoint(newest)["iteration"] if newest else 0)
     return str(newest or "")
 
@@ -142,10 +162,13 @@ def go_back(run_dir: Path) -> str:
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
     world = open_world(resolved.device_type, config.train.collective_timeout)
-    writer = None
+    writer: NullWriter | None = None
+    lock: AbstractContextManager[Any] = nullcontext()
     try:
-        if world.main and restart_count():
-            resume_from = go_back(run_dir)
+        if world.main:
+            lock = hold(run_dir / "config.json")  # until this process ends
+            if restart_count():
+                resume_from = go_back(run_dir)
         chosen = gather_json([str(run_dir), resume_from], world)[0]  # torchrun's ranks may have chosen differently
         run_dir, resume_from = Path(chosen[0]), chosen[1]
         if world.main:
@@ -186,7 +209,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         writer.close()
         if signum:
             if world.main:
-                print(f"stopped by signal {signum}, saved; go on with --resume {run_dir}")
+                print(f"stopped by {signal.Signals(signum).name}, saved; go on with --resume {run_dir}")
             return 128 + signum
         end_at_signals()  # everything is saved: from here on a signal simply ends the process
         summary, text = judge_run(
@@ -200,7 +223,8 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
     finally:
         if writer is not None:
             writer.close()
-        close_world(world)
+        with lock:  # closes it
+            close_world(world)
 
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
@@ -238,8 +262,13 @@ def main() -> int:
         is_new = not run_dir.is_dir() or not any(run_dir.iterdir())  # then a failed start may be cleared away
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
             announce(config, resolved, run_dir, resume_from)
-            save_config(config, run_dir)
-            truncate_metrics(run_dir, load_checkpoint(resume_from)["iteration"] if resume_from else 0)
+            if parsed.extra.quick:
+                print("--quick shows the whole path; it is too short to learn anything", flush=True)
+            with hold(run_dir / "config.json") if resume_from else nullcontext():
+                if resume_from:  # ranks of a killed launcher may have saved meanwhile
+                    resume_from = str(resumable_checkpoint(run_dir))
+                save_config(config, run_dir)
+                truncate_metrics(run_dir, load_checkpoint(resume_from)["iteration"] if resume_from else 0)
     except ValueError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -256,4 +285,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     sys.exit(main())

@@ -210,7 +210,8 @@ def _refuse_useless(args: argparse.Namespace, names: Sequence[str], what: str) -
 def _judge_loaded(agents: dict[str, LoadedAgent], args: argparse.Namespace, world: World) -> tuple[dict, str]:
     """Judge the first agent's task with all agents."""
     first = next(iter(agents.values()))
-    config = replace(first.config, task=replace(first.config.task, eval_episodes=args.episodes or 100))
+    own = first.config.task
+    config = replace(first.config, task=replace(own, eval_episodes=args.episodes or own.eval_episodes))
     _check_shapes(agents)
     if not config.task.is_trading:
         others = ("data", "start", "end", "num_worlds", "market_seed", "market_edge", "plot")
@@ -309,7 +310,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_worlds", type=int, help="simulated worlds to judge on (default: 50)")
     parser.add_argument("--market_seed", type=int, help="seed of the simulated worlds (default: the run's)")
     parser.add_argument("--market_edge", type=float, help="planted drift, bps per day (default: the run's)")
-    parser.add_argument("--episodes", type=int, help="episodes of other environments (default: 100)")
+    parser.add_argument("--episodes", type=int, help="episodes of other environments (default: the run's)")
     parser.add_argument("--num_gpus", type=int, default=1, help="CPU ranks that share the work (default: 1)")
     parser.add_argument("--plot", default="", help="equity picture (default: RUN_DIR/plots/evaluation.png)")
     parser.add_argument("--json", default="", help="write all figures to this file")

@@ -149,12 +149,13 @@ def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask 
     space = env.single_action_space
     discrete = isinstance(space, spaces.Discrete)
     num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
-    num_envs = share_out(config.train, 0, num_ranks).global_num_envs
+    saved = len(state["carry"]["obs"])
+    num_envs = share_out(config.train, 0, num_ranks, saved).global_num_envs
     kinds = {True: "discrete", False: "continuous"}
     compared = {
         "observation size": (int(env.single_observation_space.shape[0]), state["num_obs"]),
         "actions": (f"{num_actions} {kinds[discrete]}", f"{state['num_actions']} {kinds[state['discrete']]}"),
-        f"environments on {num_ranks} rank(s)": (num_envs, len(state["carry"]["obs"])),
+        f"environments on {num_ranks} rank(s)": (num_envs, saved),
     }
     if state["environments"] is not None and not getattr(env, "can_snapshot", False):
         compared["snapshots of environments"] = ("none", "some")

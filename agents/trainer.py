@@ -328,12 +328,13 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             "time/sps": sizes.global_num_envs * job.train.num_steps / elapsed,
         }
         world.enter("validation and checkpoint")
-        if job.validate and job.train.validate_every and training.iteration % job.train.validate_every == 0:
+        finished, every = training.progress >= 1.0, job.train.validate_every
+        if job.validate and every and (finished or training.iteration % every == 0):
             metrics |= job.validate(training.policy, training.obs_normalizer)
         check_best_metric(job, metrics)
         improved = best.look(metrics)
         writer.write(metrics, done=training.global_step if job.train.total_steps else training.episodes)
-        last = bool(signal) or training.progress >= 1.0
+        last = bool(signal) or finished
         if last or improved or training.iteration % job.train.checkpoint_every == 0:
             writer.flush()
             save(training, best, last)
@@ -341,7 +342,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             check_in_sync(training.policy, world)
     if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
-    return signal
+    return signal or agree_max(stop.signum, world)  # it may have come while the last iteration was saved
 
 
 def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def make_vector_env(
     if env_id.rsplit(":", 1)[-1] == TRADING_ID:
         raise ValueError(f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading_task")
     default_seeds = environment_seeds(seed, stream, first_global_index, num_envs)
-    spec = _find_spec(env_id)
+    spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
     native, takes_seed_list = False, True
     if vectorization != "sync":
@@ -96,7 +96,7 @@ def make_vector_env(
     )
 
 
-def _find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
+def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Find an id, importing the module of `module:id`; unknown ones raise ValueError."""
     module, _, name = env_id.rpartition(":")
     try:

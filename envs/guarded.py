@@ -96,7 +96,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
                 self._watch.end()
         except HungError as error:
             raise LocatedFault(self._row, str(error)) from error
-        except Exception as error:  # environments are foreign code and may raise anything
+        except (Exception, SystemExit) as error:  # environments are foreign code and may raise anything
             raise LocatedFault(self._row, f"raised {one_line(error)}") from error
 
     def _check(self, obs: Any, reward: Any = 0.0) -> None:

@@ -5,7 +5,7 @@ A single environment takes part by offering
     get_state() -> dict[str, np.ndarray | float | int | bool]     everything its future depends on
     set_state(state)                                              arrays arrive as float64 or int64
 
-with the same names and shapes at every call (its random generator: see `envs.batched.pack_generator`).
+with the same names and shapes at every call (its random generator: `from envs.batched import pack_generator`).
 A native vector environment offers the same two methods with arrays of leading dimension num_envs.
 TimeLimit's count is added here. An example, to be trained as `--env my_module:Drift-v0`:
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from envs import TRADING_ID, make_vector_env
+from envs import TRADING_ID, find_spec, make_vector_env
 from envs.hangs import end_process
 
 DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
@@ -82,6 +82,9 @@ class GymTask:
 
     config: TaskConfig
     end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
+
+    def __post_init__(self) -> None:
+        find_spec(self.config.env)  # an unknown one is an error at once
 
     def training_env(self, num_envs: int, first_global_index: int = 0, device: str = "cpu") -> Any:
         """A batch of environments first_global_index, ... of the run."""

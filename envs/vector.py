@@ -237,7 +237,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             self._fail(fault.row, str(fault), fault.__cause__)
         except HungError as error:
             self._fail(None, str(error), error)
-        except Exception as error:  # environments are foreign code and may raise anything
+        except (Exception, SystemExit) as error:  # environments are foreign code and may raise anything
             self._fail(None, f"raised {one_line(error)}", error)
 
     def _fail(self, row: int | None, problem: str, cause: BaseException | None = None) -> NoReturn:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rl_dist import events
-from rl_dist.checkpoint import latest_checkpoint
+from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.rank import RankFunction, Report, failure_reports, run_as_rank
 from rl_dist.rendezvous import asked_for_address
 from rl_dist.world import STOP_SIGNALS, stop_flag, threads_per_rank
@@ -84,6 +84,10 @@ class Job:
         if self.failure:
             raise self.failure
         if self.result is None or self.result.is_failed():
+            signum = self.relay.signums[0] if self.relay.signums else 0
+            if signum and any(process.exitcode == -signum for process in self.start.processes):
+                words = f"stopped by {signal.Signals(signum).name} after training was saved"  # while judging
+                return Report(exit_code=128 + signum, message=words, summary=words)
             return self.cause
         codes = [code or 0 for _, code in sorted(self.result.return_values.items())]
         return Report(exit_code=next((code for code in codes if code), 0))
@@ -143,7 +147,7 @@ class Job:
         iteration = None
         if self.run_dir is not None:
             newest = latest_checkpoint(self.run_dir)
-            iteration = int(newest.stem.rpartition("_")[2]) if newest else 0
+            iteration = load_checkpoint(newest)["iteration"] if newest else 0
             message += f", going on from iteration {iteration}" if newest else " from the beginning, without checkpoint"
         say(message)
         where = {} if iteration is None else {"iteration": iteration}
@@ -221,9 +225,10 @@ class _Start:
             if process.exitcode < 0:
                 words = f"rank {rank} (process {process.pid}) was ended by {signal.Signals(-process.exitcode).name}"
                 return Report(exit_code=1, message=f"error: {words}", rank=rank, summary=words)
-        if reports:
+        silent = sorted(set(self.first_dead) - {report.rank for report in reports})
+        if reports and not silent:
             return reports[0]
-        rank = self.first_dead[0] if self.first_dead else 0
+        rank = silent[0] if silent else 0
         words = f"rank {rank} ended with code {self.processes[rank].exitcode} and without a word"
         return Report(exit_code=1, message=f"error: {words}", rank=rank, summary=words)
 

@@ -109,7 +109,7 @@ class _Messenger:
 
     def _call(self, event: dict[str, Any]) -> str:
         """Run the command to its end; returns what went wrong."""
-        text = json.dumps(event, default=str)
+        text = json.dumps(event, default=str) + "\n"
         values = {name: value for name, value in event.items() if isinstance(value, str | int | float)}
         variables = {f"RL_{name.upper()}": str(value).replace("\0", " ") for name, value in values.items()}
         with tempfile.TemporaryFile("w+") as complaints:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist import events
+from rl_dist.console import outlive_readers
 from rl_dist.rendezvous import ADDRESS_VARIABLES
 from rl_dist.world import (
     JOB_DIR_VARIABLE,
@@ -54,6 +55,7 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> Report:
         logger.exception("rank %d stops", rank)
         summary = " ".join(str(error).split())
         message, code = f"error: {summary}", getattr(error, "exit_code", 2)
+        by_user = code == 2
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return Report(exit_code=leaving.code or 0, rank=rank)
@@ -71,6 +73,7 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> Report:
 
 def run_as_rank(fn: RankFunction, args: tuple[Any, ...], job_dir: str, launcher_pid: int, at_address: bool) -> int:
     """Be a rank; stop signals are blocked until `install`."""
+    outlive_readers()
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
     atexit.register(_ignore_stop_signals)  # Python restores their deadly defaults while it shuts down
     die_with_parent(launcher_pid)

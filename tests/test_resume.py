@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import sys
 import time
 
 import pytest
@@ -12,7 +14,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard_readers import seen
 from train_runs import only_error, records, train_here
 
+from rl_dist import run_lock
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rl_dist.console import outlive_readers
 from rl_dist.metrics import MetricsWriter, truncate_metrics
 from rl_dist.run_comparison import differences, parameter_sha256, result_of
 from rl_dist.world import World
@@ -71,9 +75,8 @@ def test_an_environment_without_the_protocol_is_announced_and_resumes_determinis
             ["--env CartPole-v1 (it has resume_envs:Forgetful-v0)", "--seed 2 (it has 1)"]
             + ["--hidden_size 16 (it has 8)", "--learning_rate 1.0 (it has 0.0003)"],
         ),
-        (["--num_gpus", "2"], ["environments on 2 rank(s) 8 (it has 4)"]),
     ],
-    ids=["seed", "seed, environment and more", "ranks"],
+    ids=["seed", "seed, environment and more"],
 )
 def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(flags, expected, killed, monkeypatch, capsys):
     before = tree_hash(killed)
@@ -91,6 +94,44 @@ def test_an_environment_of_another_size_is_refused_before_anything_is_written(ki
     line = only_error(capsys.readouterr().err)
     assert "actions 5 discrete (it has 2 discrete), observation size 3 (it has 2)" in line
     assert tree_hash(killed) == before
+
+
+def test_a_weak_run_goes_on_with_its_totals_on_another_number_of_ranks(killed, tmp_path, monkeypatch):
+    run_dir = tmp_path / "weak"
+    shutil.copytree(killed, run_dir)
+    assert train_here(monkeypatch, "--resume", run_dir, "--num_gpus", "2") == 0
+    assert [(line["iteration"], line["global_step"]) for line in records(run_dir)] == [(i, 64 * i) for i in range(1, 5)]
+
+
+def test_two_trainings_never_write_to_one_run_directory(killed, monkeypatch, capsys):
+    before = tree_hash(killed)
+    monkeypatch.setattr(run_lock.hold, "__defaults__", (0.3,))
+    with run_lock.hold(killed / "config.json"):
+        assert train_here(monkeypatch, "--resume", killed) == 2
+    assert "is in use by another training: wait for its end" in only_error(capsys.readouterr().err)
+    assert tree_hash(killed) == before
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(killed, tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "damaged"
+    shutil.copytree(killed, run_dir)
+    for path in (run_dir / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    before = tree_hash(run_dir)
+    flags = [*TINY, "--env", "resume_envs:Forgetful-v0", "--scaling", "weak", "--run_dir", run_dir]
+    assert train_here(monkeypatch, *flags, "--resume", "auto") == 2
+    assert "holds checkpoints, but none is valid" in capsys.readouterr().err
+    assert tree_hash(run_dir) == before
+
+
+def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    with pytest.raises(BrokenPipeError):
+        print("lost", flush=True)
+    outlive_readers()
+    print("lost, too", flush=True)
 
 
 def test_ranks_that_do_not_divide_are_refused_before_anything_is_written(killed, tmp_path, monkeypatch, capsys):

@@ -73,7 +73,7 @@ def test_metrics_are_written_once_per_iteration_with_every_rank_in_them(finished
         assert set(line) >= KEYS and all(set(one) == RANK_KEYS for one in line["ranks"])
         assert [one["rank"] for one in line["ranks"]] == list(range(ranks))
         assert sum(one["episode/count"] for one in line["ranks"]) == line["episode/count"]
-        assert ("valid/sharpe" in line) == (line["iteration"] % 3 == 0)
+        assert ("valid/sharpe" in line) == (line["iteration"] % 3 == 0 or line is lines[-1])
     assert lines[-1]["episode/total"] == sum(line["episode/count"] for line in lines) >= 8
     assert lines[-2]["episode/total"] < 8  # it stopped at the first iteration end that reached the budget
     summary = json.loads((run_dir / "summary.json").read_text())
