@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ def failure_reports(job_dir: str) -> list[Report]:
 def _leave_failed(report: Report, path: Path) -> None:
     """Say why and leave without teardown, which could wait for the other ranks for ever."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(vars(report)))
-    part.replace(path)
+    with suppress(OSError):  # the directory may have been cleared away: leave all the same
+        part.write_text(json.dumps(vars(report)))
+        part.replace(path)
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,10 @@ def end_rank(message: str, exit_code: int = 1) -> None:
     if job_dir:  # the launcher tells the user, once
         path = Path(job_dir, f"rank_{rank}.json")
         report = {"exit_code": exit_code, "message": text, "rank": rank, "at_ns": time.monotonic_ns()}
-        path.with_suffix(".part").write_text(json.dumps(report))
-        path.with_suffix(".part").replace(path)
+        report["summary"] = text.removeprefix("error: ")
+        with suppress(OSError):  # the directory may have been cleared away: leave all the same
+            path.with_suffix(".part").write_text(json.dumps(report))
+            path.with_suffix(".part").replace(path)
     else:
         sys.stderr.write(text + "\n")
     sys.stdout.flush()
