@@ -19,7 +19,7 @@ from agents.gae import gae
 from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
 from agents.normalize import Normalizer
 from agents.ppo import PPO, NonFiniteGradient, PPOConfig, normalize_advantages
-from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, refuse_non_finite, to_slots
+from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
 from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
@@ -104,7 +104,7 @@ class Training:
         self.world.enter("collect")
         parts = self.policy, self.obs_normalizer, self.env, self.carry
         rollout = collect(*parts, noise, train.bptt_steps, on_step=self.world.beat)
-        refuse_non_finite(rollout, self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)
+        rollout.refuse_non_finite(self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)
         return rollout
 
     def discounted_returns(self, rollout: Rollout) -> Tensor:
