@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +71,13 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._begin_anew(fault)
             return self._last_obs, 0.0, False, True, {}
 
+    def close(self) -> None:
+        """Close; what is broken may not even do that, and nothing depends on it."""
+        try:
+            self._call(self.env.close)
+        except LocatedFault as fault:
+            _LOGGER.warning(self._describe(self._row, f"{fault}, when it was closed"))
+
     def guard_state(self) -> dict[str, Any]:
         """What a restart after this depends on; the environment's own state is not in it."""
         kept = {"restarts": self.restarts, "life_seed": self._life_seed}
@@ -134,8 +140,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         A fault while it is made counts like any other.
         """
         self._count_restart(fault)
-        with contextlib.suppress(LocatedFault):  # what is broken may not even close
-            self._call(self.env.close)
+        self.close()
         while True:
             try:
                 self.env = self._call(self._make)

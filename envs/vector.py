@@ -291,10 +291,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         return self.env.render()
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the wrapped environment."""
-        if self._watch is not None:
-            self._watch.close()
-        self.env.close(**kwargs)
+        """Close the wrapped environment; nothing depends on its success."""
+        try:
+            self._guarded(self.env.close, **kwargs)
+        except EnvironmentFault as fault:
+            _LOGGER.warning("%s, when it was closed", fault)
+        finally:
+            if self._watch is not None:
+                self._watch.close()
 
 
 def seeds_are_per_environment(env: Any) -> bool:

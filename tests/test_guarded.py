@@ -95,6 +95,17 @@ def test_a_step_that_is_none_is_named_by_its_environment_and_begins_anew(third, 
     assert play(env, 3)[3].tolist() == [[False, False], [False, False], [False, True]] and env.restarts == [0, 1]
 
 
+@pytest.mark.parametrize("failure", [lambda self: 1 / 0, lambda self: time.sleep(60)])
+def test_an_environment_that_does_not_close_is_told_and_waited_for_no_longer(failure, caplog):
+    env = ticking(type("Unclosing", (Ticking,), {"close": failure}), env_timeout=0.3)
+    env.close()
+    assert "Ticking-v0 number 5 at its step 0: " in caplog.text and ", when it was closed" in caplog.text
+    native = make_vector_env("Recall-v0", 2, first_global_index=4, env_timeout=0.3)
+    with mock.patch.object(type(native.env), "close", failure):
+        native.close()
+    assert "Recall-v0 number one of 4..5 at its step 0: " in caplog.text
+
+
 def unmakeable(failures, failure, **guard):
     """The second environment raises in its third step, and is made anew only after some failures."""
     made = []
