@@ -32,18 +32,18 @@ from agents.sizes import share_out, sizes_table
 from agents.trainer import Job, Training, train
 from envs.faults import EnvironmentFault
 from envs.simulated_market import market_card
-from envs.task import check_flags
+from envs.task import GymTask, check_flags
 from envs.trading_task import TradingTask
 from rl_dist import events
 from rl_dist.checkpoint import CHECKPOINT_DIR, find_latest_run, latest_checkpoint, load_checkpoint
-from rl_dist.collectives import gather_json
+from rl_dist.collectives import agree_max, gather_json
 from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics
 from rl_dist.run_lock import hold
 from rl_dist.strategy import parameter_hash
-from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
+from rl_dist.world import STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag
 
 RUNS = Path("runs")
 logger = logging.getLogger("train_distributed")  # for the log files
@@ -175,7 +175,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             events.configure(config.launch.on_event, run_dir)
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d on %s", config.task.env, world.rank, world.size, world.device)
-        task = config.prepare_task()
+        task = config.prepare_task(world.beat)
         job = Job(
             train=config.train,
             policy=config.policy,
@@ -211,13 +211,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             if world.main:
                 print(f"stopped by {signal.Signals(signum).name}, saved; go on with --resume {run_dir}")
             return 128 + signum
-        end_at_signals()  # everything is saved: from here on a signal simply ends the process
-        summary, text = judge_run(
-            task, config, training.policy, training.obs_normalizer, world, run_dir / "plots"
-        )
-        if world.main:
-            finish(config, run_dir, training, summary, text)
-        return 0
+        return judge(config, task, training, run_dir)
     except EnvironmentFault as fault:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     finally:
@@ -225,6 +219,45 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             writer.close()
         with lock:  # closes it
             close_world(world)
+
+
+class Stopped(BaseException):
+    """A signal came while judging; no `except Exception` of a task catches it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__()
+        self.signum = signum
+
+
+def _stop(signum: int, frame: Any) -> None:
+    for other in STOP_SIGNALS:
+        signal.signal(other, signal.SIG_DFL)
+    raise Stopped(signum)
+
+
+def judge(config: RunConfig, task: TradingTask | GymTask, training: Training, run_dir: Path) -> int:
+    """Judge the trained policy and write the result; returns the exit code.
+
+    Everything is saved: a signal simply ends this.
+    """
+    end_at_signals()
+    world = training.world
+    if world.size == 1:  # several ranks may wait for each other where Python sees no signal; their launcher does
+        for each in (one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN):
+            signal.signal(each, _stop)
+    try:
+        if signum := agree_max(stop_flag.signum, world):  # it came when training had just ended
+            raise Stopped(signum)
+        parts = training.policy, training.obs_normalizer, world
+        summary, text = judge_run(task, config, *parts, run_dir / "plots")
+        if world.main:
+            finish(config, run_dir, training, summary, text)
+    except Stopped as stopped:
+        if world.main:
+            name = signal.Signals(stopped.signum).name
+            print(f"stopped by {name} while judging; training is saved: python -m agents.evaluate {run_dir} judges it")
+        return 128 + stopped.signum
+    return 0
 
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from envs.task import GymTask
 from envs.trading import first_tradable_day
 from envs.trading_task import TradingTask, prepare_task
 from rl_dist.launch import UserError, launch
+from rl_dist.watchdog import end_rank
 from rl_dist.world import World, close_world, end_at_signals, open_world
 
 TAKEN_NAMES = (EQUAL_WEIGHT, "equal weight, order limit", "reference", "memoryless rule", "policy, state zeroed")
@@ -105,7 +107,7 @@ def _episode_figures(
     task: GymTask, config: RunConfig, policy: Policy, normalizer: Normalizer, world: World, prefix: str
 ) -> dict[str, float]:
     episodes = judge_episodes(
-        lambda count, first: task.training_env(count, first, str(world.device)),
+        lambda count, first: task.judging_env(count, first, str(world.device)),
         PolicyController(policy, normalizer),
         config.task.eval_episodes,
         config.train.seed,
@@ -119,6 +121,7 @@ def _episode_figures(
         f"{prefix}length": float(np.mean(episodes["length"])),
         f"{prefix}episodes_cut": float(np.sum(np.array(episodes["length"]) >= MAX_EPISODE_STEPS)),
         f"{prefix}episodes": float(len(returns)),
+        f"{prefix}env_restarts": float(np.sum(episodes["restarts"])),
     }
 
 
@@ -149,9 +152,10 @@ def judge_run(
 
 def _episode_text(figures: dict[str, float]) -> str:
     cut = f", {figures['episodes_cut']:.0f} cut after {MAX_EPISODE_STEPS} steps" if figures["episodes_cut"] else ""
+    anew = f", {figures['env_restarts']:.0f} restarts of environments" if figures["env_restarts"] else ""
     return (
         f"{figures['episodes']:.0f} episodes without noise: mean return {figures['return']:.2f} (sd "
-        f"{figures['return_std']:.2f}, min {figures['return_min']:.2f}), mean length {figures['length']:.1f}{cut}"
+        f"{figures['return_std']:.2f}, min {figures['return_min']:.2f}), mean length {figures['length']:.1f}{cut}{anew}"
     )
 
 
@@ -216,7 +220,7 @@ def _judge_loaded(agents: dict[str, LoadedAgent], args: argparse.Namespace, worl
     if not config.task.is_trading:
         others = ("data", "start", "end", "num_worlds", "market_seed", "market_edge", "plot")
         _refuse_useless(args, others, config.task.env)
-        task = GymTask(config.task)
+        task = GymTask(config.task, end_rank, world.beat)
         found = {
             name: _episode_figures(task, config, agent.policy, agent.normalizer, world, "")
             for name, agent in agents.items()
@@ -265,6 +269,7 @@ def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
 
 def _rank_main(args: argparse.Namespace) -> int:
     """What every rank of the command does."""
+    logging.getLogger("rl_dist.launch").addHandler(logging.NullHandler())  # the console hears of errors already
     world = open_world("cpu")
     end_at_signals()
     try:
@@ -277,7 +282,7 @@ def _rank_main(args: argparse.Namespace) -> int:
             if args.json:
                 Path(args.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     except EnvironmentFault as fault:
-        raise UserError(str(fault), exit_code=1) from fault
+        raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror or error}", exit_code=1) from error
     finally:

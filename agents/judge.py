@@ -48,7 +48,7 @@ class PolicyController:
         return actions
 
 
-def run_markets(env: Any, controller: Controller) -> Record:
+def run_markets(env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None) -> Record:
     """One pass of an evaluation-mode trading environment over all its markets.
 
     A market on which the policy is ruined stays at the value it had then.
@@ -59,6 +59,7 @@ def run_markets(env: Any, controller: Controller) -> Record:
     values, accounts = [env.portfolio_value], []
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(controller(env, obs, start))
+        on_step()
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         accounts.append(torch.stack([info[name] * alive for name in ACCOUNTS]))
         start = terminated | truncated
@@ -88,8 +89,7 @@ def judge_markets(
     env = make_env(mine) if mine else None  # once: its tables cost more than a pass
     own: dict[str, dict[str, list]] = {}
     for name, make_controller in controllers.items():
-        record = run_markets(env, make_controller()) if mine else None
-        world.beat()
+        record = run_markets(env, make_controller(), on_step=world.beat) if mine else None
         own[name] = {key: value.tolist() for key, value in vars(record).items()} if record else {}
     ranks = [rank for rank in gather_json(own, world) if any(rank.values())]
     fields = ("values", *ACCOUNTS)
@@ -97,6 +97,11 @@ def judge_markets(
         name: Record(**{field: np.concatenate([rank[name][field] for rank in ranks]) for field in fields})
         for name in controllers
     }
+
+
+def restarts_of(env: Any) -> Tensor:
+    """How often each environment was made anew so far, [B]; 0 where none can be."""
+    return torch.tensor(getattr(env, "restarts", [0] * env.num_envs))
 
 
 def judge_episodes(
@@ -109,13 +114,14 @@ def judge_episodes(
     """Whole episodes, one environment each, over all ranks; each counted once.
 
     Each environment runs its first episode from its own evaluation seed, so long episodes weigh as
-    much as short ones. One that does not end is cut after MAX_EPISODE_STEPS.
+    much as short ones. One that does not end is cut after MAX_EPISODE_STEPS. One whose environment was
+    made anew after a fault is not judged by its beginning: it is run anew.
 
     Returns:
-        "return" and "length" of every episode, in order of their number, the same on every rank.
+        "return", "length" and "restarts" of every episode, in order of their number, the same on every rank.
     """
     mine = shard(num_episodes, world)
-    own: dict[str, list[float]] = {"return": [], "length": []}
+    own: dict[str, list[float]] = {"return": [], "length": [], "restarts": []}
     if len(mine):
         env = make_env(len(mine), mine.start)
         obs, _ = env.reset(seed=stream_seeds(seed, EVALUATION_STREAM, mine.start, len(mine)))
@@ -123,16 +129,20 @@ def judge_episodes(
         alive = start.clone()
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
         length = total.clone()
+        seen = restarts = restarts_of(env).to(obs.device)
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
             world.beat()
-            total += info.get("raw_rewards", rewards) * alive
-            length += alive
+            before, seen = seen, restarts_of(env).to(obs.device)
+            anew = alive & (seen > before)
+            restarts = restarts + (seen - before) * alive
+            total = (total + info.get("raw_rewards", rewards) * alive) * ~anew
+            length = (length + alive) * ~anew
             start = terminated | truncated
-            alive = alive & ~start
-        own = {"return": total.tolist(), "length": length.tolist()}
+            alive = alive & (~start | anew)
+        own = {"return": total.tolist(), "length": length.tolist(), "restarts": restarts.tolist()}
         env.close()
     ranks = gather_json(own, world)
     return {name: [value for rank in ranks for value in rank[name]] for name in own}

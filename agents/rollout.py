@@ -14,6 +14,7 @@ from torch import Tensor
 from agents.clstm import Policy
 from agents.noise import SHUFFLE_STREAM
 from agents.normalize import Normalizer
+from rl_dist.world import UserError
 
 
 @dataclass
@@ -72,6 +73,21 @@ class Rollout:
     def episode_end(self) -> Tensor:
         """Whether the step was the last of its episode, [T, B] bool."""
         return self.terminated | self.truncated
+
+    def refuse_non_finite(self, next_obs: Tensor, first_env: int, lifetime_step: int, rank: int) -> None:
+        """Name the environment and step of the first NaN or inf an environment returned.
+
+        Raises:
+            UserError: there is one.
+        """
+        bad_obs = ~torch.isfinite(torch.cat([self.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
+        bad_rewards = torch.nn.functional.pad(~torch.isfinite(self.rewards), (0, 0, 0, 1))
+        bad = bad_obs | bad_rewards
+        if bad.any():
+            t, column = (int(index) for index in bad.nonzero()[0])
+            what = "reward" if bad_rewards[t, column] else "observation"
+            where = f"environment {first_env + column} at its step {lifetime_step + t}"
+            raise UserError(f"rank {rank}: NaN or inf in the {what} of {where}", exit_code=1)
 
 
 def policy_input(normalizer: Normalizer, history: Tensor, obs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,14 @@ class RunConfig:
         except (KeyError, TypeError) as error:
             raise UserError(f"the saved configuration does not fit this version: {error}") from None
 
-    def prepare_task(self) -> TradingTask | GymTask:
-        """The markets and spans of the trading task, or the Gymnasium task."""
+    def prepare_task(self, beat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
+        """The markets and spans of the trading task, or the Gymnasium task.
+
+        `beat` says that the work of its environments goes on.
+        """
         if self.task.is_trading:
             return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
-        return GymTask(self.task, end_rank)
+        return GymTask(self.task, end_rank, beat)
 
 
 def save_config(config: RunConfig, run_dir: Path) -> None:

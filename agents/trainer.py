@@ -64,7 +64,7 @@ class Training:
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         self.ppo = PPO(wrap(self.policy, world, job.strategy), job.ppo, world)
         self.iteration = self.global_step = self.episodes = 0
-        self.env_restarts = 0  # in the last rollout
+        self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()
 
     def _reset(self, life: int = 0) -> Carry:
@@ -78,6 +78,11 @@ class Training:
         train = self.job.train
         done = self.global_step / train.total_steps if train.total_steps else self.episodes / train.num_episodes
         return min(done, 1.0)
+
+    @property
+    def env_restarts(self) -> int:
+        """How often environments were made anew since the metrics last told of it."""
+        return sum(getattr(self.env, "restarts", ())) - self.restarts_told
 
     def warm_up_normalizers(self) -> None:
         """One initial rollout only fills the normalisers; all environments then reset."""
@@ -97,11 +102,9 @@ class Training:
             self.action_space, train.seed, sizes.first_env, sizes.num_envs, lifetime_step, train.num_steps
         ).to(self.world.device, self.job.dtype)
         self.world.enter("collect")
-        restarts = getattr(self.env, "restarts", 0)
         parts = self.policy, self.obs_normalizer, self.env, self.carry
         rollout = collect(*parts, noise, train.bptt_steps, on_step=self.world.beat)
-        self.env_restarts = getattr(self.env, "restarts", 0) - restarts
-        _refuse_non_finite(rollout, self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)
+        rollout.refuse_non_finite(self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)
         return rollout
 
     def discounted_returns(self, rollout: Rollout) -> Tensor:
@@ -202,6 +205,7 @@ class Training:
         carry = {name: value[mine].to(self.world.device) for name, value in state["carry"].items()}
         self.carry = Carry(**carry)
         self.env.set_state({name: value[mine] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+        self.restarts_told = sum(getattr(self.env, "restarts", ()))  # those before the checkpoint
 
     def _keep_totals(self, saved_num_envs: int) -> None:
         """Share out the environments and the batch that the saved run had, if weak scaling made them others."""
@@ -228,18 +232,6 @@ def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
                 "use the environment, --observation, --policy and --hidden_size it was trained with"
             )
     policy.load_state_dict(weights)
-
-
-def _refuse_non_finite(rollout: Rollout, next_obs: Tensor, first_env: int, lifetime_step: int, rank: int) -> None:
-    """Name the environment and step of the first NaN or inf an environment returned."""
-    bad_obs = ~torch.isfinite(torch.cat([rollout.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
-    bad_rewards = torch.nn.functional.pad(~torch.isfinite(rollout.rewards), (0, 0, 0, 1))
-    bad = bad_obs | bad_rewards
-    if bad.any():
-        t, column = (int(index) for index in bad.nonzero()[0])
-        what = "reward" if bad_rewards[t, column] else "observation"
-        where = f"environment {first_env + column} at its step {lifetime_step + t}"
-        raise UserError(f"rank {rank}: NaN or inf in the {what} of {where}", exit_code=1)
 
 
 def last_checkpoint(run_dir: Path) -> str:
@@ -315,6 +307,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
         own_s = updated - collected - world.sync_seconds - world.gradient_seconds  # collect waits for nobody
         metrics = episode_metrics(rollout, timing | {"own_s": own_s}, training.env_restarts, world)
+        training.restarts_told += training.env_restarts
         tell_stragglers(stragglers, metrics)
         training.global_step += sizes.global_num_envs * job.train.num_steps
         training.episodes += metrics["episode/count"]

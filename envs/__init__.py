@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -58,6 +58,7 @@ def make_vector_env(
     device: str = "cpu",
     vectorization: str = "auto",
     env_kwargs: Mapping[str, Any] | None = None,
+    beat: Callable[[], None] = lambda: None,
     **guard: Any,
 ) -> TorchVectorEnv:
     """Make a batch of any Gymnasium id or `module:id` but the trading one.
@@ -65,7 +66,8 @@ def make_vector_env(
     The batch is environments first_global_index, ... of the run; `seed` and `stream` give the seeds of a
     first reset without seeds. `vectorization` "auto" uses a native vector environment if it takes one seed
     per environment and autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it,
-    logs what is given up and lists it in `given_up`. `guard`: env_timeout, env_restarts and end of TorchVectorEnv.
+    logs what is given up and lists it in `given_up`. `beat` says that work goes on; `guard`: env_timeout,
+    env_restarts, end and kind of TorchVectorEnv.
 
     Raises:
         ValueError: an unknown id, environment arguments it does not take, unsupported spaces, or bad sizes.
@@ -85,13 +87,14 @@ def make_vector_env(
     if vectorization != "sync":
         native, takes_seed_list = _probe_native(spec, kwargs, forced=vectorization == "native")
     return TorchVectorEnv(
-        _construct(spec, num_envs, kwargs, native=native),
+        _construct(spec, num_envs, kwargs, native=native, beat=beat),
         env_id=env_id,
         first_global_index=first_global_index,
         default_seeds=default_seeds,
         device=device,
         force_native=native and vectorization == "native",
         takes_seed_list=takes_seed_list,
+        beat=beat,
         **guard,
     )
 
@@ -112,17 +115,24 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
 
 
 def _construct(
-    spec: gymnasium.envs.registration.EnvSpec, num_envs: int, kwargs: dict[str, Any], *, native: bool
+    spec: gymnasium.envs.registration.EnvSpec,
+    num_envs: int,
+    kwargs: dict[str, Any],
+    *,
+    native: bool,
+    beat: Callable[[], None] = lambda: None,
 ) -> VectorEnv[Any, Any, Any]:
     """Build a native or a SAME_STEP SyncVectorEnv; whatever its code raises becomes one ValueError line."""
     from envs.faults import one_line
 
+    def make() -> gymnasium.Env[Any, Any]:
+        beat()
+        return gymnasium.make(spec, disable_env_checker=True, **kwargs)  # ours checks every step anyway
+
     try:
         if native:
             return gymnasium.make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
-        # Our adapter checks every step, so Gymnasium's own checker would only cost time.
-        makers = [lambda: gymnasium.make(spec, disable_env_checker=True, **kwargs)] * num_envs
-        return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     except Exception as error:  # environments are foreign code and may raise anything
         given = f" with {kwargs}" if kwargs else ""
         raise ValueError(f"environment {spec.id}{given} cannot be made: {one_line(error)}") from error

@@ -15,9 +15,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 class EnvironmentFault(RuntimeError):
     """An environment raised or returned what no learner can use, told in one line."""
 
-    def __init__(self, env_id: str, number: str, step: int, problem: str) -> None:
+    def __init__(self, env_id: str, number: str, step: int, problem: str, kind: str = "environment") -> None:
         """Name the environment's id, its global number, its lifetime step (0 = reset) and the problem."""
-        super().__init__(f"environment {env_id} number {number} at its step {step}: {problem}")
+        super().__init__(f"{kind} {env_id} number {number} at its step {step}: {problem}")
         self.env_id = env_id
         self.number = number
         self.step = step

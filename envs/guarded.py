@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         max_restarts: how often at most.
         describe: names the environment of a row and its problem, in one line.
         watch: notices calls that do not come back.
+        beat: says that work goes on, at every call.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         max_restarts: int,
         describe: Callable[[int | None, str], str],
         watch: HangWatch | None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(env)
         self.restarts = 0
         self._make, self._row, self._max_restarts = make, row, max_restarts
-        self._describe, self._watch = describe, watch
+        self._describe, self._watch, self._beat = describe, watch, beat
         self._shape = env.observation_space.shape
         self._life_seed = 0
         self._new_seed: int | None = None  # of an environment made anew and not yet reset
@@ -55,8 +56,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         while True:
             try:
                 chosen = seed if self._new_seed is None else self._new_seed
-                obs, info = self._call(self.env.reset, seed=chosen, options=options)
-                self._check(obs)
+                obs, info = self._call(self._checked_reset, seed=chosen, options=options)
             except LocatedFault as fault:
                 self._begin_anew(fault)
             else:
@@ -66,12 +66,17 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; raises LocatedFault as the class says."""
         try:
-            obs, reward, terminated, truncated, info = self._call(self.env.step, action)
-            self._check(obs, reward)
+            return self._call(self._checked_step, action)
         except LocatedFault as fault:
             self._begin_anew(fault)
             return self._last_obs, 0.0, False, True, {}
-        return obs, reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Close; what is broken may not even do that, and nothing depends on it."""
+        try:
+            self._call(self.env.close)
+        except LocatedFault as fault:
+            _LOGGER.warning(self._describe(self._row, f"{fault}, when it was closed"))
 
     def guard_state(self) -> dict[str, Any]:
         """What a restart after this depends on; the environment's own state is not in it."""
@@ -84,8 +89,19 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         if "last_obs" in state:
             self._last_obs = np.asarray(state["last_obs"], self.env.observation_space.dtype)
 
+    def _checked_reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**kwargs)
+        self._check(obs)
+        return obs, info
+
+    def _checked_step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._check(obs, reward)
+        return obs, reward, terminated, truncated, info
+
     def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the environment under watch; whatever it raises becomes a LocatedFault."""
+        self._beat()
         try:
             if self._watch is None:
                 return call(*args, **kwargs)
@@ -94,6 +110,8 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
                 return call(*args, **kwargs)
             finally:
                 self._watch.end()
+        except LocatedFault:
+            raise
         except HungError as error:
             raise LocatedFault(self._row, str(error)) from error
         except (Exception, SystemExit) as error:  # environments are foreign code and may raise anything
@@ -104,8 +122,10 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         shape = np.shape(obs)
         if shape != self._shape:
             raise LocatedFault(self._row, f"observation has shape {shape}, not {self._shape}")
-        if not isinstance(reward, float) and np.size(reward) != 1:
-            raise LocatedFault(self._row, f"reward has shape {np.shape(reward)}, not ()")
+        if not isinstance(reward, float):
+            reward = np.asarray(reward, np.float64)  # raises for what is no number; None becomes NaN
+            if reward.size != 1:
+                raise LocatedFault(self._row, f"reward has shape {reward.shape}, not ()")
         if self._max_restarts:
             for what, values in (("observation", obs), ("reward", reward)):
                 array = np.asarray(values)
@@ -115,15 +135,26 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._last_obs = np.array(obs)
 
     def _begin_anew(self, fault: LocatedFault) -> None:
-        """Make the environment anew, to be reset with a seed of its own; the fault, where that is used up."""
+        """Make the environment anew, to be reset with a seed of its own; the fault, where that is used up.
+
+        A fault while it is made counts like any other.
+        """
+        self._count_restart(fault)
+        self.close()
+        while True:
+            try:
+                self.env = self._call(self._make)
+                break
+            except LocatedFault as another:
+                self._count_restart(LocatedFault(self._row, f"could not be made anew: {another}"))
+        words = np.random.SeedSequence([self._life_seed, self.restarts]).generate_state(1, np.uint64)
+        self._new_seed = int(words[0]) >> 1
+
+    def _count_restart(self, fault: LocatedFault) -> None:
+        """Spend one restart and say so; the fault, where none is left."""
         if self.restarts >= self._max_restarts:
             used = f" (after {self.restarts} restarts, --env_restarts)" if self._max_restarts else ""
             raise LocatedFault(self._row, f"{fault}{used}") from fault.__cause__
         self.restarts += 1
         problem = f"{fault}; made anew, {self.restarts} of {self._max_restarts}"
         _LOGGER.warning(self._describe(self._row, problem))
-        with contextlib.suppress(LocatedFault):  # what is broken may not even close
-            self._call(self.env.close)
-        self.env = self._call(self._make)
-        words = np.random.SeedSequence([self._life_seed, self.restarts]).generate_state(1, np.uint64)
-        self._new_seed = int(words[0]) >> 1

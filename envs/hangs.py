@@ -8,6 +8,8 @@ Environments run in this process, one after the other. A thread watches the call
    stack in the log;
 3. a call in C that does not even let other threads run is ended by faulthandler, with the stack on stderr, as
    would be any other such call in this process that took longer.
+
+Until then the thread says that work goes on: `timeout_s` alone decides how long a call may take, however many hang.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class HangWatch:
         timeout_s: longest time for one call.
         describe: names the environment of a row and its problem, in one line.
         end: how to end the process; must not return.
+        beat: says that work goes on, from a thread, while a call may still come back.
     """
 
     def __init__(
@@ -56,9 +59,10 @@ class HangWatch:
         timeout_s: float,
         describe: Callable[[int | None, str], str],
         end: Callable[[str], None] = end_process,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.timeout_s = timeout_s
-        self._describe, self._end = describe, end
+        self._describe, self._end, self._beat = describe, end, beat
         self._row: int | None = None
         self._call = 0  # number of the call under way
         self._busy = False
@@ -98,6 +102,8 @@ class HangWatch:
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
             busy, call, now_s = self._busy, self._call, time.monotonic()
             self._arm()
+            if busy:
+                self._beat()
             if not busy or call != seen:
                 seen, since_s = call, now_s
             elif now_s - since_s >= self.timeout_s + GRACE_S:

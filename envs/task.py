@@ -82,12 +82,20 @@ class GymTask:
 
     config: TaskConfig
     end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
+    beat: Callable[[], None] = lambda: None  # says that work goes on
 
     def __post_init__(self) -> None:
         find_spec(self.config.env)  # an unknown one is an error at once
 
     def training_env(self, num_envs: int, first_global_index: int = 0, device: str = "cpu") -> Any:
         """A batch of environments first_global_index, ... of the run."""
+        return self._make(num_envs, first_global_index, device)
+
+    def judging_env(self, num_envs: int, first_global_index: int = 0, device: str = "cpu") -> Any:
+        """The same, told apart in messages: their numbers are not those of training."""
+        return self._make(num_envs, first_global_index, device, kind="judged environment")
+
+    def _make(self, num_envs: int, first_global_index: int, device: str, **guard: Any) -> Any:
         return make_vector_env(
             self.config.env,
             num_envs,
@@ -98,6 +106,8 @@ class GymTask:
             env_timeout=self.config.env_timeout,
             env_restarts=self.config.env_restarts,
             end=self.end,
+            beat=self.beat,
+            **guard,
         )
 
     def describe(self) -> str:

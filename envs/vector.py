@@ -45,6 +45,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         env_timeout: float = 0.0,
         env_restarts: int = 0,
         end: Callable[[str], None] = end_process,
+        beat: Callable[[], None] = lambda: None,
+        kind: str = "environment",
     ) -> None:
         """Wrap `env`, a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
 
@@ -52,12 +54,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             env_timeout: seconds after which a call into an environment hangs; 0 = never.
             env_restarts: how often each environment is made anew after a fault.
             end: ends the process if a call that hangs cannot be interrupted.
+            beat: says that work goes on: at every call and, from a thread, while one may still come back.
+            kind: what messages call it.
 
         Raises:
             ValueError: an autoreset mode or a space that is not supported; restarts of a native environment.
         """
         self.env = env
-        self.env_id = env_id
+        self.env_id, self.kind = env_id, kind
         self.first_global_index = first_global_index
         self.device = torch.device(device)
         self.num_envs = env.num_envs
@@ -73,8 +77,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
-        self._watch = HangWatch(env_timeout, self._describe, end) if env_timeout else None
-        self._guards = self._guard(env, env_restarts)
+        self._watch = HangWatch(env_timeout, self._describe, end, beat) if env_timeout else None
+        self._guards = self._guard(env, env_restarts, beat)
         self.can_snapshot = find_stateful(env) is not None
         for loss in self.given_up:
             _LOGGER.warning("environment %s, native vectorization: %s", env_id, loss)
@@ -94,7 +98,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             given_up.append("environments share one generator, so another number of ranks trains differently")
         return tuple(given_up)
 
-    def _guard(self, env: VectorEnv[Any, Any, Any], max_restarts: int) -> list[GuardedEnv]:
+    def _guard(self, env: VectorEnv[Any, Any, Any], max_restarts: int, beat: Callable[[], None]) -> list[GuardedEnv]:
         """Guard every environment of its own; a native batch has none."""
         if not isinstance(env, SyncVectorEnv):
             if max_restarts:
@@ -105,16 +109,16 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             return []
         pairs = zip(env.envs, env.env_fns, strict=True)
         guards = [
-            GuardedEnv(one, make, row, max_restarts, self._describe, self._watch)
+            GuardedEnv(one, make, row, max_restarts, self._describe, self._watch, beat)
             for row, (one, make) in enumerate(pairs)
         ]
         env.envs = list(guards)
         return guards
 
     @property
-    def restarts(self) -> int:
-        """How often environments were made anew, all together."""
-        return sum(guard.restarts for guard in self._guards)
+    def restarts(self) -> list[int]:
+        """How often each environment was made anew, [B]."""
+        return [guard.restarts for guard in self._guards] or [0] * self.num_envs
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -246,7 +250,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def _fault(self, row: int | None, problem: str) -> EnvironmentFault:
         first = self.first_global_index
         number = f"one of {first}..{first + self.num_envs - 1}" if row is None else str(first + row)
-        return EnvironmentFault(self.env_id, number, self._lifetime_step, problem)
+        return EnvironmentFault(self.env_id, number, self._lifetime_step, problem, self.kind)
 
     def _describe(self, row: int | None, problem: str) -> str:
         return str(self._fault(row, problem))
@@ -287,10 +291,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         return self.env.render()
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the wrapped environment."""
-        if self._watch is not None:
-            self._watch.close()
-        self.env.close(**kwargs)
+        """Close the wrapped environment; nothing depends on its success."""
+        try:
+            self._guarded(self.env.close, **kwargs)
+        except EnvironmentFault as fault:
+            _LOGGER.warning("%s, when it was closed", fault)
+        finally:
+            if self._watch is not None:
+                self._watch.close()
 
 
 def seeds_are_per_environment(env: Any) -> bool:

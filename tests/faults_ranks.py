@@ -44,15 +44,15 @@ def run(job, world, kind=Recording):
     return training, writer.records, ""
 
 
-def restart_job(run_dir):
-    """Environments of which five misbehave in their step 20, the fourth of iteration 2."""
+def restart_job(run_dir, env_id="Misbehaving-v0", at=20, env_restarts=1, iterations=3):
+    """Environments of which five misbehave in a step; their step 20 is the fourth of iteration 2."""
 
     def make_env(num_envs, first_env):
-        kwargs = {"misdeeds": MISDEEDS}
-        options = {"env_kwargs": kwargs, "env_timeout": 0.5, "env_restarts": 1}
-        return make_vector_env("misbehaving_envs:Misbehaving-v0", num_envs, first_global_index=first_env, **options)
+        kwargs = {"misdeeds": MISDEEDS, "at": at}
+        options = {"env_kwargs": kwargs, "env_timeout": 0.5, "env_restarts": env_restarts}
+        return make_vector_env(f"misbehaving_envs:{env_id}", num_envs, first_global_index=first_env, **options)
 
-    return replace(make_job(JOB, run_dir, iterations=3), make_env=make_env)
+    return replace(make_job(JOB, run_dir, iterations=iterations), make_env=make_env)
 
 
 def restarts(world, folder):

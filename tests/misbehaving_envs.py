@@ -7,6 +7,7 @@ import gymnasium
 import numpy as np
 
 from envs import environment_seeds
+from envs.batched import pack_generator, unpack_generator
 
 
 def lock_twice(library):
@@ -19,15 +20,15 @@ def lock_twice(library):
 class Misbehaving(gymnasium.Env):
     """Observes (random walk, age). Environments of seed 1 do what `misdeeds` says of their global number.
 
-    One made anew has another seed, and behaves.
+    One made anew has another seed, and behaves. With the stream "evaluation" it is the judged ones that misbehave.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, misdeeds=None, at=20, length=7):
+    def __init__(self, misdeeds=None, at=20, length=7, stream="environment"):
         self.at, self.length = at, length
-        self.by_seed = {environment_seeds(1, "environment", int(n), 1)[0]: m for n, m in (misdeeds or {}).items()}
+        self.by_seed = {environment_seeds(1, stream, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -58,4 +59,17 @@ class Misbehaving(gymnasium.Env):
         return obs, reward, False, self.age == self.length, {}
 
 
+class Saved(Misbehaving):
+    """The same with the protocol of envs/snapshots.py; it behaves once it was saved."""
+
+    def get_state(self):
+        own = {"life": self.life, "age": self.age, "walk": self.walk}
+        return own | {"generator": pack_generator(self.np_random)}
+
+    def set_state(self, state):
+        self.life, self.age, self.walk, self.misdeed = state["life"], state["age"], state["walk"], None
+        unpack_generator(self.np_random, state["generator"])
+
+
 gymnasium.register("Misbehaving-v0", entry_point=Misbehaving)
+gymnasium.register("MisbehavingSaved-v0", entry_point=Saved)

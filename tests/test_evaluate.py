@@ -131,7 +131,7 @@ def test_a_checkpoint_copied_elsewhere_is_judged_and_drawn_there(runs, judged, t
 def test_episodes_of_another_environment_are_each_counted_once(runs, judged, monkeypatch):
     text, figures = judged("walk", "--episodes", "7")
     expected = {"return": 9.0, "return_std": 0.0, "return_min": 9.0, "length": 9.0, "episodes": 7.0}
-    assert figures["policy"] == expected | {"episodes_cut": 0.0}
+    assert figures["policy"] == expected | {"episodes_cut": 0.0, "env_restarts": 0.0}
     assert "7 episodes without noise: mean return 9.00" in text and "cut" not in text
     for module in (judge, evaluate):
         monkeypatch.setattr(module, "MAX_EPISODE_STEPS", 5)
@@ -197,7 +197,8 @@ def test_a_failing_environment_is_named_in_one_line(runs, tmp_path, monkeypatch,
     state["config"] = state["config"].replace("Walk-v0", "NanAtFive-v0")
     path = save_checkpoint(tmp_path, state, iteration=1, keep=1)
     assert evaluate_here(monkeypatch, path) == 1
-    assert "NanAtFive-v0 number 0 at its step 5" in only_error(capsys.readouterr().err)
+    told = "error: rank 0: judged environment faulty_envs:NanAtFive-v0 number 0 at its step 5: observation is nan"
+    assert told in only_error(capsys.readouterr().err)
 
 
 def test_a_loaded_agent_acts_as_the_trained_one(runs):

@@ -1,6 +1,7 @@
 """Faults during training on two ranks: what the user sees, what is kept, and that no process is left."""
 
 import json
+import signal
 import time
 
 import faults_ranks
@@ -10,7 +11,9 @@ import torch
 from agents_ranks import world_of_one
 from train_runs import REPO, only_error, records, start, start_training, train_here
 
+from agents.trainer import Training, train
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.world import StopFlag
 
 SCRIPT = REPO / "tests" / "faults_ranks.py"
 SMALL = ["--num_envs", 4, "--num_steps", 16, "--bptt_steps", 8, "--batch_size", 4, "--hidden_size", 8]
@@ -82,6 +85,20 @@ def test_restarts_are_the_same_on_one_rank_as_on_two(ranks, tmp_path):
     obs = torch.cat([rank["restarts"]["obs"] for rank in ranks], dim=2)
     torch.testing.assert_close(obs, one["obs"], rtol=0, atol=1e-12)
     torch.testing.assert_close(ranks[0]["restarts"]["parameters"], one["parameters"], rtol=0, atol=1e-10)
+
+
+def test_restarts_are_counted_once_from_the_warm_up_on_and_not_again_after_a_resume(tmp_path):
+    def job(iterations):
+        return faults_ranks.restart_job(tmp_path, "MisbehavingSaved-v0", at=10, env_restarts=2, iterations=iterations)
+
+    with world_of_one() as world:
+        _, told, error = faults_ranks.run(job(2), world)
+        assert error == "" and [record["env/restarts"] for record in told] == [5 + 5, 0]  # the warm-up, then as many
+        resumed, writer = Training(job(3), world), faults_ranks.Keeping()
+        resumed.restore(load_checkpoint(latest_checkpoint(tmp_path)))
+        assert sum(resumed.env.restarts) == 10
+        train(resumed, writer, StopFlag())
+    assert [record["env/restarts"] for record in writer.records] == [0]
 
 
 def test_a_bad_step_of_one_rank_is_skipped_and_counted_by_all(ranks, folder):
@@ -181,6 +198,109 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(m
     assert [line["iteration"] for line in records(run_dir)] == [1]
     if misdeed == "hang in C":
         assert "in step\n" in (run_dir / "logs" / "rank_1.log").read_text()
+
+
+def misbehaving(run_dir, misdeeds, at, *flags, stream="environment"):
+    """Flags of a run on two ranks of which some environments misbehave."""
+    kwargs = json.dumps({"misdeeds": misdeeds, "at": at, "stream": stream})
+    env = ["--env", "misbehaving_envs:Misbehaving-v0", "--env_kwargs", kwargs, "--eval_episodes", 4]
+    return [*env, "--run_dir", run_dir, *SMALL, *TWO, *flags]
+
+
+@pytest.mark.slow
+def test_with_env_restarts_a_run_goes_on_even_if_many_environments_hang_longer_than_a_rank_is_waited_for(tmp_path):
+    misdeeds = {1: "raise", 2: "nan", 4: "hang", 5: "hang", 6: "reward", 7: "shape"}
+    flags = ["--env_timeout", 6, "--collective_timeout", 5, "--env_restarts", 1, "--num_envs", 8]
+    steps = ["--total_steps", 3 * 8 * 16, "--validate_every", 0]
+    code, _, err, seconds = finish(start_training(*misbehaving(tmp_path / "run", misdeeds, 20, *flags, *steps)))
+    assert code == 0 and seconds > 12, err
+    assert [line["env/restarts"] for line in records(tmp_path / "run")] == [0, 6, 0]
+    told = "".join((tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text() for rank in range(2))
+    for number in misdeeds:
+        assert told.count(f"environment misbehaving_envs:Misbehaving-v0 number {number} at its step 20: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("misdeed", "problem"),
+    [
+        ("hang", "did not come back within 1 s (--env_timeout)"),
+        ("raise", "raised KeyError: 'no such price'"),
+        ("nan", "observation is nan at position 0"),
+        ("reward", "reward is inf"),
+        ("shape", "observation has shape (3,), not (2,)"),
+    ],
+)
+def test_a_fault_of_a_judged_environment_is_named_like_one_in_training(misdeed, problem, tmp_path):
+    flags = ["--env_timeout", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2]
+    job = start_training(*misbehaving(tmp_path / "run", {3: misdeed}, 5, *flags, stream="evaluation"))
+    code, _, err, _ = finish(job)
+    assert code == 1
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and "Traceback" not in err, err
+    assert "rank 1: judged environment misbehaving_envs:Misbehaving-v0 number 3 at its step 5: " in told[0]
+    assert problem in told[0]
+    assert [line["iteration"] for line in records(tmp_path / "run")] == [1]
+
+
+@pytest.mark.slow
+def test_with_env_restarts_judged_episodes_are_whole_and_their_restarts_told(tmp_path):
+    misdeeds = {0: "raise", 1: "nan", 2: "hang", 3: "shape"}
+    flags = ["--env_timeout", 1, "--env_restarts", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2]
+    job = start_training(*misbehaving(tmp_path / "run", misdeeds, 5, *flags, stream="evaluation"))
+    code, out, err, _ = finish(job)
+    assert code == 0, err
+    found = records(tmp_path / "run")
+    assert [line["env/restarts"] for line in found] == [0] * 4  # of training
+    assert [line["valid/env_restarts"] for line in found[1::2]] == [4, 4]
+    assert [line["valid/length"] for line in found[1::2]] == [7, 7]
+    figures = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
+    assert (figures["env_restarts"], figures["length"], figures["return"]) == (4, 7, 7)
+    assert "mean length 7.0, 4 restarts of environments" in out
+
+
+@pytest.mark.slow
+def test_a_judged_environment_that_cannot_be_interrupted_is_named_by_both_commands(tmp_path):
+    flags = ["--env_timeout", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2, "--checkpoint_every", 1]
+    job = start_training(*misbehaving(tmp_path / "run", {3: "hang in C"}, 5, *flags, stream="evaluation"))
+    code, _, err, _ = finish(job)
+    alone = start("-m", "agents.evaluate", tmp_path / "run")
+    err_alone = alone.communicate(timeout=120)[1]
+    problem = "did not come back within 1 s (--env_timeout) and cannot be interrupted: the process ends"
+    assert code == alone.returncode == 1
+    for rank, stderr in ((1, err), (0, err_alone)):
+        told = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        where = f"rank {rank}: judged environment misbehaving_envs:Misbehaving-v0 number 3 at its step 5"
+        assert told == [f"error: {where}: {problem}"] and "Traceback" not in stderr, stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "signum"),
+    [
+        (["--num_gpus", 1], signal.SIGTERM),
+        pytest.param(["--num_gpus", 1], signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(["--num_gpus", 1], signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(["--num_gpus", 1, "--max_restarts", 1], signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param([], signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_while_judging_ends_the_run_and_the_users_command_hears_of_it_once(flags, signum, tmp_path):
+    run_dir, note = tmp_path / "run", f"echo $RL_EVENT $RL_EXIT_CODE >> {tmp_path}/events"
+    more = ["--env_timeout", 0, "--total_steps", 4 * 16, "--validate_every", 0, "--on_event", note, *flags]
+    job = start_training(*misbehaving(run_dir, {3: "hang"}, 5, *more, stream="evaluation"))
+    log = run_dir / "logs" / "rank_0.log"
+    deadline_s = time.monotonic() + 120
+    while not log.exists() or "trained to iteration 1" not in log.read_text():
+        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
+        time.sleep(0.05)
+    time.sleep(1.0)
+    everyone = tree(job.pid)
+    job.send_signal(signum)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 128 + signum, (out, err)
+    assert (tmp_path / "events").read_text() == f"stopped {128 + signum}\n"
+    assert "Traceback" not in err and not psutil.wait_procs(everyone, timeout=30)[1]
+    assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
 
 
 @pytest.mark.slow

@@ -78,6 +78,15 @@ def test_the_controller_is_told_the_first_day_and_each_episode_start():
     assert starts == [[True, True], [True, False], [False, False]]
 
 
+def test_every_step_of_a_judgement_says_that_work_goes_on(world):
+    beats = []
+    run_markets(Paths([[100, 110, 99], [100, 90, 80]]), idle, on_step=lambda: beats.append(1))
+    assert len(beats) == 2
+    before = world.doing.progress
+    judge_markets([[100.0] * 50] * 2, Paths, {"one": lambda: idle, "two": lambda: idle}, world)
+    assert world.doing.progress >= before + 2 * 49
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 50])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_shares_cover_everything_once_and_differ_by_one_at_most(count, size):
@@ -152,7 +161,7 @@ class Seeded(ScriptedEnv):
 def test_every_episode_counts_once_with_its_plain_rewards(world, monkeypatch):
     Seeded.made.clear()
     episodes = judge_episodes(Seeded, idle, 5, 1, world)
-    assert episodes == {"return": [0, 5, 2, 12, 8], "length": [3, 5, 1, 4, 2]}  # number x length
+    assert episodes == {"return": [0, 5, 2, 12, 8], "length": [3, 5, 1, 4, 2], "restarts": [0] * 5}  # number x length
     assert Seeded.made[0].seeds == list(stream_seeds(1, EVALUATION_STREAM, 0, 5)) and Seeded.made[0].closed
     for size in (2, 3, 8):
         Seeded.made.clear()
@@ -160,6 +169,37 @@ def test_every_episode_counts_once_with_its_plain_rewards(world, monkeypatch):
         assert over_ranks(call, size, monkeypatch) == [episodes] * size
         seeds = [one for env in Seeded.made[: min(size, 5)] for one in env.seeds]
         assert seeds == list(stream_seeds(1, EVALUATION_STREAM, 0, 5))
+
+
+class Faulty(Seeded):
+    """Environment 1 is made anew in its second step, 3 after its episode has ended; both are truncated by that."""
+
+    def __init__(self, count, first):
+        super().__init__(count, first)
+        self.restarts, self.num_steps = [0] * count, 0
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, info = super().step(actions)
+        self.num_steps += 1
+        for number, at in ((1, 2), (3, 5)):
+            row = number - self.first
+            if self.num_steps == at and 0 <= row < self.num_envs:
+                self.restarts[row], truncated[row] = 1, True
+        return obs, rewards, terminated, truncated, info
+
+
+def test_an_episode_whose_environment_is_made_anew_is_run_again_and_told(world, monkeypatch):
+    starts = []
+
+    def watching(env, obs, episode_start):
+        starts.append(episode_start.tolist())
+        return idle(env, obs, episode_start)
+
+    episodes = judge_episodes(Faulty, watching, 5, 1, world)
+    # the second episode ends in step 5: two steps of its first try, three of its second
+    assert episodes == {"return": [0, 3, 2, 12, 8], "length": [3, 3, 1, 4, 2], "restarts": [0, 1, 0, 0, 0]}
+    assert [start[1] for start in starts] == [True, False, True, False, False]
+    assert over_ranks(functools.partial(judge_episodes, Faulty, idle, 5, 1), 2, monkeypatch) == [episodes] * 2
 
 
 def test_an_episode_that_never_ends_is_cut(world, monkeypatch):
