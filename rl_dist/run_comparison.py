@@ -22,6 +22,8 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
     elif isinstance(value, list | tuple):
         entries = list(enumerate(value))
     else:
+        entries = []
+    if not entries:  # an empty one is something, too
         return {path: value}
     return {name: leaf for key, entry in entries for name, leaf in flatten(entry, f"{path}/{key}".strip("/")).items()}
 
@@ -42,7 +44,9 @@ def _difference(left: Any, right: Any, tolerance: float) -> str:
         return _tensor_difference(left, right, tolerance)
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return "a tensor in one of them only"
-    numbers = isinstance(left, float) and isinstance(right, float)
+    if type(left) is not type(right):
+        return f"{left!r} and {right!r}"
+    numbers = isinstance(left, float)
     if left == right or (numbers and math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)):
         return ""
     return f"{left} and {right}"
