@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from rl_dist import events
-from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import load_latest
 from rl_dist.rank import RankFunction, Report, failure_reports, run_as_rank
 from rl_dist.rendezvous import DEFAULT_ADDRESS, DEFAULT_PORT, asked_for_address
 from rl_dist.world import STOP_SIGNALS, stop_flag, threads_per_rank
@@ -133,8 +133,8 @@ class Job:
         message = f"{self.cause.summary}: restart {self.restarts} of {self.max_restarts}"
         iteration = None
         if self.run_dir is not None:
-            newest = latest_checkpoint(self.run_dir)
-            iteration = load_checkpoint(newest)["iteration"] if newest else 0
+            newest = load_latest(self.run_dir)
+            iteration = newest.state["iteration"] if newest else 0
             message += f", going on from iteration {iteration}" if newest else " from the beginning, without checkpoint"
         say(message)
         where = {} if iteration is None else {"iteration": iteration}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import load_latest
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.world import UserError
 
@@ -86,10 +86,10 @@ def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
     Raises:
         UserError: there is no checkpoint.
     """
-    path = latest_checkpoint(run_dir)
-    if path is None:
+    found = load_latest(run_dir)
+    if found is None:
         raise UserError(f"{run_dir} holds no valid checkpoint")
-    state = load_checkpoint(path)
+    state = found.state
     del state["config"]  # where it runs may differ
     return flatten(state) | metrics_of(run_dir, with_ranks)
 

@@ -32,6 +32,7 @@ JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launch
 STARTUP = "start-up"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # between two beats
+LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
 STEADY_BEATS = 2  # news of a rank that still waits in the same place, before it is believed to be stuck
 
 
@@ -119,7 +120,7 @@ class Watchdog:
         """Stop; safe to call twice."""
         self._closed.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(self.period_s)
+            self._thread.join(LAST_WORD_S)  # in the store at exit, it would abort the process
 
     def _run(self) -> None:
         answers = True

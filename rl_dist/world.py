@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ PLACE_BYTES = 256  # of a collective's name, sent to other ranks
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch waits so long for a file that someone has deleted
 GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no bad usage: it may be mended while a run waits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -41,6 +43,14 @@ class UserError(ValueError):
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def unwritable(what: str, error: OSError) -> UserError:
+    """What to tell the user of a file or folder that cannot be written."""
+    told = f"{what} cannot be written: {error.strerror or error}"
+    if error.errno not in FULL_DISK:
+        return UserError(told)
+    return UserError(f"{told}; make room, then go on with --resume", exit_code=1)
 
 
 class CollectiveError(UserError):
