@@ -77,7 +77,7 @@ def end_rank(message: str, exit_code: int = 1) -> None:
     """Report an error and end this process at once, from any thread."""
     rank = int(os.environ.get("RANK", 0))
     text = f"error: rank {rank}: {message}"
-    logging.getLogger("rl_dist.launch").error(text)  # for the log file: the launcher tells the console
+    logging.getLogger("rl_dist.rank").error(text)  # for the log file: the launcher tells the console
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
     if job_dir:  # the launcher tells the user, once
         report = {"exit_code": exit_code, "message": text, "rank": rank, "at_ns": time.monotonic_ns()}
