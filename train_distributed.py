@@ -11,8 +11,7 @@ import logging
 import os
 import signal
 import sys
-import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,16 @@ from agents.report import plot_learning_curve
 from agents.run import (
     OWNERS,
     SECTIONS,
+    SUMMARY,
     RunConfig,
     check_resumable,
     discard_unstarted,
-    resumable_checkpoint,
+    fresh_directory,
+    load_newest,
+    load_saved,
     resumed_config,
     save_config,
+    set_results_aside,
 )
 from agents.sizes import share_out, sizes_table
 from agents.trainer import Job, Training, train
@@ -35,15 +38,15 @@ from envs.simulated_market import market_card
 from envs.task import GymTask, check_flags
 from envs.trading_task import TradingTask
 from rl_dist import events
-from rl_dist.checkpoint import CHECKPOINT_DIR, find_latest_run, latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint, load_checkpoint
 from rl_dist.collectives import agree_max, gather_json
 from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
-from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics
+from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
 from rl_dist.run_lock import hold
 from rl_dist.strategy import parameter_hash
-from rl_dist.world import STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag
+from rl_dist.world import FULL_DISK, STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag, unwritable
 
 RUNS = Path("runs")
 logger = logging.getLogger("train_distributed")  # for the log files
@@ -85,8 +88,17 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", default="", choices=("", "paper"), help="paper: the form of arXiv 2212.02721")
 
 
-def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
-    """Configuration, run directory and checkpoint to resume from ("": a fresh run)."""
+def is_first() -> bool:
+    """Whether this process writes and speaks; under torchrun every rank comes here."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | None, Found | None]:
+    """Configuration, run directory (None: not named), checkpoint (None: fresh).
+
+    Args:
+        held: gets the lock of a run that exists, so that no other training saves meanwhile.
+    """
     extra = parsed.extra
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and extra.resume in ("", "auto"):
         if not extra.run_dir:
@@ -95,9 +107,11 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     if extra.resume:
         run_dir = _run_to_resume(parsed)
         if run_dir is not None:
-            path = resumable_checkpoint(run_dir)
-            saved = RunConfig.from_dict(json.loads(load_checkpoint(path)["config"]))
-            return resumed_config(saved, parsed), run_dir, str(path)
+            if is_first() and (run_dir / "config.json").exists():
+                held.enter_context(hold(run_dir / "config.json"))
+            found = (load_newest(run_dir) if extra.resume == "auto" else None) or load_saved(run_dir)
+            saved = RunConfig.from_dict(json.loads(found.state["config"]))
+            return resumed_config(saved, parsed), run_dir, found
         print("nothing to resume: starting a fresh run")
     is_trading = parsed.configs["task"].is_trading
     check_flags(parsed.configs["task"], parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
@@ -108,14 +122,15 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path, str]:
     config = RunConfig(**parsed.configs)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
-    run_dir = Path(extra.run_dir) if extra.run_dir else _fresh_directory()
-    first = os.environ.get("RANK", "0") == "0"  # under torchrun others may come when this one has begun to write
-    if first and not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
+    if not extra.run_dir:
+        return config, None, None
+    run_dir = Path(extra.run_dir)
+    if is_first() and not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists():
             raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
         resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
         raise UserError(f"run_dir {run_dir} holds a run already: {resume}, or name another")
-    return config, run_dir, ""
+    return config, run_dir, None
 
 
 def _run_to_resume(parsed: ParsedFlags) -> Path | None:
@@ -123,40 +138,21 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     extra = parsed.extra
     if extra.resume == "auto":
         if extra.run_dir:
-            return Path(extra.run_dir) if newest_checkpoint(Path(extra.run_dir)) else None
+            return Path(extra.run_dir) if any(Path(extra.run_dir, CHECKPOINT_DIR).glob("*.pt")) else None
         return find_latest_run(RUNS)
     for name in ("run_dir", "preset", "quick"):
         if getattr(extra, name):
             raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
+    if Path(extra.resume).is_file():
+        raise UserError(f"--resume takes a run directory (its newest checkpoint counts), got the file {extra.resume}")
     return Path(extra.resume)
 
 
-def _fresh_directory() -> Path:
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    candidates = [RUNS / stamp, *(RUNS / f"{stamp}_{number}" for number in range(2, 100))]
-    return next(path for path in candidates if not path.exists())
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest valid checkpoint; None only where there are none at all.
-
-    Raises:
-        UserError: there are some, but none is valid: beginning anew would overwrite them.
-    """
-    newest = latest_checkpoint(run_dir)
-    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
-        raise UserError(
-            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint verify {run_dir}; "
-            "move them away to begin anew"
-        )
+def go_back(run_dir: Path) -> Found | None:
+    """Cut the metrics back to the newest checkpoint."""
+    newest = load_newest(run_dir)
+    truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)
     return newest
-
-
-def go_back(run_dir: Path) -> str:
-    """Cut the metrics back to the newest checkpoint, and name it ("": none)."""
-    newest = newest_checkpoint(run_dir)
-    truncate_metrics(run_dir, load_checkpoint(newest)["iteration"] if newest else 0)
-    return str(newest or "")
 
 
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
@@ -164,11 +160,13 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
     world = open_world(resolved.device_type, config.train.collective_timeout)
     writer: NullWriter | None = None
     lock: AbstractContextManager[Any] = nullcontext()
+    found: Found | None = None
     try:
         if world.main:
             lock = hold(run_dir / "config.json")  # until this process ends
             if restart_count():
-                resume_from = go_back(run_dir)
+                found = go_back(run_dir)
+                resume_from = str(found.path) if found else ""
         chosen = gather_json([str(run_dir), resume_from], world)[0]  # torchrun's ranks may have chosen differently
         run_dir, resume_from = Path(chosen[0]), chosen[1]
         if world.main:
@@ -189,7 +187,9 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         )
         training = Training(job, world)
         if resume_from:
-            training.restore(load_checkpoint(resume_from))
+            training.restore(found.state if found else load_checkpoint(resume_from))
+        if world.main and training.progress < 1.0:
+            set_results_aside(run_dir)
         by_steps = config.train.total_steps
         writer = open_writer(
             run_dir,
@@ -214,6 +214,10 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         return judge(config, task, training, run_dir)
     except EnvironmentFault as fault:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        raise unwritable(str(error.filename or run_dir), error) from None
     finally:
         if writer is not None:
             writer.close()
@@ -264,55 +268,67 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     """Write summary.json and the learning curve, and print the result."""
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
-    (run_dir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
     plot_learning_curve(run_dir, run_dir / "plots" / "learning_curve.png", title, simulated)
+    write_whole(run_dir / SUMMARY, json.dumps(found, indent=2) + "\n")  # the last: who finds it, finds all
     print(f"\n{text}\n\nrun directory: {run_dir} (plots/, metrics.jsonl, summary.json, checkpoints/)")
 
 
-def announce(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> None:
+def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -> None:
     """Check what can be checked before ranks start, and say what will happen."""
-    saved_num_envs = len(load_checkpoint(resume_from)["carry"]["obs"]) if resume_from else 0
+    saved_num_envs = len(found.state["carry"]["obs"]) if found else 0
     sizes = share_out(config.train, 0, resolved.num_ranks, saved_num_envs)
     task = config.prepare_task()
-    if resume_from:
-        check_resumable(load_checkpoint(resume_from), config, task, resolved.num_ranks)
+    if found:
+        check_resumable(found.state, config, task, resolved.num_ranks)
     print(resolved.message)
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:
         print(market_card(task.markets("train", 8), config.market))
     print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo))
-    print(f"run directory: {run_dir}" + (f", going on from {resume_from}" if resume_from else ""), flush=True)
+
+
+def refuse(error: ValueError, config: RunConfig | None, run_dir: Path | None) -> int:
+    """Say why there is nothing to start, and return the exit code."""
+    message, code = " ".join(str(error).split()), getattr(error, "exit_code", 2)
+    print(f"error: {message}", file=sys.stderr)
+    if code != 2 and config and run_dir and is_first():  # a mistake at the keyboard is no event
+        events.configure(config.launch.on_event, run_dir)
+        events.notify("failed", message, exit_code=code)
+        events.close()
+    return code
 
 
 def main() -> int:
     """Entry of the command; returns the exit code."""
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
+    config, run_dir = None, None
     try:
-        config, run_dir, resume_from = choose_run(parsed)
-        resolved = resolve(config.launch)
-        is_new = not run_dir.is_dir() or not any(run_dir.iterdir())  # then a failed start may be cleared away
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
-            announce(config, resolved, run_dir, resume_from)
-            if parsed.extra.quick:
-                print("--quick shows the whole path; it is too short to learn anything", flush=True)
-            with hold(run_dir / "config.json") if resume_from else nullcontext():
-                if resume_from:  # ranks of a killed launcher may have saved meanwhile
-                    resume_from = str(resumable_checkpoint(run_dir))
+        with ExitStack() as held:
+            config, run_dir, found = choose_run(parsed, held)
+            resolved = resolve(config.launch)
+            is_new = run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
+            if is_first():
+                announce(config, resolved, found)
+                run_dir = run_dir or fresh_directory(RUNS)
+                going_on = f", going on from {found.path}" if found else ""
+                print(f"run directory: {run_dir}{going_on}", flush=True)
+                if parsed.extra.quick:
+                    print("--quick shows the whole path; it is too short to learn anything", flush=True)
                 save_config(config, run_dir)
-                truncate_metrics(run_dir, load_checkpoint(resume_from)["iteration"] if resume_from else 0)
+                truncate_metrics(run_dir, found.state["iteration"] if found else 0)
     except ValueError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    if os.environ.get("RANK", "0") == "0":
+        return refuse(error, config, run_dir)
+    run_dir, resume_from = run_dir or RUNS, str(found.path) if found else ""  # other ranks ask the first one
+    if is_first():
         events.configure(config.launch.on_event, run_dir)
         if restart_count():  # torchrun's; our own launcher says so itself
             message = f"restart {restart_count()}, going on from " + (resume_from or "the beginning")
             events.notify("restarted", message, restart=restart_count())
     launch_args = (config, resolved, run_dir, resume_from)
     code = launch(run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
-    if code and not resume_from and is_new:
+    if code and not resume_from and is_new and is_first():  # a failed start may be cleared away
         discard_unstarted(run_dir)
     return code
 

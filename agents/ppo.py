@@ -124,6 +124,32 @@ def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
     return ((wide - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)
 
 
+def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
+    """1 - Var(returns - values) / Var(returns) over ranks; 0 for constant returns."""
+    targets, errors = returns.double(), (returns - values).double()
+    sums = {"count": float(targets.numel())}
+    for name, quantity in (("targets", targets), ("errors", errors)):
+        sums |= {name: quantity.sum(), f"{name}_square": quantity.square().sum()}  # type: ignore[dict-item]
+    total = {name: float(value) for name, value in sum_over_ranks(sums, world).items()}  # type: ignore[arg-type]
+
+    def variance(name: str) -> float:
+        return total[f"{name}_square"] / total["count"] - (total[name] / total["count"]) ** 2
+
+    return 1.0 - variance("errors") / variance("targets") if variance("targets") > 0 else 0.0
+
+
+def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
+    """What all ranks hold alike: parameters, optimizer state, statistics."""
+    named = list(getattr(ppo.wrapped, "module", ppo.wrapped).named_parameters())
+    found = dict(named)
+    for name, parameter in named:
+        values = ppo.optimizer.state.get(parameter, {})
+        found |= {f"optimizer {key} of {name}": value for key, value in values.items() if isinstance(value, Tensor)}
+    for owner, normalizer in normalizers.items():
+        found |= {f"{owner} {name.rpartition('.')[2]}": buffer for name, buffer in normalizer.named_buffers()}
+    return found
+
+
 class NonFiniteGradient(UserError):
     """Too many gradients in a row held NaN or inf; the optimizer was not stepped."""
 
@@ -163,6 +189,7 @@ class PPO:
         for epoch in range(self.config.update_epochs):
             order = slot_order((*key, epoch), first_env, num_envs, slots_per_env, num_minibatches)
             epoch_kl = torch.zeros((), dtype=torch.float64, device=slots.obs.device)
+            steps_before = num_steps
             for minibatch in minibatches(slots, order):
                 parts, grad_norm, stepped = self._step(minibatch)
                 self.world.beat()
@@ -172,7 +199,8 @@ class PPO:
                 totals += torch.stack([part.detach().double() for part in (*parts, grad_norm)])
                 epoch_kl += parts.approx_kl
                 num_steps += 1
-            if self.config.target_kl and self._exceeds_target_kl(epoch_kl / num_minibatches):
+            epoch_steps = num_steps - steps_before  # the same on all ranks
+            if self.config.target_kl and epoch_steps and self._exceeds_target_kl(epoch_kl / epoch_steps):
                 break
         if num_skipped:
             text = f"{num_skipped} gradient step(s) skipped in iteration {key[1]}: NaN or inf"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,12 @@ from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import TradingConfig
 from envs.trading_task import TradingTask, prepare_task
-from rl_dist.checkpoint import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import CHECKPOINT_DIR, Found, load_checkpoint, load_latest
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import EVENT_FILES, METRICS_FILE, close_logging
 from rl_dist.watchdog import end_rank
+from rl_dist.world import unwritable
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
@@ -41,6 +45,7 @@ SECTIONS: dict[str, type] = {
     "trading": TradingConfig,
 }
 OWNERS = {item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)}
+SUMMARY = "summary.json"  # of a finished run, and of no other
 # What a resumed run may change: how long, and where it runs.
 CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "checkpoint_every"} | {
     "keep_checkpoints",
@@ -96,14 +101,51 @@ class RunConfig:
         return GymTask(self.task, end_rank, beat)
 
 
+def fresh_directory(runs: Path) -> Path:
+    """Make a directory named by the time; no two runs get the same."""
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        for number in itertools.count(1):
+            path = runs / (f"{stamp}_{number}" if number > 1 else stamp)
+            with suppress(FileExistsError):
+                runs.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
+                break
+    except OSError as error:
+        raise unwritable(str(runs), error) from None
+    return path
+
+
 def save_config(config: RunConfig, run_dir: Path) -> None:
-    """Write config.json."""
-    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    """Write config.json, in place: it is what a training locks."""
+    path, text = run_dir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n"
+    before = b""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(text, encoding="utf-8")
+        path.touch()
+        before = path.read_bytes()
+        if text != before:
+            _overwrite(path, text)
     except OSError as error:
-        raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
+        with suppress(OSError):
+            if before:
+                _overwrite(path, before)
+        raise unwritable(f"run_dir {run_dir}", error) from None
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    """Replace what a file holds; a full disk leaves it as long as it was."""
+    with open(path, "r+b") as file:
+        file.write(data)
+        file.truncate()
+
+
+def set_results_aside(run_dir: Path) -> None:
+    """Rename what says that a run has finished: it goes on."""
+    for name in (SUMMARY, "plots/learning_curve.png", "plots/equity.png"):
+        path = run_dir / name
+        if path.exists():
+            path.replace(path.with_name(f"{path.name}.superseded"))
 
 
 def discard_unstarted(run_dir: Path) -> None:
@@ -190,32 +232,36 @@ class LoadedAgent:
         return folder.parent if folder.name == CHECKPOINT_DIR else folder
 
 
-def checkpoint_path(path: str | Path) -> Path:
+def load_saved(path: str | Path) -> Found:
     """A checkpoint file, or the newest valid one of a run directory.
 
     Raises:
-        UserError: there is none.
+        UserError, CheckpointError: there is none.
     """
     path = Path(path)
     if path.is_dir():
-        newest = latest_checkpoint(path)
+        newest = load_latest(path)
         if newest is None:
             raise UserError(f"{path} holds no valid checkpoint: give a run directory or a .pt file")
         return newest
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
-    return path
+    return Found(path, load_checkpoint(path))
 
 
-def resumable_checkpoint(run_dir: Path) -> Path:
-    """The newest valid checkpoint of a run directory.
+def load_newest(run_dir: Path) -> Found | None:
+    """The newest valid checkpoint of a run; None only where there are none at all.
 
     Raises:
-        UserError: there is none, or this is no directory.
+        UserError: there are some, but none is valid: beginning anew would overwrite them.
     """
-    if run_dir.is_file():
-        raise UserError(f"--resume takes a run directory (its newest checkpoint counts), got the file {run_dir}")
-    return checkpoint_path(run_dir)
+    newest = load_latest(run_dir)
+    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
+        raise UserError(
+            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint verify {run_dir}; "
+            "move them away to begin anew"
+        )
+    return newest
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:
@@ -224,8 +270,7 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     Raises:
         UserError, CheckpointError: nothing valid there.
     """
-    file = checkpoint_path(path)
-    state = load_checkpoint(file)
+    file, state = load_saved(path)
     config = RunConfig.from_dict(json.loads(state["config"]))
     number = state["num_actions"]
     space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))

@@ -18,7 +18,14 @@ from agents.clstm import Policy, PolicyConfig
 from agents.gae import gae
 from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
 from agents.normalize import Normalizer
-from agents.ppo import PPO, NonFiniteGradient, PPOConfig, normalize_advantages
+from agents.ppo import (
+    PPO,
+    NonFiniteGradient,
+    PPOConfig,
+    explained_variance,
+    normalize_advantages,
+    replicated_state,
+)
 from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
 from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
@@ -166,6 +173,10 @@ class Training:
         obs.merge(reduced["obs"])
         rewards.merge(reduced["rewards"])
 
+    def replicated(self) -> dict[str, Tensor]:
+        """What must be equal on all ranks."""
+        return replicated_state(self.ppo, obs_normalizer=self.obs_normalizer, reward_normalizer=self.reward_normalizer)
+
     def state(self) -> dict[str, Any] | None:
         """The run's whole state on the main process, else None; all ranks must call."""
         carry = gather_dicts(self.carry.tensors(), self.world)
@@ -183,6 +194,7 @@ class Training:
             "discrete": self.policy.discrete,
             "policy": self.policy.state_dict(),
             "optimizer": self.ppo.optimizer.state_dict(),
+            "bad_in_a_row": self.ppo.bad_in_a_row,
             "obs_normalizer": self.obs_normalizer.state_dict(),
             "reward_normalizer": self.reward_normalizer.state_dict(),
             "carry": carry,
@@ -195,6 +207,7 @@ class Training:
         self.episodes = state["episodes"]
         load_weights(self.policy, state["policy"])
         self.ppo.optimizer.load_state_dict(state["optimizer"])
+        self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)  # older checkpoints do not know it
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])
         self._keep_totals(len(state["carry"]["obs"]))
@@ -238,20 +251,6 @@ def last_checkpoint(run_dir: Path) -> str:
     """Where a run that stopped can go on, in words."""
     newest = latest_checkpoint(run_dir)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-
-
-def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
-    """1 - Var(returns - values) / Var(returns) over ranks; 0 for constant returns."""
-    targets, errors = returns.double(), (returns - values).double()
-    sums = {"count": float(targets.numel())}
-    for name, quantity in (("targets", targets), ("errors", errors)):
-        sums |= {name: quantity.sum(), f"{name}_square": quantity.square().sum()}  # type: ignore[dict-item]
-    total = {name: float(value) for name, value in sum_over_ranks(sums, world).items()}  # type: ignore[arg-type]
-
-    def variance(name: str) -> float:
-        return total[f"{name}_square"] / total["count"] - (total[name] / total["count"]) ** 2
-
-    return 1.0 - variance("errors") / variance("targets") if variance("targets") > 0 else 0.0
 
 
 def episode_metrics(rollout: Rollout, timing: dict[str, float], env_restarts: int, world: World) -> dict[str, Any]:
@@ -332,7 +331,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             writer.flush()
             save(training, best, last)
         elif job.train.sync_check_every and training.iteration % job.train.sync_check_every == 0:
-            check_in_sync(training.policy, world)
+            check_in_sync(training.replicated(), world)
     if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
     return signal or agree_max(stop.signum, world)  # it may have come while the last iteration was saved
@@ -366,11 +365,11 @@ def save(training: Training, best: Best, last: bool) -> None:
     """Gather the state of all ranks; the main process writes one checkpoint.
 
     Raises:
-        DesyncError: the ranks' parameters differ, so no checkpoint could stand for the run.
+        DesyncError: the ranks differ, so no checkpoint could stand for the run.
         UserError: on all ranks: it cannot be written and training stops, or nothing follows that could go on.
     """
     train, world, run_dir = training.job.train, training.world, training.job.run_dir
-    check_in_sync(training.policy, world)
+    check_in_sync(training.replicated(), world)
     state, problem = training.state(), ""
     if state is not None:
         state[MEASURED] = best.measured

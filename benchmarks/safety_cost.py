@@ -67,7 +67,7 @@ def measure(iterations: int, run_dir: str) -> int:
 
     iterate()
     iteration_s = median_s(iterate, iterations)
-    check_s = median_s(lambda: check_in_sync(training.policy, world), 3 * iterations)
+    check_s = median_s(lambda: check_in_sync(training.replicated(), world), 3 * iterations)
     save_s = median_s(save_one, iterations)
     agree_s = median_s(lambda: agree_max(0, world), 10 * iterations)
     share = (check_s / job.train.sync_check_every + save_s / job.train.checkpoint_every) / iteration_s

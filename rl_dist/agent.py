@@ -10,24 +10,23 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from rl_dist import events
-from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import load_latest
 from rl_dist.rank import RankFunction, Report, failure_reports, run_as_rank
-from rl_dist.rendezvous import asked_for_address
+from rl_dist.rendezvous import DEFAULT_ADDRESS, DEFAULT_PORT, asked_for_address
 from rl_dist.world import STOP_SIGNALS, stop_flag, threads_per_rank
 
 DEATH_GRACE_S = 5.0  # for the other ranks to notice that one has failed
@@ -94,30 +93,18 @@ class Job:
 
     def _run_agent(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        rendezvous = RendezvousParameters(
-            backend="c10d",
-            endpoint=f"{self.job_dir}/rendezvous",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-            store_type="file",  # a private file: no port that others could reach
-        )
         try:
             spec = WorkerSpec(
                 role="rank",
                 local_world_size=self.num_ranks,
                 entrypoint=run_as_rank,
                 args=(self.fn, self.args, self.job_dir, os.getpid(), self.address is not None),
-                rdzv_handler=get_rendezvous_handler(rendezvous),
+                rdzv_handler=_Alone(),
                 max_restarts=self.max_restarts,
                 master_addr=self.address and self.address[0],
                 master_port=self.address and self.address[1],
             )
-            try:
-                self.result = _Agent(self, spec).run()
-            finally:
-                spec.rdzv_handler.shutdown()
+            self.result = _Agent(self, spec).run()
         except BaseException as error:  # handed to the main thread, which raises it
             self.failure = error
 
@@ -146,23 +133,21 @@ class Job:
         message = f"{self.cause.summary}: restart {self.restarts} of {self.max_restarts}"
         iteration = None
         if self.run_dir is not None:
-            newest = latest_checkpoint(self.run_dir)
-            iteration = load_checkpoint(newest)["iteration"] if newest else 0
+            newest = load_latest(self.run_dir)
+            iteration = newest.state["iteration"] if newest else 0
             message += f", going on from iteration {iteration}" if newest else " from the beginning, without checkpoint"
         say(message)
         where = {} if iteration is None else {"iteration": iteration}
         events.notify("restarted", message, restart=self.restarts, rank=self.cause.rank, **where)
         for report in Path(self.job_dir).glob("rank_*.json"):
             report.unlink()
+        Path(self.job_dir).mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
         return True
 
     @contextmanager
     def _environment(self) -> Iterator[None]:
         """Variables that the agent and new processes read before any of our code runs in them."""
-        variables = {
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": str(threads_per_rank(self.num_ranks)),
-        }
+        variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.num_ranks))}
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         _quieten_agent()
@@ -193,6 +178,31 @@ class _Agent(LocalElasticAgent):
         if failed and not self._job.may_restart(self._remaining_restarts):
             self._remaining_restarts = 0
         return result
+
+
+class _Alone(RendezvousHandler):
+    """Where the only agent of a job meets nobody else: in memory, not in a file or at a port."""
+
+    def get_backend(self) -> str:
+        return "alone"
+
+    def get_run_id(self) -> str:
+        return "alone"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(DEFAULT_ADDRESS, DEFAULT_PORT))
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
 
 
 @dataclass

@@ -25,11 +25,13 @@ from rl_dist.checkpoint_folder import (
     CHECKPOINT_DIR,
     MEASURED,
     Best,
+    Found,
     checkpoint_files,
     find_latest_run,
     iteration_in_name,
     latest_checkpoint,
     latest_in,
+    load_latest,
     save_checkpoint,
 )
 
@@ -39,9 +41,11 @@ __all__ = [
     "MEASURED",
     "Best",
     "CheckpointError",
+    "Found",
     "find_latest_run",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_latest",
     "save_checkpoint",
 ]
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_dist.checkpoint_file import CheckpointError, NewerFormatError, load_checkpoint, pack, write_atomically
 from rl_dist.collectives import gather_json
@@ -51,22 +51,38 @@ def save_checkpoint(
     return path
 
 
-def latest_checkpoint(run_dir: str | Path) -> Path | None:
+class Found(NamedTuple):
+    """A valid checkpoint, and what it holds."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def load_latest(run_dir: str | Path) -> Found | None:
     """The newest valid checkpoint of a run; says on the console which it skipped.
 
     Raises:
         NewerFormatError: the newest one is whole, but of a newer format: falling back would lose what it holds.
     """
+    return _load_latest_in(Path(run_dir, CHECKPOINT_DIR))
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The path of what `load_latest` finds."""
     return latest_in(Path(run_dir, CHECKPOINT_DIR))
 
 
 def latest_in(directory: Path) -> Path | None:
     """The newest valid checkpoint of a folder; like `latest_checkpoint`."""
+    found = _load_latest_in(directory)
+    return found.path if found else None
+
+
+def _load_latest_in(directory: Path) -> Found | None:
     best = directory / BEST_FILE
     for path in [*reversed(checkpoint_files(directory)), *([best] if best.exists() else [])]:
         try:
-            load_checkpoint(path)
-            return path
+            return Found(path, load_checkpoint(path))
         except NewerFormatError:
             raise
         except CheckpointError as error:
@@ -78,7 +94,8 @@ def find_latest_run(runs_dir: str | Path) -> Path | None:
     """The run directory below `runs_dir` whose valid checkpoint is the newest."""
     newest: list[tuple[float, Path]] = []
     for directory in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}"):
-        times = [path.stat().st_mtime for path in checkpoint_files(directory)]
+        best = [directory / BEST_FILE] if (directory / BEST_FILE).exists() else []  # all that a cleaner may have left
+        times = [path.stat().st_mtime for path in [*checkpoint_files(directory), *best]]
         if times:
             newest.append((max(times), directory.parent))
     ordered = (run_dir for _, run_dir in sorted(newest, reverse=True))

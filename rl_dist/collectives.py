@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_dist.strategy import parameter_hash, parameter_hashes
-from rl_dist.world import UserError, World, current_world
+from rl_dist.strategy import tensor_hash
+from rl_dist.world import UserError, World
 
 # Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's grain size)
 # opens a second OpenMP team there, for good; libgomp then stops spinning between the training thread's parallel
@@ -122,16 +122,6 @@ def _gather_bytes(raw: Tensor, longest: int, world: World, *, everywhere: bool) 
         return [rank.cpu().view(torch.uint8) for rank in received] if received else None
 
 
-def broadcast_module(module: nn.Module, world: World | None = None) -> None:
-    """Overwrite all parameters and buffers with those of rank 0."""
-    world = world or current_world()
-    with world.waiting("broadcast of a module"), torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            travelling = tensor.to(world.device).contiguous()
-            dist.broadcast(travelling, src=0)
-            tensor.copy_(travelling)
-
-
 def agree_max(value: int, world: World) -> int:
     """The largest of all ranks' integers: how ranks take a decision together."""
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
@@ -140,30 +130,27 @@ def agree_max(value: int, world: World) -> int:
         return int(agreed.item())
 
 
-def barrier(world: World | None = None) -> None:
-    """Wait until every rank is here."""
-    agree_max(0, world or current_world())
-
-
-def check_in_sync(module: nn.Module, world: World) -> str:
-    """Compare the parameters of all ranks by hash and return the hash.
+def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
+    """Compare by hash what must be equal on all ranks.
 
     Raises:
-        DesyncError: names the ranks that differ from most (or from rank 0), and their parameters.
+        DesyncError: names the ranks that differ from most (or from rank 0), and their tensors.
     """
-    hashes = gather_json(parameter_hash(module), world)
+    if world.size == 1:
+        return
+    hashes = gather_json(tensor_hash(*tensors.values()), world)
     usual = max(hashes, key=hashes.count)  # of several the first
     if hashes.count(usual) == world.size:
-        return hashes[0]
-    named = gather_json(parameter_hashes(module), world)  # all ranks know that they must
+        return
+    named = gather_json({name: tensor_hash(tensor) for name, tensor in tensors.items()}, world)  # all ranks know
     right, told = named[hashes.index(usual)], []
     for rank, own in enumerate(named):
-        names = [name for name in right if own.get(name) != right[name]]
+        names = [name for name in right | own if own.get(name) != right.get(name)]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             told.append(f"rank {rank} in {', '.join(names[:3])}{more}")
     raise DesyncError(
-        f"the parameters of the ranks drifted apart: {'; '.join(told)} (against rank {hashes.index(usual)}); "
+        f"the ranks drifted apart: {'; '.join(told)} (against rank {hashes.index(usual)}); "
         "no checkpoint is written of this"
     )
 

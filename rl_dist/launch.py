@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 
 from rl_dist import events
 from rl_dist.agent import Job, say
+from rl_dist.flags import flag
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
 from rl_dist.strategy import STRATEGIES
@@ -35,35 +36,19 @@ __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "
 class LaunchConfig:
     """On how many processes and on what hardware a job runs."""
 
-    num_gpus: int = field(
-        default=-1,
-        metadata={
-            "help": "ranks on this machine, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one",
-            "unit": "ranks",
-        },
+    num_gpus: int = flag(
+        -1, "ranks on this machine, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one", "ranks"
     )
-    device: str = field(default="auto", metadata={"help": "where to train", "choices": ("auto", "cpu", "cuda")})
-    strategy: str = field(
-        default="auto",
-        metadata={"help": "gradients over ranks; auto = ddp on several ranks", "choices": STRATEGIES},
+    device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    strategy: str = flag("auto", "gradients over ranks; auto = ddp on several ranks", choices=STRATEGIES)
+    precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
+    max_restarts: int = flag(
+        0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
     )
-    precision: str = field(
-        default="auto",
-        metadata={"help": "auto = fp32; fp64 is for proofs", "choices": ("auto", "fp32", "fp64")},
-    )
-    max_restarts: int = field(
-        default=0,
-        metadata={
-            "help": "start all ranks again, from the newest checkpoint, this often after one died or failed",
-            "unit": "restarts",
-        },
-    )
-    on_event: str = field(
-        default="",
-        metadata={
-            "help": "shell command called when the run failed, restarted, skipped bad_steps, stopped or finished; "
-            "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ..."
-        },
+    on_event: str = flag(
+        "",
+        "shell command called when the run failed, restarted, skipped bad_steps, stopped or finished; "
+        "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...",
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rl_dist.world import UserError, World
+from rl_dist.world import World, unwritable
 
 logger = logging.getLogger(__name__)
 # tqdm's own lock has a semaphore, which a failed rank, leaving at once, would leak with a warning.
@@ -78,7 +78,7 @@ class MetricsWriter(NullWriter):
             self._lines = _LineFile(Path(run_dir, METRICS_FILE))
             self._board: Any = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=10)
         except OSError as error:
-            raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
+            raise unwritable(f"run_dir {run_dir}", error) from None
         self._progress = _Bar(total, unit, start) if sys.stderr.isatty() else _Lines(total, unit, start)
         self._closed = False
 
@@ -135,6 +135,12 @@ class _LineFile:
 
     def write(self, line: str) -> None:
         self._waiting += line.encode() + b"\n"
+        self._try_again()
+
+    def _try_again(self) -> None:
+        """Append what waits, whole or not at all."""
+        if not self._waiting:
+            return
         end = self._file.seek(0, os.SEEK_END)
         try:
             left = self._waiting
@@ -149,10 +155,12 @@ class _LineFile:
             self._failing = True
 
     def flush(self) -> None:
+        self._try_again()
         with suppress(OSError):  # a full disk: reported by `write`
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        self._try_again()
         if self._waiting:
             logger.warning("%s lacks its last %d line(s)", self._path, self._waiting.count(b"\n"))
         self._file.close()
@@ -188,12 +196,16 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
 
     Returns:
         Number of lines kept.
+
+    Raises:
+        UserError: the disk is full or cannot be written; what is there stays as it was.
     """
     path = Path(run_dir, METRICS_FILE)
     if not path.exists():
         return 0
     kept, global_step = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    before = path.read_text(encoding="utf-8", errors="replace")
+    for line in before.splitlines():
         try:
             record = json.loads(line)
             if record["iteration"] <= iteration:
@@ -201,16 +213,34 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
                 global_step = record["global_step"]
         except (ValueError, KeyError, TypeError):
             logger.warning("%s: dropped a line that is no record: %.60s", path, line)
-    part = path.with_suffix(".tmp")
-    with open(part, "w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    if "".join(kept) != before:
+        write_whole(path, "".join(kept))
     if kept or not iteration:  # else the lines were lost, and with them the step
         for events in Path(run_dir).glob(EVENT_FILES):
-            _cut_events(events, global_step)
+            try:
+                _cut_events(events, global_step)
+            except OSError as error:
+                raise unwritable(str(events), error) from None
     return len(kept)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Make a file hold `text`, or leave it as it was.
+
+    Raises:
+        UserError: the disk is full or cannot be written.
+    """
+    part = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise unwritable(str(path), error) from None
 
 
 def _cut_events(path: Path, global_step: int) -> None:
@@ -253,7 +283,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers: list[logging.Handler] = [_LogFile(path, encoding="utf-8")]
     except OSError as error:
-        raise UserError(f"run_dir {run_dir} cannot be written: {error.strerror or error}") from None
+        raise unwritable(f"run_dir {run_dir}", error) from None
     handlers[0].setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"))
     if rank == 0:
         handlers.append(_Console(logging.WARNING))

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from rl_dist import events
 from rl_dist.console import outlive_readers
 from rl_dist.rendezvous import ADDRESS_VARIABLES
+from rl_dist.watchdog import leave_report
 from rl_dist.world import (
     JOB_DIR_VARIABLE,
     STOP_SIGNALS,
@@ -87,7 +87,7 @@ def run_as_rank(fn: RankFunction, args: tuple[Any, ...], job_dir: str, launcher_
     report = run_guarded(fn, args)
     events.close()
     if report.at_ns:
-        _leave_failed(report, Path(job_dir, f"rank_{report.rank}.json"))
+        _leave_failed(report, job_dir)
     close_any_world()
     done.set()  # torch keeps the process until the launcher has read the result: a dead one never will
     return report.exit_code
@@ -99,12 +99,9 @@ def failure_reports(job_dir: str) -> list[Report]:
     return sorted(found, key=lambda report: report.at_ns)
 
 
-def _leave_failed(report: Report, path: Path) -> None:
+def _leave_failed(report: Report, job_dir: str) -> None:
     """Say why and leave without teardown, which could wait for the other ranks for ever."""
-    part = path.with_suffix(".part")
-    with suppress(OSError):  # the directory may have been cleared away: leave all the same
-        part.write_text(json.dumps(vars(report)))
-        part.replace(path)
+    leave_report(job_dir, vars(report))
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -113,6 +113,7 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
         return dist.HashStore()
     if job_dir and not os.environ.get("MASTER_PORT"):  # no port is opened, and nobody else may read the directory
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        os.makedirs(job_dir, mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
         store.set_timeout(timedelta(seconds=timeout_s))
         return store

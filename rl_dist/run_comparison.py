@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint import load_latest
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.world import UserError
 
@@ -22,6 +22,8 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
     elif isinstance(value, list | tuple):
         entries = list(enumerate(value))
     else:
+        entries = []
+    if not entries:  # an empty one is something, too
         return {path: value}
     return {name: leaf for key, entry in entries for name, leaf in flatten(entry, f"{path}/{key}".strip("/")).items()}
 
@@ -42,7 +44,9 @@ def _difference(left: Any, right: Any, tolerance: float) -> str:
         return _tensor_difference(left, right, tolerance)
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return "a tensor in one of them only"
-    numbers = isinstance(left, float) and isinstance(right, float)
+    if type(left) is not type(right):
+        return f"{left!r} and {right!r}"
+    numbers = isinstance(left, float)
     if left == right or (numbers and math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)):
         return ""
     return f"{left} and {right}"
@@ -82,10 +86,10 @@ def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
     Raises:
         UserError: there is no checkpoint.
     """
-    path = latest_checkpoint(run_dir)
-    if path is None:
+    found = load_latest(run_dir)
+    if found is None:
         raise UserError(f"{run_dir} holds no valid checkpoint")
-    state = load_checkpoint(path)
+    state = found.state
     del state["config"]  # where it runs may differ
     return flatten(state) | metrics_of(run_dir, with_ranks)
 

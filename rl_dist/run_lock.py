@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from rl_dist.world import ORPHAN_GRACE_S, UserError
+from rl_dist.world import ORPHAN_GRACE_S, UserError, unwritable
 
 PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
 
@@ -18,9 +18,12 @@ def hold(path: Path, patience_s: float = PATIENCE_S) -> IO[bytes]:
     It is free again once the file is closed, or the process dead.
 
     Raises:
-        UserError: another process holds it, and went on doing so.
+        UserError: another process holds it, and went on doing so; or the file cannot be written.
     """
-    file = open(path, "rb")  # noqa: SIM115
+    try:
+        file = open(path, "r+b")  # noqa: SIM115  # NFS locks only what may be written
+    except OSError as error:
+        raise unwritable(str(path), error) from None
     deadline_s = time.monotonic() + patience_s
     while True:
         try:

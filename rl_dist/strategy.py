@@ -59,16 +59,16 @@ def _reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 def parameter_hash(module: nn.Module) -> str:
     """SHA-256 over the bytes of all parameters in order, wrapped or not."""
+    return tensor_hash(*module.parameters())
+
+
+def tensor_hash(*tensors: torch.Tensor) -> str:
+    """SHA-256 over the bytes of tensors, one after the other."""
     digest = hashlib.sha256()
-    for parameter in module.parameters():
-        digest.update(_raw(parameter))
+    for tensor in tensors:
+        digest.update(_raw(tensor))
     return digest.hexdigest()
 
 
-def parameter_hashes(module: nn.Module) -> dict[str, str]:
-    """SHA-256 of each parameter by name."""
-    return {name: hashlib.sha256(_raw(parameter)).hexdigest() for name, parameter in module.named_parameters()}
-
-
-def _raw(parameter: torch.Tensor) -> bytes:
-    return parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -6,6 +6,8 @@ own. A rank that waits reads what the others do. It ends when
 
 - all ranks wait, but not all in the same collective: they made different calls, and none will ever come back; or
 - a rank has neither come nor made progress for `timeout_s`. A slow rank that goes on is waited for.
+
+Where the store is lost, training goes on as long as no collective takes longer than `timeout_s`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +32,7 @@ JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launch
 STARTUP = "start-up"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # between two beats
+LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
 STEADY_BEATS = 2  # news of a rank that still waits in the same place, before it is believed to be stuck
 
 
@@ -76,18 +80,23 @@ def end_rank(message: str, exit_code: int = 1) -> None:
     logging.getLogger("rl_dist.rank").error(text)  # for the log file: the launcher tells the console
     job_dir = os.environ.get(JOB_DIR_VARIABLE)
     if job_dir:  # the launcher tells the user, once
-        path = Path(job_dir, f"rank_{rank}.json")
         report = {"exit_code": exit_code, "message": text, "rank": rank, "at_ns": time.monotonic_ns()}
-        report["summary"] = text.removeprefix("error: ")
-        with suppress(OSError):  # the directory may have been cleared away: leave all the same
-            path.with_suffix(".part").write_text(json.dumps(report))
-            path.with_suffix(".part").replace(path)
+        leave_report(job_dir, report | {"summary": text.removeprefix("error: ")})
     else:
         sys.stderr.write(text + "\n")
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
     os._exit(exit_code)
+
+
+def leave_report(job_dir: str, report: dict[str, Any]) -> None:
+    """Put where the launcher finds it how this rank failed."""
+    path = Path(job_dir, f"rank_{report['rank']}.json")
+    with suppress(OSError):  # a full disk: leave all the same
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
+        path.with_suffix(".part").write_text(json.dumps(report))
+        path.with_suffix(".part").replace(path)
 
 
 class Watchdog:
@@ -111,22 +120,30 @@ class Watchdog:
         """Stop; safe to call twice."""
         self._closed.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(self.period_s)
+            self._thread.join(LAST_WORD_S)  # in the store at exit, it would abort the process
 
     def _run(self) -> None:
-        lost_s = 0.0
+        answers = True
         while not self._closed.wait(self.period_s):
             try:
                 self._beat()
                 verdict = self._look() if self._own.place else ""
-                lost_s = 0.0
-            except RuntimeError as error:  # the store of another machine may be out of reach for a while
-                lost_s += self.period_s
-                logger.warning("the store of the ranks does not answer: %s", str(error).splitlines()[0])
-                verdict = f"lost the store of the ranks for {lost_s:.0f} s" if lost_s > self._limit_s() else ""
+                answers = True
+            except RuntimeError as error:  # a file that was cleared away, or another machine that is out of reach
+                if answers:
+                    cause = str(error).splitlines()[0]
+                    logger.warning("the store where the ranks met does not answer, training goes on: %s", cause)
+                answers, verdict = False, self._alone()
             if verdict and not self._closed.is_set():
                 self._tell_stack()
                 end_rank(verdict)
+
+    def _alone(self) -> str:
+        """Like `_look`, when nothing can be read of the others: they may be slow or gone."""
+        waited_s = time.monotonic() - self._own_since_s
+        if not self._own.place or waited_s < self._limit_s():
+            return ""
+        return f"waited {waited_s:.0f} s {self._own.where}, and the store that would say for whom is lost"
 
     def _limit_s(self) -> float:
         return max(self.timeout_s, STARTUP_TIMEOUT_S) if self._own.phase == STARTUP else self.timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and save
 PLACE_BYTES = 256  # of a collective's name, sent to other ranks
+VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch waits so long for a file that someone has deleted
 GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no bad usage: it may be mended while a run waits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,6 +43,14 @@ class UserError(ValueError):
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def unwritable(what: str, error: OSError) -> UserError:
+    """What to tell the user of a file or folder that cannot be written."""
+    told = f"{what} cannot be written: {error.strerror or error}"
+    if error.errno not in FULL_DISK:
+        return UserError(told)
+    return UserError(f"{told}; make room, then go on with --resume", exit_code=1)
 
 
 class CollectiveError(UserError):
@@ -159,12 +170,6 @@ class World:
 _current: World | None = None
 
 
-def current_world() -> World:
-    """The world that `open_world` opened in this process."""
-    assert _current is not None, "open_world() has not been called"
-    return _current
-
-
 def available_cores() -> int:
     """CPU cores this process may use: its affinity, cut to the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -219,6 +224,8 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
             _bind_gloo_to_loopback()
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
     dist.init_process_group(rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options)
+    if isinstance(store, dist.FileStore) and options["backend"] == "gloo":  # NCCL may meet there again later
+        store.set_timeout(VANISHED_STORE_TIMEOUT)
     _current = World(
         rank=rank,
         local_rank=local_rank,

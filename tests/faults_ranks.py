@@ -15,7 +15,7 @@ import agents.ppo
 from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
-from rl_dist.collectives import DesyncError, agree_max, barrier, gather_json, sum_over_ranks
+from rl_dist.collectives import DesyncError, agree_max, gather_json, sum_over_ranks
 from rl_dist.launch import UserError, launch
 from rl_dist.metrics import NullWriter, close_logging, setup_logging
 from rl_dist.world import StopFlag, close_world, open_world
@@ -95,20 +95,40 @@ def bad_steps(world, folder):
     return {"error": error, "records": len(records), "last": training.parameters[-1], "hashes": training.hashes}
 
 
-class Drifting(Recording):
-    """One parameter changes on rank 1, by a hair, in iteration 1."""
-
-    def update(self, rollout):
-        losses = super().update(rollout)
-        if self.world.rank == 1 and self.iteration == 1:
-            self.policy.critic_head.weight.data[0, 3] += 1e-12
-        return losses
+def moved(training, what):
+    """What changes on rank 1."""
+    weight = training.policy.critic_head.weight
+    tensors = {"mean": training.obs_normalizer.moments.mean, "parameter": weight.data[0]}
+    return tensors[what] if what in tensors else training.ppo.optimizer.state[weight][what][0]
 
 
-def drift(world, folder, **options):
-    """Returns the error and when it came."""
+def drift(world, folder, what="parameter", **options):
+    """Something changes on rank 1, by a hair, in iteration 1; returns the error and when it came."""
+
+    class Drifting(Recording):
+        def update(self, rollout):
+            losses = super().update(rollout)
+            if self.world.rank == 1 and self.iteration == 1:
+                moved(self, what)[1] += 1e-12
+            return losses
+
     training, _, error = run(make_job(JOB, folder, iterations=6, **options), world, Drifting)
     return {"error": error, "iteration": training.iteration}
+
+
+def kl_stop(world, folder):
+    """The second step of six is bad on one rank; the estimate of every step is above the target, half of it is not."""
+    with poisoned(world, 2, 3):
+        poisoned_loss = agents.ppo.ppo_loss
+
+        def loss(*args):
+            parts = poisoned_loss(*args)
+            return parts._replace(approx_kl=torch.full_like(parts.approx_kl, 0.03))
+
+        with mock.patch.object(agents.ppo, "ppo_loss", loss):
+            job = make_job(JOB, folder, iterations=2, ppo=PPOConfig(update_epochs=3, target_kl=0.02))
+            training, records, error = run(job, world)
+    return {"error": error, "steps": [record["optim/steps"] for record in records], "hashes": training.hashes}
 
 
 def slow_collect(world, folder):
@@ -164,6 +184,9 @@ SCENARIOS = {
     "bad_steps": bad_steps,
     "drift": functools.partial(drift, sync_check_every=4),
     "drift_saved": functools.partial(drift, sync_check_every=0, checkpoint_every=3),
+    "drift_optimizer": functools.partial(drift, what="exp_avg", sync_check_every=1),
+    "drift_normalizer": functools.partial(drift, what="mean", sync_check_every=4),
+    "kl_stop": kl_stop,
     "slow_collect": slow_collect,
     "slow_update": slow_update,
     "other_call": other_call,
@@ -180,7 +203,7 @@ def survived(out_dir):
         results[name] = scenario(world, Path(out_dir, name))
     close_logging()
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
-    barrier(world)
+    agree_max(0, world)  # nobody leaves before the others have read what he sent
     close_world(world)
     return 0
 

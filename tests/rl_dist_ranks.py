@@ -16,8 +16,6 @@ from torch import nn
 from rl_dist.collectives import (
     DesyncError,
     agree_max,
-    barrier,
-    broadcast_module,
     check_in_sync,
     gather_dicts,
     gather_json,
@@ -56,7 +54,7 @@ def exercise(out_dir):
     writer.close()
     results["sync_seconds"] = world.sync_seconds
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
-    barrier(world)
+    agree_max(0, world)
     close_logging()
     close_world(world)
 
@@ -90,10 +88,12 @@ def use_collectives(world):
 
 def use_ddp(world):
     module = make_module(seed=world.rank)  # ranks start apart, and are made equal
-    results = {"apart": error_of(lambda: check_in_sync(module, world))}
-    broadcast_module(module)
-    results["broadcast"] = check_in_sync(module, world)
+    results = {"apart": error_of(lambda: check_in_sync(dict(module.named_parameters()), world))}
+    more = {"x": torch.zeros(2)} | ({"y": torch.zeros(2)} if world.rank else {})
+    results["more"] = error_of(lambda: check_in_sync(more, world))
     wrapped = wrap(module, world, "auto")
+    results["together"] = error_of(lambda: check_in_sync(dict(module.named_parameters()), world))
+    results["start"] = parameter_hash(module)
     results["none_refused"] = error_of(lambda: wrap(module, world, "none"))
     loss_of(wrapped, world.rank).backward()
     results["gradient"] = [p.grad.clone() for p in module.parameters()]

@@ -121,12 +121,26 @@ def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ra
     assert torch.equal(saved, ranks[0]["bad_steps"]["last"])  # of iteration 2
 
 
-@pytest.mark.parametrize(("scenario", "iteration"), [("drift", 4), ("drift_saved", 3)])
-def test_a_parameter_that_drifts_is_found_at_the_next_check_by_rank_and_name(ranks, folder, scenario, iteration):
+@pytest.mark.parametrize(
+    ("scenario", "iteration", "what"),
+    [
+        ("drift", 4, "critic_head.weight"),
+        ("drift_saved", 3, "critic_head.weight"),
+        ("drift_optimizer", 1, "optimizer exp_avg of critic_head.weight"),
+        ("drift_normalizer", 4, "obs_normalizer mean"),
+    ],
+)
+def test_whatever_drifts_is_found_at_the_next_check_by_rank_and_name(ranks, folder, scenario, iteration, what):
     for own in (rank[scenario] for rank in ranks):
         assert own["iteration"] == iteration
-        assert "drifted apart: rank 1 in" in own["error"] and "critic_head.weight" in own["error"]
+        assert f"drifted apart: rank 1 in {what} (against rank 0)" in own["error"]
     assert not (folder / scenario / "checkpoints").exists()
+
+
+def test_all_ranks_stop_at_the_kl_of_the_steps_they_took(ranks):
+    for own in (rank["kl_stop"] for rank in ranks):
+        assert own["error"] == "" and own["steps"] == [1, 2]
+    assert ranks[0]["kl_stop"]["hashes"] == ranks[1]["kl_stop"]["hashes"]
 
 
 def test_a_slow_rank_is_named_once_with_the_phase(ranks, folder):

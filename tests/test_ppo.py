@@ -268,6 +268,55 @@ def test_the_epochs_stop_when_the_kl_estimate_exceeds_its_target(world):
     assert [losses["optim/steps"] for losses in trained(world, target_kl=100.0).losses] == [6, 6]
 
 
+@pytest.mark.parametrize(
+    ("bad", "steps"),
+    [((), 2), ((2,), 1), ((1, 2), 2), ((1, 2, 4), 1), ((1, 2, 3, 4, 5, 6), 0)],
+    ids=["none", "one", "an epoch", "more", "all"],
+)
+def test_the_kl_estimate_is_that_of_the_steps_taken_and_an_epoch_without_any_does_not_stop(world, bad, steps):
+    calls = [0]
+
+    def loss(*args):
+        calls[0] += 1
+        parts = ppo_loss(*args)
+        nan = torch.nan if calls[0] in bad else 1.0
+        return parts._replace(total=parts.total * nan, approx_kl=torch.full_like(parts.approx_kl, 0.03))
+
+    with mock.patch("agents.ppo.ppo_loss", loss):
+        ppo = PPOConfig(update_epochs=3, target_kl=0.02)
+        training = Recording(make_job("recall, clstm", iterations=1, ppo=ppo), world)
+        train(training, NullWriter(), StopFlag())
+    assert [losses["optim/steps"] for losses in training.losses] == [steps]
+    assert calls[0] == {(): 2, (2,): 2, (1, 2): 4, (1, 2, 4): 4}.get(bad, 6)
+
+
+def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
+    def bad_from(first):
+        calls = [0]
+
+        def loss(*args):
+            calls[0] += 1
+            parts = ppo_loss(*args)
+            return parts._replace(total=parts.total * torch.nan) if calls[0] >= first else parts
+
+        return mock.patch("agents.ppo.ppo_loss", loss)
+
+    def fresh(iterations):
+        ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
+        return Recording(make_job("recall, clstm", iterations=iterations, ppo=ppo), world)
+
+    training, resumed = fresh(1), fresh(2)
+    with bad_from(2):  # three of the four steps
+        train(training, NullWriter(), StopFlag())
+    state = training.state()
+    resumed.restore(state)
+    with bad_from(1), pytest.raises(NonFiniteGradient, match="in 4 steps in a row"):
+        train(resumed, NullWriter(), StopFlag())
+    del state["bad_in_a_row"]  # as older versions wrote it
+    resumed.restore(state)
+    assert resumed.ppo.bad_in_a_row == 0
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
     """So the normaliser is frozen, states and inputs are the stored ones, and nothing is clipped."""

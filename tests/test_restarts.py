@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -10,11 +11,11 @@ import time
 
 import psutil
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_runs import REPO, only_error, records, start, start_training, train_here
 
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.run_comparison import differences, result_of
 
 SIZES = [
     *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"),
@@ -113,36 +114,15 @@ def modes(folder):
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
 
-def comparable(record):
-    own = {name: value for name, value in record.items() if not name.startswith("time/")}
-    own["ranks"] = [{k: v for k, v in one.items() if not k.startswith("time/")} for one in record["ranks"]]
-    return own
-
-
-def assert_same(left, right):
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype and torch.equal(left, right)
-    elif isinstance(left, list | tuple):
-        for one, other in zip(left, right, strict=True):
-            assert_same(one, other)
-    else:
-        assert left == right
-
-
 def assert_as_if_nothing_had_happened(run_dir, reference):
-    assert [comparable(line) for line in records(run_dir)] == [comparable(line) for line in records(reference)]
+    assert differences(result_of(run_dir), result_of(reference)) == []
     assert (run_dir / "summary.json").read_text() == (reference / "summary.json").read_text()
     names = [sorted(path.name for path in (one / "checkpoints").iterdir()) for one in (run_dir, reference)]
     assert names[0] == names[1]
-    left, right = (load_checkpoint(latest_checkpoint(one)) for one in (run_dir, reference))
-    configs = [json.loads(state.pop("config")) for state in (left, right)]
-    assert [config.pop("launch") and config for config in configs][0] == configs[1]
-    assert_same(left, right)
+    configs = [json.loads(load_checkpoint(latest_checkpoint(one))["config"]) for one in (run_dir, reference)]
+    for config in configs:
+        del config["launch"], config["train"]["collective_timeout"]
+    assert configs[0] == configs[1]
     boards = [EventAccumulator(str(one)).Reload() for one in (run_dir, reference)]
     for tag in ("loss/policy", "rank_1/episode/count"):
         left, right = ([(event.step, event.value) for event in board.Scalars(tag)] for board in boards)
@@ -200,6 +180,26 @@ def test_wherever_a_rank_dies_the_end_is_the_same(die, expected, tmp_path, monke
     out, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, err
     assert len(re.findall(f"^{expected}", err, re.MULTILINE)) == 1, err
+    assert_nobody_left(job.pid)
+    assert_as_if_nothing_had_happened(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("die", ["checkpoint 1 4 nothing", "checkpoint 1 4 SIGKILL"])
+def test_a_job_directory_that_a_cleaner_took_costs_nothing_not_even_a_restart(die, tmp_path, monkeypatch, reference):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1", "--collective_timeout", "20"]
+    job = dying(monkeypatch, die, *flags, folder=tmp_path)
+    wait_for(tmp_path / "here", job)
+    (taken,) = (tmp_path / "tmp").glob("rl_dist_*")
+    shutil.rmtree(taken)
+    (tmp_path / "go").touch()
+    started_s = time.monotonic()
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0 and "error" not in err and "Traceback" not in err, err
+    assert time.monotonic() - started_s < (30 if die.endswith("nothing") else 90)
+    assert not list((tmp_path / "tmp").glob("rl_dist_*"))
     assert_nobody_left(job.pid)
     assert_as_if_nothing_had_happened(tmp_path / "run", reference)
 

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import resource
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import resume_envs
@@ -14,6 +16,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard_readers import seen
 from train_runs import only_error, records, train_here
 
+import train_distributed
+from agents.run import fresh_directory
 from rl_dist import run_lock
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.console import outlive_readers
@@ -149,6 +153,99 @@ def _rescale(run_dir):
     state = load_checkpoint(latest_checkpoint(run_dir))
     state["config"] = state["config"].replace('"scaling": "weak"', '"scaling": "strong"')
     save_checkpoint(run_dir / "checkpoints", state, iteration=2, keep=3)
+
+
+# ---- a disk that is full, results that are out of date
+
+
+@pytest.fixture
+def limits():
+    """Lets the system refuse this process's longer files (None: no more): a real error, without root."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def limit(num_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+
+    yield limit
+    limit(None)
+
+
+def refused(run_dir, monkeypatch, limits, limit, *flags):
+    """What a resume says that the disk refuses, and the events it tells."""
+    before = {name: sha for name, sha in tree_hash(run_dir).items() if not name.startswith("rank_")}
+    limits(limit)
+    try:
+        assert train_here(monkeypatch, "--resume", run_dir, *flags) == 1
+    finally:
+        limits(None)
+    return before, {name: sha for name, sha in tree_hash(run_dir).items() if not name.startswith("rank_")}
+
+
+@pytest.mark.parametrize("refuses", ["config.json", "metrics.jsonl"])
+def test_a_disk_that_is_full_at_a_resume_costs_one_line_and_no_byte(
+    refuses, killed, tmp_path, monkeypatch, capsys, limits
+):
+    run_dir, note = tmp_path / "run", f"cat > {tmp_path}/event"
+    shutil.copytree(killed, run_dir)
+    if refuses == "metrics.jsonl":  # nothing is to be changed before it
+        config = json.loads((run_dir / "config.json").read_text())
+        config["launch"]["on_event"] = note
+        (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    assert (run_dir / "metrics.jsonl").stat().st_size > 2 * 1000
+    before, after = refused(run_dir, monkeypatch, limits, 1000, "--on_event", note)
+    assert after == before
+    where = f"{run_dir}/metrics.jsonl" if refuses == "metrics.jsonl" else f"run_dir {run_dir}"
+    line = only_error(capsys.readouterr().err)
+    assert line == f"error: {where} cannot be written: File too large; make room, then go on with --resume"
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["event"], event["exit_code"], event["message"]) == ("failed", 1, line.removeprefix("error: "))
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert [record["iteration"] for record in records(run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_disk_that_is_full_when_a_run_is_judged_costs_one_line_and_no_training(
+    killed, tmp_path, monkeypatch, capsys, limits
+):
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    judge = train_distributed.judge_run
+    monkeypatch.setattr(train_distributed, "judge_run", lambda *parts: (limits(2000), judge(*parts))[1])
+    refused(run_dir, monkeypatch, limits, None, "--on_event", f"cat > {tmp_path}/event")
+    err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("iteration ")]
+    line = only_error("\n".join(err))
+    assert "cannot be written: File too large; make room, then go on with --resume" in line
+    assert json.loads((tmp_path / "event").read_text())["event"] == "failed"
+    assert not (run_dir / "summary.json").exists()
+    assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 4
+    monkeypatch.undo()
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert json.loads((run_dir / "summary.json").read_text())["iteration"] == 4
+
+
+def test_a_finished_run_that_goes_on_no_longer_says_that_it_has_finished(killed, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    summary = (run_dir / "summary.json").read_text()
+    assert train_here(monkeypatch, "--resume", run_dir) == 0  # nothing to train: judged again
+    assert (run_dir / "summary.json").read_text() == summary
+
+    def killed_while_training(*_):
+        raise ValueError("killed")
+
+    monkeypatch.setattr(train_distributed, "train", killed_while_training)
+    assert train_here(monkeypatch, "--resume", run_dir, "--total_steps", "320") == 2
+    assert not (run_dir / "summary.json").exists()
+    assert (run_dir / "summary.json.superseded").read_text() == summary
+    assert [path.name for path in (run_dir / "plots").iterdir()] == ["learning_curve.png.superseded"]
+
+
+def test_runs_that_start_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda *_: "2026-01-31_12-00-00")
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(fresh_directory, [tmp_path / "runs"] * 64))
+    assert len(set(made)) == 64 and all(path.is_dir() for path in made)
+    assert sorted(path.name for path in made)[:2] == ["2026-01-31_12-00-00", "2026-01-31_12-00-00_10"]
 
 
 # ---- TensorBoard's record

@@ -156,6 +156,9 @@ def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
     (tmp_path / "broken/checkpoints/iteration_00000020.pt").write_bytes(b"PK")
     (tmp_path / "empty").mkdir()
     assert find_latest_run(tmp_path) == tmp_path / "new"
+    only_best = tmp_path / "only_best" / "checkpoints"
+    save(only_best, 1).rename(only_best / "best.pt")
+    assert find_latest_run(tmp_path) == tmp_path / "only_best"
 
 
 def test_a_disk_that_cannot_be_written_is_one_clear_error_and_leaves_nothing(tmp_path):

@@ -274,3 +274,16 @@ def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(world, tmp_p
     assert [line for line in caplog.messages if "metrics.jsonl" in line] == [
         f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; its lines wait in memory"
     ]
+
+
+@pytest.mark.parametrize("finish", ["flush", "close"])
+def test_lines_that_waited_are_written_once_there_is_room_even_if_no_other_follows(world, tmp_path, limits, finish):
+    writer = open_writer(tmp_path, world, total=2, unit="episodes")
+    for iteration in (1, 2):
+        limits(20 if iteration == 2 else None)
+        writer.write({"iteration": iteration, "global_step": iteration, "note": 0.5}, done=iteration)
+    assert len(records(tmp_path)) == 1
+    limits(None)
+    getattr(writer, finish)()
+    assert [line["iteration"] for line in records(tmp_path)] == [1, 2]
+    writer.close()

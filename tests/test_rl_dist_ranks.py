@@ -104,9 +104,14 @@ def test_parameters_that_differ_are_reported_with_rank_and_name(ranks):
     assert all(expected in rank["apart"] for rank in ranks)
 
 
-def test_broadcast_gives_every_rank_the_parameters_of_rank_0(ranks):
+def test_what_one_rank_alone_holds_is_a_difference(ranks):
+    assert all("drifted apart: rank 1 in y (against rank 0)" in rank["more"] for rank in ranks)
+
+
+def test_wrapping_gives_every_rank_the_parameters_of_rank_0(ranks):
     reference = rl_dist_ranks.parameter_hash(rl_dist_ranks.make_module(seed=0))
-    assert [rank["broadcast"] for rank in ranks] == [reference, reference]
+    assert [rank["start"] for rank in ranks] == [reference, reference]
+    assert [rank["together"] for rank in ranks] == ["", ""]
 
 
 def test_the_ddp_gradient_is_the_mean_of_the_ranks_gradients(ranks):

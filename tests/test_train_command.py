@@ -16,6 +16,7 @@ from train_runs import SIZES, SMALL, daily_bars, only_error, records, start, sta
 
 from agents.run import SECTIONS
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
+from rl_dist.run_comparison import differences, result_of
 
 KEYS = {
     "iteration", "global_step", "episode/return", "episode/length", "episode/count", "episode/total", "loss/policy",
@@ -139,26 +140,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, tmp_pat
     assert train_here(monkeypatch, "--resume", again) == 0, capsys.readouterr().err
     left, right = (load_checkpoint(latest_checkpoint(run_dir)) for run_dir in (whole, again))
     assert json.loads(left.pop("config"))["train"] == json.loads(right.pop("config"))["train"]
-    assert_same(left, right)
-    for mine, theirs in zip(records(whole), records(again), strict=True):
-        timed = {key for key in mine if key.startswith("time/")} | {"ranks"}
-        assert {key: mine[key] for key in set(mine) - timed} == {key: theirs[key] for key in set(theirs) - timed}
+    assert differences(result_of(whole), result_of(again)) == []
     assert (whole / "summary.json").read_text() == (again / "summary.json").read_text()
-
-
-def assert_same(left, right):
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype and torch.equal(left, right)
-    elif isinstance(left, list | tuple):
-        for one, other in zip(left, right, strict=True):
-            assert_same(one, other)
-    else:
-        assert left == right
 
 
 def tree(pid):

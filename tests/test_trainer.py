@@ -19,8 +19,8 @@ from agents_ranks import (
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.clstm import PolicyConfig
-from agents.ppo import PPOConfig
-from agents.trainer import Training, explained_variance, train
+from agents.ppo import PPOConfig, explained_variance
+from agents.trainer import Training, train
 from rl_dist.checkpoint import load_checkpoint
 from rl_dist.launch import UserError
 from rl_dist.metrics import NullWriter

@@ -29,7 +29,7 @@ from agents.trainer import train
 from rl_dist.checkpoint import load_checkpoint
 from rl_dist.launch import launch
 from rl_dist.metrics import NullWriter
-from rl_dist.world import StopFlag, current_world
+from rl_dist.world import StopFlag
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits for its job, on any machine
 ALWAYS = [*JOBS, *CARTPOLE, *SINGLE]
@@ -49,10 +49,15 @@ on_every_number_of_ranks = pytest.mark.parametrize(("plan", "name", "num_ranks")
 
 
 @pytest.fixture(scope="module")
-def one_rank():
+def world():
+    with world_of_one() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def one_rank(world):
     """Gives the record of a case trained by one rank, in this process."""
-    with world_of_one() as world:
-        yield functools.cache(lambda name: agents_ranks.record_of(name, world))
+    return functools.cache(lambda name: agents_ranks.record_of(name, world))
 
 
 @pytest.fixture(scope="module")
@@ -215,18 +220,18 @@ def test_the_main_process_alone_writes_checkpoints(run_dir, two):
     assert files == ["iteration_00000005.pt", "iteration_00000010.pt"]
 
 
-def gone_on(name, path, tmp_path):
+def gone_on(name, path, world, tmp_path):
     """What one rank records that goes on from a checkpoint."""
-    training = Recording(make_job(name, tmp_path), current_world())
+    training = Recording(make_job(name, tmp_path), world)
     training.restore(load_checkpoint(path))
     train(training, NullWriter(), StopFlag())
     return training.record()
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(run_dir, one_rank, two, tmp_path):
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(run_dir, one_rank, two, world, tmp_path):
     """And, written by two ranks in global order, holds what one rank would have written."""
     alone = one_rank(WITH_FILES)
-    record = gone_on(WITH_FILES, run_dir / "checkpoints" / "iteration_00000005.pt", tmp_path)
+    record = gone_on(WITH_FILES, run_dir / "checkpoints" / "iteration_00000005.pt", world, tmp_path)
     assert len(record["parameters"]) == ITERATIONS - 5
     torch.testing.assert_close(record["parameters"], alone["parameters"][5:], rtol=0, atol=1e-10)
     assert torch.equal(record["ends"], alone["ends"][6:])
@@ -234,20 +239,22 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(r
     torch.testing.assert_close(record["parameters"][-1], written[-1], rtol=0, atol=1e-10)
 
 
-def test_weak_scaling_on_two_ranks_is_one_rank_with_twice_the_sizes_and_the_scaled_rate(one_rank, two):
+def test_weak_scaling_on_two_ranks_is_one_rank_with_twice_the_sizes_and_the_scaled_rate(one_rank, two, world):
     rates = two[0]["weak"]["rates"]
     assert rates == pytest.approx([6e-3, 4.5e-3, 3e-3, 1.5e-3])  # twice 3e-3, annealed
     sizes = {"scaling": "strong", "lr_scaling": "none", "num_envs": NUM_ENVS, "batch_size": 16}
     twice = replace(CLIPPED, learning_rate=6e-3)
-    alone = agents_ranks.record_of("weak", current_world(), ppo=twice, **sizes)
+    alone = agents_ranks.record_of("weak", world, ppo=twice, **sizes)
     assert alone["rates"] == pytest.approx(rates)
     torch.testing.assert_close(two[0]["weak"]["parameters"], alone["parameters"], rtol=0, atol=1e-10)
     assert torch.equal(together(two, "weak", "actions"), alone["actions"])
 
 
-def test_a_weak_run_of_two_ranks_goes_on_with_one_with_its_totals_and_learning_rate(directory, one_rank, two, tmp_path):
+def test_a_weak_run_of_two_ranks_goes_on_with_one_with_its_totals_and_learning_rate(
+    directory, one_rank, two, world, tmp_path
+):
     path = directory("default") / "weak" / "checkpoints" / "iteration_00000002.pt"
-    record, stayed = gone_on("weak", path, tmp_path), two[0]["weak"]
+    record, stayed = gone_on("weak", path, world, tmp_path), two[0]["weak"]
     assert record["obs"].shape[2] == NUM_ENVS == 2 * CASES["weak"].options["num_envs"]
     assert record["rates"] == stayed["rates"][2:]
     torch.testing.assert_close(record["parameters"], stayed["parameters"][2:], rtol=0, atol=1e-10)
