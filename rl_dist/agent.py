@@ -230,12 +230,13 @@ class _Start:
     def cause(self, job_dir: str) -> Report:
         """What went wrong first: a death without a word explains the others' complaints."""
         reports = failure_reports(job_dir)
-        for rank in self.first_dead:
+        dead = [rank for rank in self.first_dead if not (reports and self.processes[rank].exitcode == -signal.SIGTERM)]
+        for rank in dead:  # those left out were ended by the agent, because of the one that reported
             process = self.processes[rank]
             if process.exitcode < 0:
                 words = f"rank {rank} (process {process.pid}) was ended by {signal.Signals(-process.exitcode).name}"
                 return Report(exit_code=1, message=f"error: {words}", rank=rank, summary=words)
-        silent = sorted(set(self.first_dead) - {report.rank for report in reports})
+        silent = sorted(set(dead) - {report.rank for report in reports})
         if reports and not silent:
             return reports[0]
         rank = silent[0] if silent else 0

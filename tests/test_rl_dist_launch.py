@@ -1,5 +1,6 @@
 """Starting, stopping and failing: whatever happens, one clear message and no process left."""
 
+import json
 import os
 import re
 import signal
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import rl_dist_ranks
 import torch
 
+from rl_dist.agent import _Start
 from rl_dist.launch import LaunchConfig, UserError, launch, resolve
 from rl_dist.world import available_cores, close_world, open_world, stop_flag, threads_per_rank
 
@@ -286,3 +289,14 @@ def test_num_gpus_against_torchrun_is_an_error(machine, monkeypatch):
 def test_launch_flags_out_of_range_are_refused(flags):
     with pytest.raises(ValueError, match=next(iter(flags))):
         LaunchConfig(**flags)
+
+
+@pytest.mark.parametrize(("exitcode", "blamed"), [(-signal.SIGTERM, 1), (-signal.SIGKILL, 0)])
+def test_a_rank_that_reported_is_the_cause_and_not_one_that_was_ended_for_it(exitcode, blamed, tmp_path):
+    report = {"exit_code": 1, "message": "error: rank 1: hangs", "rank": 1, "at_ns": 1, "summary": "rank 1: hangs"}
+    (tmp_path / "rank_1.json").write_text(json.dumps(report))
+    codes = (exitcode, 1)
+    processes = [SimpleNamespace(exitcode=c, pid=1, _popen=SimpleNamespace(returncode=c)) for c in codes]
+    start = _Start(processes)
+    start.look()  # both have ended
+    assert start.cause(str(tmp_path)).rank == blamed
