@@ -41,6 +41,7 @@ from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics
+from rl_dist.monitor import Monitor, sources_of
 from rl_dist.run_lock import hold
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
@@ -188,6 +189,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             config=config.to_dict(),
         )
         training = Training(job, world)
+        world.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
         if resume_from:
             training.restore(load_checkpoint(resume_from))
         by_steps = config.train.total_steps
