@@ -140,9 +140,7 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _start(
-    flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path
-) -> Copy:
+def _start(flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path) -> Copy:
     run_dir, errors = folder / f"copy_{number}", folder / f"copy_{number}.err"
     chosen = [f"--{name}={value}" for name, value in CHOSEN.items()]
     command = [sys.executable, script, *without(flags, DROPPED), *chosen, f"--seed={number + 1}"]
