@@ -95,7 +95,7 @@ def run_trial(
     timeout_s: float = 600.0,
     script: Path = SCRIPT,
 ) -> Trial:
-    """Train copies side by side and return what each measured while all of them trained.
+    """Train copies side by side; what each measured while all of them trained.
 
     Args:
         flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
@@ -128,7 +128,7 @@ def run_trial(
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The flags but for those of these names, however they are spelled, and their values."""
+    """The flags but for those of these names, however spelled, and their values."""
     kept: list[str] = []
     keep = True
     for word in flags:
@@ -143,7 +143,7 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
 def _start(flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path) -> Copy:
     run_dir, errors = folder / f"copy_{number}", folder / f"copy_{number}.err"
     chosen = [f"--{name}={value}" for name, value in CHOSEN.items()]
-    command = [sys.executable, script, *without(flags, DROPPED), *chosen, f"--seed={number + 1}"]
+    command = [sys.executable, str(script), *without(flags, DROPPED), *chosen, f"--seed={number + 1}"]
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
@@ -151,7 +151,7 @@ def _start(flags: Sequence[str], number: int, threads: int, device_type: str, sc
         environment["CUDA_VISIBLE_DEVICES"] = _gpu(number)
     with errors.open("wb") as stderr:
         job = subprocess.Popen(
-            [*command, "--device", device_type, "--run_dir", run_dir],
+            [*command, "--device", device_type, "--run_dir", str(run_dir)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
