@@ -272,6 +272,7 @@ def episode_metrics(rollout: Rollout, timing: dict[str, float], env_restarts: in
         "length_sum": int((rollout.episode_lengths * ended).sum()),
         "restarts": env_restarts,
         **timing,
+        **world.monitor.take(),
     }
     ranks = gather_json(own, world)
     count = sum(item["episode/count"] for item in ranks)
@@ -315,6 +316,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
         waited_s = world.sync_seconds + world.gradient_seconds  # in the update: collect waits for nobody
         timing |= {"time/update_own_s": updated - collected - waited_s} | training.ppo.clock.read()
+        timing["time/idle_share"] = waited_s / (updated - started)
         metrics = episode_metrics(rollout, timing, training.env_restarts, world)
         tell_stragglers(stragglers, metrics)
         training.global_step += sizes.global_num_envs * job.train.num_steps

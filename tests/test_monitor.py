@@ -96,7 +96,7 @@ def test_a_source_that_fails_is_told_once_and_the_others_go_on(caplog):
 
 def test_a_source_that_hangs_neither_holds_up_the_training_nor_its_end():
     released = threading.Event()
-    monitor = Monitor([counting(), Source(("x",), lambda: lambda: released.wait() or {})], 0.01)
+    monitor = Monitor([counting(), Source(("x",), lambda: lambda: released.wait() and {})], 0.01)
     time.sleep(0.2)  # the thread hangs by now
     started_s = time.monotonic()
     assert monitor.take() == {"a": None, "x": None}
