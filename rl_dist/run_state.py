@@ -19,7 +19,7 @@ from typing import Any
 from rl_dist.checkpoint_seal import CheckpointError, read_sealed
 from rl_dist.rank_logs import Message, RankLog, last_messages, read_logs, tail
 
-STARTING_S = 60.0  # from the configuration to the first sign of life of a rank, or from one life to the next
+STARTING_S = 120.0  # from the configuration to the first sign of life of a rank, or from one life to the next
 RECENT = 20  # iterations that figures are taken over
 LARGE_BYTES = 256 * 2**20  # checkpoints above are not read: it would take long
 HUNG_FACTOR, HUNG_S = 20.0, 60.0  # an iteration that takes so many times longer than usual, and at least so long
@@ -221,7 +221,7 @@ def _state(
     logged_at = max((log.modified for log in logs), default=0.0)
     now = time.time()
     if config_at > max(logged_at, summary_at) and now - config_at < STARTING_S:
-        return "starting", ""
+        return "starting", f"begun {now - config_at:.0f} s ago, its ranks have not come yet"
     if summary and summary.get("iteration") == facts["iteration"]:
         return "finished", ""
     if not logs and not facts["iteration"]:
@@ -239,7 +239,7 @@ def _how_it_ended(logs: Sequence[RankLog], complete: bool) -> tuple[str, str]:
         return "failed", f"rank {first.rank}, {first.time}: {first.text}"
     trained = any(log.trained for log in logs)
     if trained and not complete:
-        return "stopped", "it was asked to stop, and saved; --resume goes on"
+        return "stopped", "it was asked to stop, or its launcher was killed, and it saved; --resume goes on"
     where = "while it was judged" if trained else "without a word: killed, or the machine went down"
     return "dead", f"it ended {where}; --resume goes on from its last checkpoint"
 

@@ -22,8 +22,8 @@ EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
   python -m rl_dist.status runs/my_run --follow     until it ends; one line per change where there is no terminal
   python -m rl_dist.status runs/my_run --json       one JSON object; with --follow one per change
-states: starting, running, restarting, finished (judged, summary.json is there), stopped (on request, saved),
-  failed (with an error in its logs), dead (ended without a word, such as by SIGKILL)
+states: starting, running, restarting, finished (judged, summary.json is there), stopped (on request, saved;
+  also once its launcher is killed), failed (with an error in its logs), dead (without a word, such as by SIGKILL)
 Nothing is changed, and torch is not loaded. A run of another machine on a shared disk is seen as running only where
 the disk passes file locks on.
 exit codes: 0 it goes on, has finished or was stopped; 1 failed or dead; 2 no run there"""
