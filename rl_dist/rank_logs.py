@@ -1,4 +1,4 @@
-"""What the log files of a run's ranks tell: how it began, ended, and what went wrong."""
+"""What the log files of ranks tell: how a run began and ended, what went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is doing, at once or until it ends: `python -m rl_dist.status [RUN_DIR]`."""
+"""How a run is doing, now or until it ends: `python -m rl_dist.status`."""
 
 from __future__ import annotations
 

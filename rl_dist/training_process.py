@@ -1,4 +1,4 @@
-"""The training command as a function: start it, wait for it, tell what came of it."""
+"""The training command as a function: start, wait, tell what came of it."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a training in this process has let it end us at once
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         launch_distributed_training(SHORT, echo=False, total_steps=10**8, run_dir=tmp_path / "run")
