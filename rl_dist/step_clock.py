@@ -11,7 +11,7 @@ Mark = tuple[str, float | torch.cuda.Event]
 
 
 class StepClock:
-    """Marks the ends of phases; on a GPU by events in its queue, which nobody waits for.
+    """Marks the ends of phases; on a GPU by events, which nobody waits for.
 
     A step's own part of its backward pass is what is left of it without the waiting for others.
     """
