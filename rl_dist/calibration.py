@@ -20,7 +20,7 @@ import torch
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.launch import UserError
 from rl_dist.metrics import METRICS_FILE
-from rl_dist.reduction_bench import measure_reductions
+from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Link, Prediction, Scaled, Work, cluster_all_reduce_s, fit_link, predict
 from rl_dist.strategy import GRADIENT_BYTES_LOGGED
 from rl_dist.trial import Trial, run_trial, without
@@ -217,10 +217,9 @@ def calibrate(
     num_steps, batch_size = first.config["train"]["num_steps"], first.config["train"]["batch_size"]
     num_envs = one.env_steps // num_steps
     gradient_bytes = gradient_bytes_of(first)
-    if device_type == "cpu" or torch.cuda.device_count() > 1:
-        link = link or short.measure_link(min(2, gpus[-1]), gradient_bytes)
-    link = link or Link(name="none")
-    talk = _Talk(gradient_bytes, link, between or link, short)
+    talk = _Talk(gradient_bytes, short)
+    link = link or talk.link(gpus[-1])
+    between = between or link
     points = []
     for scaling in scalings:
         for ranks in gpus:
@@ -237,7 +236,7 @@ def calibrate(
                     ranks=ranks,
                     scaling=scaling,
                     work=work,
-                    communication=talk.of(ranks),
+                    communication=talk.of(ranks, link, between),
                     copies=short.copies(ranks),
                     threads=threads_per_rank(short.copies(ranks)),
                 )
@@ -247,7 +246,7 @@ def calibrate(
         device_type=device_type,
         ranks_per_machine=per_machine,
         link=link,
-        between=between or link,
+        between=between,
         gradient_bytes=gradient_bytes,
         num_envs=num_envs,
         batch_size=batch_size,
@@ -292,35 +291,36 @@ class _Short:
         flags = [*without(self.job, names), *share, f"--strategy={'ddp' if ranks > 1 else 'auto'}"]
         return run_trial(flags, copies, threads, self.iterations, device_type=self.device_type)
 
-    def measure_link(self, ranks: int, gradient_bytes: int) -> Link:
-        """Latency and bandwidth between two ranks of this machine."""
-        if ranks < 2:
-            return Link(name="none")
-        sizes = [max(4, int(gradient_bytes * factor) // 4 * 4) for factor in FIT_FACTORS]
-        self.say(f"reductions of {sizes} bytes over {ranks} ranks")
-        threads = threads_per_rank(ranks)
-        return fit_link(measure_reductions(ranks, sizes, self.device_type, threads).gradients_s, ranks)
-
 
 @dataclass(frozen=True)
 class _Talk:
     """Communication of any number of ranks: measured as far as they fit here, else by the links."""
 
     gradient_bytes: int
-    link: Link
-    between: Link
     short: _Short
+    found: dict[int, Reductions] = field(default_factory=dict)  # by ranks
 
-    def of(self, ranks: int) -> Communication:
+    def measured(self, ranks: int) -> Reductions:
+        """Reductions over ranks of this machine, of the gradient and of sizes around it."""
+        if ranks not in self.found:
+            sizes = sorted({max(4, int(self.gradient_bytes * factor) // 4 * 4) for factor in FIT_FACTORS})
+            self.short.say(f"reductions of {sizes} bytes over {ranks} ranks")
+            self.found[ranks] = measure_reductions(ranks, sizes, self.short.device_type, threads_per_rank(ranks))
+        return self.found[ranks]
+
+    def link(self, most: int) -> Link:
+        """The link inside this machine, as far as it can be measured here."""
+        devices = most if self.short.device_type == "cpu" else torch.cuda.device_count()
+        ranks = min(2, most, self.short.per_machine, devices)
+        return fit_link(self.measured(ranks).gradients_s, ranks) if ranks > 1 else Link(name="none")
+
+    def of(self, ranks: int, link: Link, between: Link) -> Communication:
         """What an iteration of `ranks` ranks pays."""
-        here = min(ranks, self.short.per_machine)
         devices = ranks if self.short.device_type == "cpu" else torch.cuda.device_count()
-        if here == ranks and ranks <= devices and self.link.name == "measured":
-            self.short.say(f"reductions over {ranks} ranks")
-            threads = threads_per_rank(ranks)
-            found = measure_reductions(ranks, [self.gradient_bytes], self.short.device_type, threads)
-            return Communication(gradient_s=found.gradients_s[self.gradient_bytes], small_s=found.small_s)
-        return modelled_communication(self.gradient_bytes, ranks, self.short.per_machine, self.link, self.between)
+        if link.name == "measured" and ranks <= min(self.short.per_machine, devices):
+            found = self.measured(ranks)
+            return Communication(gradient_s=found.gradients_s[self.gradient_bytes // 4 * 4], small_s=found.small_s)
+        return modelled_communication(self.gradient_bytes, ranks, self.short.per_machine, link, between)
 
 
 def modelled_communication(num_bytes: int, ranks: int, per_machine: int, inside: Link, between: Link) -> Communication:
