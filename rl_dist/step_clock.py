@@ -11,7 +11,7 @@ Mark = tuple[str, float | torch.cuda.Event]
 
 
 class StepClock:
-    """Marks the ends of phases; on a GPU by events in its queue, which nobody waits for.
+    """Marks the ends of phases; on a GPU by events, which nobody waits for.
 
     A step's own part of its backward pass is what is left of it without the waiting for others.
     """
@@ -20,6 +20,7 @@ class StepClock:
         self._on_gpu = device.type == "cuda"
         self._marks: list[Mark] = []
         self._waited_s: list[float] = []  # by step
+        self._own_s: list[float] = []  # of each step of the last reading
 
     def start(self) -> None:
         """Forget what was, and begin the first phase."""
@@ -45,7 +46,8 @@ class StepClock:
 
         Returns:
             time/forward_s, time/backward_s and time/optimizer_s without waiting, time/gradient_wait_s, and
-            time/step_spread_s: the standard deviation of one step's own seconds.
+            time/step_spread_s: the standard deviation of one step's own seconds, without what repeats from
+            one reading to the next (such as a slow first step).
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
@@ -58,11 +60,14 @@ class StepClock:
                 steps.append(0.0)
         waits = self._waited_s
         own = [step - wait for step, wait in zip(steps, waits, strict=False)]
+        before = self._own_s if len(self._own_s) == len(own) else []
+        changes = [(now - then) / 2**0.5 for now, then in zip(own, before, strict=True)] if before else own
+        self._own_s = own
         totals["backward"] = max(0.0, totals["backward"] - sum(waits))
         return {
             **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
             "time/gradient_wait_s": sum(waits),
-            "time/step_spread_s": pstdev(own) if own else 0.0,
+            "time/step_spread_s": pstdev(changes) if changes else 0.0,
         }
 
 

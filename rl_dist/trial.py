@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_dist.all_reduce_bench import RANK_VARIABLES
 from rl_dist.launch import UserError
 from rl_dist.metrics import METRICS_FILE
-from rl_dist.rendezvous import ADDRESS_VARIABLES
 from rl_dist.resume_check import kill_group
 from rl_dist.world import die_with_parent
 
@@ -38,7 +38,6 @@ CHOSEN = {
     "max_restarts": "0",
 }
 DROPPED = ("run_dir", "resume", "num_episodes", "quick", "on_event", "seed", *CHOSEN)
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
 POLL_S = 0.05
 
 
@@ -70,6 +69,10 @@ class Copy:
         """Its configuration by section."""
         return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
 
+    def log(self) -> str:
+        """Its log so far."""
+        return (self.run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8", errors="replace")
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -77,6 +80,7 @@ class Trial:
 
     records: list[list[dict[str, Any]]]  # by copy: its metrics of the iterations that all copies trained through
     config: dict[str, Any]  # of the first copy, by section
+    log: str  # of the first copy
 
 
 def run_copies(flags: Sequence[str], copies: int, threads: int, iterations: int, **options: Any) -> list[list[dict]]:
@@ -121,7 +125,8 @@ def run_trial(
             begun = [count + 1 for count in first]  # the one under way has begun before all were warm
             last = _wait(running, [count + iterations for count in begun], deadline_s)
             found = [copy.records() for copy in running]
-            return Trial([all_[a:b] for all_, a, b in zip(found, begun, last, strict=True)], running[0].config())
+            kept = [records[a:b] for records, a, b in zip(found, begun, last, strict=True)]
+            return Trial(kept, running[0].config(), running[0].log())
         finally:
             for copy in running:
                 kill_group(copy.job)
