@@ -114,8 +114,9 @@ def modes(folder):
 
 
 def comparable(record):
-    own = {name: value for name, value in record.items() if not name.startswith("time/")}
-    own["ranks"] = [{k: v for k, v in one.items() if not k.startswith("time/")} for one in record["ranks"]]
+    measured = ("time/", "cpu/", "ram/")
+    own = {name: value for name, value in record.items() if not name.startswith(measured)}
+    own["ranks"] = [{k: v for k, v in one.items() if not k.startswith(measured)} for one in record["ranks"]]
     return own
 
 
