@@ -69,6 +69,8 @@ def last_messages(logs: Sequence[RankLog], number: int) -> list[Message]:
 
 def tail(path: Path) -> str:
     """The last whole lines of a file, "" without one; its very last line may be torn."""
+    if not path.is_file():  # to open a pipe would wait for its writer
+        return ""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)

@@ -23,6 +23,8 @@ STARTING_S = 120.0  # from the configuration to the first sign of life of a rank
 RECENT = 20  # iterations that figures are taken over
 LARGE_BYTES = 256 * 2**20  # checkpoints above are not read: it would take long
 HUNG_FACTOR, HUNG_S = 20.0, 60.0  # an iteration that takes so many times longer than usual, and at least so long
+LARGE = 1e18  # larger numbers are rubbish
+UNREADABLE = (ValueError, OverflowError, RecursionError)  # what json and int raise at rubbish
 OVER = ("finished", "stopped", "failed", "dead")
 
 
@@ -104,7 +106,7 @@ def read_run(run_dir: Path, num_messages: int = 5) -> RunState:
     facts = {
         "iteration": last.get("iteration", 0),
         "global_step": last.get("global_step", 0),
-        "done": last.get("global_step" if by_steps else "episode/total") or 0,
+        "done": int(_number(last.get("global_step" if by_steps else "episode/total")) or 0),
         "total": train["total_steps" if by_steps else "num_episodes"],
         "unit": "steps" if by_steps else "episodes",
         "iteration_s": median(seconds) if seconds else None,
@@ -119,7 +121,7 @@ def read_run(run_dir: Path, num_messages: int = 5) -> RunState:
         run_dir=str(run_dir),
         state=state,
         reason=reason,
-        env=str(config.get("task", {}).get("env", "")),
+        env=_env(config),
         strategy=strategy,
         device=device,
         num_ranks=num_ranks,
@@ -140,18 +142,24 @@ def _read_config(run_dir: Path) -> dict[str, Any]:
         raise NoRunError(f"{run_dir} is {'a file' if run_dir.exists() else 'not there'}: give a run directory")
     path = run_dir / "config.json"
     try:
+        if path.exists() and not path.is_file():
+            raise NoRunError(f"{path} is no file; is this a run directory?")
         config = json.loads(path.read_text(encoding="utf-8"))
+    except NoRunError:
+        raise
     except FileNotFoundError:
         below = _runs_below(run_dir)
         cure = f"it holds {len(below)} run(s), such as {below[-1]}: name one" if below else "give a run directory"
         raise NoRunError(f"{run_dir} is no run directory, for it has no config.json; {cure}") from None
     except OSError as error:
         raise NoRunError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError:
+    except UNREADABLE:
         raise NoRunError(f"{path} is torn or not ours: it is no JSON; is this a run directory?") from None
     train = config.get("train") if isinstance(config, dict) else None
     totals = [train.get(name) for name in ("total_steps", "num_episodes")] if isinstance(train, dict) else [None]
-    if not all(isinstance(total, int) for total in totals) or not isinstance(config.get("launch"), dict):
+    if not all(isinstance(total, int) and _number(total) is not None for total in totals) or not isinstance(
+        config.get("launch"), dict
+    ):
         raise NoRunError(f"{path} is not ours: it does not say how long to train; is this a run directory?")
     return config
 
@@ -162,8 +170,8 @@ def _read_records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     for line in tail(path).splitlines():
         try:
             record = json.loads(line)
-            found.append({"iteration": int(record["iteration"]), "global_step": int(record["global_step"])} | record)
-        except (ValueError, KeyError, TypeError):
+            found.append(record | {name: _count(record[name]) for name in ("iteration", "global_step")})
+        except (KeyError, TypeError, *UNREADABLE):
             torn += 1
     if torn:
         notes.append(f"{path.name} has {torn} torn line(s)")
@@ -176,7 +184,7 @@ def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
         return summary if isinstance(summary, dict) else {}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except (OSError, *UNREADABLE):
         notes.append(f"{path.name} is torn")
         return {}
 
@@ -191,6 +199,11 @@ def _mtime(path: Path) -> float | None:
 def _age(path: Path) -> float | None:
     modified = _mtime(path)
     return None if modified is None else max(0.0, time.time() - modified)
+
+
+def _env(config: dict[str, Any]) -> str:
+    task = config.get("task")
+    return str(task.get("env", "")) if isinstance(task, dict) else ""
 
 
 # ---- what they mean
@@ -306,7 +319,15 @@ def _time_left(recent: Sequence[dict[str, Any]], facts: dict[str, Any]) -> float
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A number that can be reckoned with; else None."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and -LARGE < value < LARGE
+    return value if good else None
+
+
+def _count(value: Any) -> int:
+    if (number := _number(value)) is None:
+        raise ValueError(f"{value} counts nothing")
+    return int(number)
 
 
 def _use(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from rl_dist.run_state import NoRunError, RunState, newest_run, read_run
 
 RUNS = Path("runs")
 EVERY_S = 2.0
+TEXT_WIDTH = 200  # characters of a message that are shown
 BAD = ("failed", "dead")
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
@@ -31,7 +32,7 @@ exit codes: 0 it goes on, has finished or was stopped; 1 failed or dead; 2 no ru
 
 def describe(run: RunState) -> list[str]:
     """The lines for people."""
-    head = f"{run.state}" + (f": {run.reason}" if run.reason else "")
+    head = f"{run.state}" + (f": {_cut(run.reason)}" if run.reason else "")
     ranks = "" if run.num_ranks is None else f", {run.num_ranks} rank{'s' * (run.num_ranks > 1)}"
     place = f" on {run.device}" if run.device else ""
     rows = [
@@ -43,7 +44,7 @@ def describe(run: RunState) -> list[str]:
         ("return", _returns(run)),
         ("checkpoint", _checkpoint(run)),
         *((f"rank {one['rank']}", _use(one)) for one in run.use),
-        *(("logged", f"{m.time} {m.level.lower()}, rank {m.rank}: {m.text}") for m in run.messages),
+        *(("logged", f"{m.time} {m.level.lower()}, rank {m.rank}: {_cut(m.text)}") for m in run.messages),
         *(("note", note) for note in run.notes),
     ]
     return [f"{name:<11} {text}" for name, text in rows if text]
@@ -58,7 +59,7 @@ def one_line(run: RunState) -> str:
         parts.append(f"return {run.last_return:.4g}")
     if run.eta_s is not None:
         parts.append(f"ETA {_duration(run.eta_s)}")
-    return " | ".join([*parts, *([run.reason] if run.reason else [])])
+    return " | ".join([*parts, *([_cut(run.reason)] if run.reason else [])])
 
 
 def _share(run: RunState) -> float:
@@ -116,6 +117,11 @@ def _use(one: dict[str, Any]) -> str:
         *value("time/idle_share", "waits {:.0%} of the time"),
     ]
     return ", ".join(parts)
+
+
+def _cut(text: str) -> str:
+    """Whole in --json and in the logs."""
+    return text if len(text) <= TEXT_WIDTH else f"{text[:TEXT_WIDTH]} ..."
 
 
 def _short(value: float) -> str:

@@ -2,9 +2,12 @@
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from rl_dist import run_state
 from rl_dist.checkpoint import save_checkpoint
 from rl_dist.run_lock import hold
 from rl_dist.run_state import STARTING_S, NoRunError, newest_run, read_run
+from rl_dist.status import describe, one_line
 
 BEGAN = "2026-01-31 12:00:00,001 INFO rank {rank} train_distributed: Recall-v0, rank {rank} of 2 on cpu\n"
 TRAINED = "2026-01-31 12:00:09,001 INFO rank {rank} train_distributed: trained to iteration 3, 30 steps\n"
@@ -265,6 +269,59 @@ def test_records_of_strange_types_are_told_as_far_as_they_go(run):
         found = run.read()
     assert (found.state, found.iteration, found.done) == ("running", 2, 0)
     assert found.steps_per_s is found.last_return is found.eta_s is None and found.use == [] and found.messages == []
+
+
+def wreck(data, rng):
+    """Bytes with a cut, a hole, foreign bytes or another value somewhere."""
+    at, to = sorted(rng.choices(range(len(data) + 1), k=2))
+    values = [b"null", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'"x"', b"true", b"[" * 3000, b"9" * 400]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + data[to:]
+    if kind == 2:
+        return data[:at] + rng.randbytes(8) + data[at:]
+    places = list(re.finditer(rb"(?<=: )[^,{}\[\]]+", data))
+    place = rng.choice(places) if places else None
+    return data[: place.start()] + rng.choice(values) + data[place.end() :] if place else data[:at]
+
+
+def test_whatever_is_wrecked_it_is_told_or_refused_in_one_line(run):
+    use = {"cpu/percent": 90.0, "gpu/power_w": None, "time/idle_share": 0.2}
+    values = {"episode/return": 1.0, "episode/count": 2, "valid/return": 0.5}
+    run.metrics(*(record(n, **values, ranks=[{"rank": 0} | use, {"rank": 1} | use]) for n in range(1, 5)))
+    run.logs(BEGAN + FAILED + BEGAN + TRAINED, BEGAN + FAILED)
+    run.summary(4)
+    save_checkpoint(run.path / "checkpoints", {"x": torch.zeros(3)}, iteration=4, keep=5)
+    names = ["config.json", "metrics.jsonl", "summary.json", "logs/rank_1.log", "checkpoints/iteration_00000004.pt"]
+    whole = {name: (run.path / name).read_bytes() for name in names}
+    rng, refused = random.Random(1), 0
+    for trial in range(500):
+        name = names[trial % len(names)]
+        (run.path / name).write_bytes(wreck(whole[name], rng))
+        try:
+            with hold(run.path / "config.json") if trial % 2 else nullcontext():
+                found = run.read()
+            assert describe(found) and one_line(found).count("\n") == 0
+            json.dumps(found.to_dict(), allow_nan=False)
+        except NoRunError as error:
+            assert name == "config.json" and "\n" not in str(error)
+            refused += 1
+        (run.path / name).write_bytes(whole[name])
+    assert 10 < refused < 100  # of 100 wrecked configurations
+
+
+def test_what_is_no_plain_file_holds_nothing_up(run):
+    for name in ("metrics.jsonl", "summary.json"):
+        (run.path / name).mkdir()
+    (run.path / "logs").mkdir()
+    os.mkfifo(run.path / "logs" / "rank_0.log")
+    assert run.read().iteration == 0
+    (run.path / "config.json").unlink()
+    os.mkfifo(run.path / "config.json")
+    with pytest.raises(NoRunError, match="config.json is no file"):
+        run.read()
 
 
 def test_only_the_end_of_a_long_file_is_read(run, monkeypatch):
