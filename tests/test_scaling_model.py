@@ -144,15 +144,19 @@ def test_a_hiccup_does_not_decide_the_spread():
 # on one L40; the same with training on one; rollouts alone on N ranks, which do not communicate; and what training on
 # N then reached. Environments are per rank (weak). Network sizes and steps: the tasks' agents/*.yaml and *_cfg.py in
 # the same repository (shadow hand: 157 inputs, 512-512-256-128, horizon 16, minibatch 32768, 5 epochs; G1 rough: 310
-# inputs, actor and critic 512-256-128, 24 steps, 4 minibatches, 5 epochs). L40: PCIe 4, no NVLink.
+# inputs, actor and critic 512-256-128, 24 steps, 4 minibatches, 5 epochs; cartpole with camera: three convolutions
+# and 512, horizon 64, minibatch 2048, 4 epochs). L40: PCIe 4, no NVLink; the network between machines is not
+# published, 100 Gbit/s Ethernet is assumed. Three more published points are missed, predicted too well, by costs that
+# are not among the published inputs: cartpole with camera on 16 (101 % for 77 %), cartpole on 4 (103 % for 91 %) and
+# on 16 (98 % for 84 %), whose whole iteration takes a quarter of a second.
 ISAAC_LAB = {
     # name: (envs, horizon, gradient steps, parameters, rollout 1, train 1, {ranks: (rollouts alone, trained)})
     "Isaac-Reorient-Cube-Shadow-Direct": (
         8192, 16, 20, 0.52e6, 140_000, 120_000, {4: (420_000, 390_000), 16: (2_300_000, 1_800_000)}),
     "Isaac-Velocity-Rough-G1": (
-        4096, 24, 20, 0.66e6, 64_000, 62_000, {4: (270_000, 250_000)}),
+        4096, 24, 20, 0.66e6, 64_000, 62_000, {4: (270_000, 250_000), 16: (1_100_000, 960_000)}),
     "Isaac-Cartpole-Camera-Direct": (
-        1024, 64, 32, 0.30e6, 28_000, 21_000, {4: (120_000, 90_000)}),
+        1024, 64, 128, 2.74e6, 28_000, 21_000, {4: (120_000, 90_000)}),
 }  # fmt: skip
 
 
