@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.launch import UserError
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.reduction_bench import Reductions, measure_reductions
@@ -158,18 +157,11 @@ def flags_of_run(run_dir: Path) -> list[str]:
     return flags
 
 
-def gradient_bytes_of(trial: Trial) -> int:
+def gradient_bytes_of_log(log: str) -> int:
     """The size of the gradient, as a rank logged it."""
-    found = re.findall(GRADIENT_BYTES_LOGGED.replace("%d", r"(\d+)"), trial.log)
+    found = re.findall(GRADIENT_BYTES_LOGGED.replace("%d", r"(\d+)"), log)
     assert found, "rl_dist.strategy logs it"
     return int(found[-1])
-
-
-def gradient_bytes_of_run(run_dir: Path) -> int:
-    """The size of the gradient by the newest checkpoint; 0: there is none."""
-    path = latest_checkpoint(run_dir)
-    policy = load_checkpoint(path)["policy"] if path else {}
-    return sum(tensor.numel() * tensor.element_size() for tensor in policy.values())
 
 
 # ---- measuring
@@ -216,7 +208,7 @@ def calibrate(
     one = work_of(first.records)
     num_steps, batch_size = first.config["train"]["num_steps"], first.config["train"]["batch_size"]
     num_envs = one.env_steps // num_steps
-    gradient_bytes = gradient_bytes_of(first)
+    gradient_bytes = gradient_bytes_of_log(first.log)
     talk = _Talk(gradient_bytes, short)
     link = link or talk.link(gpus[-1])
     between = between or link

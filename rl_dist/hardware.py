@@ -136,7 +136,11 @@ def get_gpu_info() -> GpuInfo:
 
 
 def print_gpu_info(info: GpuInfo | None = None) -> None:
-    """Print one line per GPU and per link, or why there are none."""
+    """Print one line per GPU and per link, or why there are none.
+
+    >>> print_gpu_info()  # doctest: +SKIP
+    GPU 0: NVIDIA H100 80GB HBM3, ...
+    """
     info = info or get_gpu_info()
     if not info.gpus:
         print(f"no GPU: {info.torch_error or info.nvml_error or 'torch and NVML see none'}")

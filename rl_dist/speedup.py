@@ -25,7 +25,7 @@ from rl_dist.speedup_report import Budget, Report, markdown, report_of, table
 from rl_dist.trial import TrialFailed, without
 
 DESCRIPTION = "Predict speedup, time and cost of training on more GPUs, from short measured runs of one rank's share."
-EPILOG = """All other flags are those of train_distributed.py and say what is trained; RUN_DIR stands for those of a run.
+EPILOG = """Other flags are those of train_distributed.py and say what is trained; RUN_DIR stands for those of a run.
 
 examples:
   python -m rl_dist.speedup                                        the main job, on this machine

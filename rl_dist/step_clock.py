@@ -45,7 +45,8 @@ class StepClock:
         """Seconds since `start` by phase; on a GPU, call it when its queue is done.
 
         Returns:
-            time/forward_s, time/backward_s and time/optimizer_s without waiting, time/gradient_wait_s, and
+            time/forward_s, time/backward_s and time/optimizer_s without waiting; time/gradient_wait_s;
+            time/reduction_s: the shortest wait, that is of a step to which this rank came last;
             time/step_spread_s: the standard deviation of one step's own seconds, without what repeats from
             one reading to the next (such as a slow first step).
         """
@@ -67,6 +68,7 @@ class StepClock:
         return {
             **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
             "time/gradient_wait_s": sum(waits),
+            "time/reduction_s": min(waits, default=0.0),
             "time/step_spread_s": pstdev(changes) if changes else 0.0,
         }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,14 +31,13 @@ from rl_dist.world import die_with_parent
 SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 # Seeds differ, so that the copies' episodes do not end together. Nothing is saved or judged.
 CHOSEN = {
-    "num_gpus": "1",
     "total_steps": "1000000000000000",
     "validate_every": "0",
     "checkpoint_every": "1000000000",
     "keep_best": "off",
     "max_restarts": "0",
 }
-DROPPED = ("run_dir", "resume", "num_episodes", "quick", "on_event", "seed", *CHOSEN)
+DROPPED = ("run_dir", "resume", "num_episodes", "quick", "on_event", "seed", "num_gpus", *CHOSEN)
 POLL_S = 0.05
 
 
@@ -83,6 +83,73 @@ class Trial:
     log: str  # of the first copy
 
 
+class SideBySide:
+    """Trainings that run at the same time, and can be halted together; a context manager.
+
+    Args:
+        flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
+            are chosen here.
+        copies: processes; with device_type "cuda" each has a GPU of its own.
+        threads: of each copy.
+        num_gpus: ranks of each copy.
+
+    Raises:
+        UserError: the script was not content with the flags; its own words.
+        TrialFailed: a copy failed in another way, or took too long.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        copies: int,
+        threads: int,
+        *,
+        num_gpus: int = 1,
+        device_type: str = "cpu",
+        script: Path = SCRIPT,
+    ) -> None:
+        if copies < 1 or threads < 1:
+            raise UserError(f"copies {copies} and threads {threads} must be at least 1")
+        self._how = flags, copies, threads, num_gpus, device_type, script
+        self._folder = tempfile.TemporaryDirectory(prefix="trial_")
+        self.running: list[Copy] = []
+
+    def __enter__(self) -> SideBySide:
+        flags, copies, threads, num_gpus, device_type, script = self._how
+        try:
+            for number in range(copies):
+                chosen = [*without(flags, DROPPED), f"--num_gpus={num_gpus}", f"--seed={number + 1}"]
+                copy = _start(chosen, number, threads, device_type, script, Path(self._folder.name))
+                self.running.append(copy)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        for copy in self.running:
+            kill_group(copy.job)
+        self._folder.cleanup()
+
+    def measure(self, iterations: int, timeout_s: float = 600.0) -> list[list[dict[str, Any]]]:
+        """Let all train; the records of each copy's next whole iterations, at least so many of the slowest."""
+        deadline_s = time.monotonic() + timeout_s
+        begun = [copy.num_iterations() + 1 for copy in self.running]  # the one under way began before
+        ended = _wait(self.running, [count + iterations for count in begun], deadline_s)
+        found = [copy.records() for copy in self.running]
+        return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
+
+    def halt(self) -> None:
+        """Stop all, in the middle of whatever they do."""
+        for copy in self.running:
+            os.killpg(copy.job.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let all go on after `halt`."""
+        for copy in self.running:
+            os.killpg(copy.job.pid, signal.SIGCONT)
+
+
 def run_copies(flags: Sequence[str], copies: int, threads: int, iterations: int, **options: Any) -> list[list[dict]]:
     """The metrics records of each copy; see `run_trial`."""
     return run_trial(flags, copies, threads, iterations, **options).records
@@ -95,41 +162,26 @@ def run_trial(
     iterations: int,
     *,
     warm_up: int = 2,
-    device_type: str = "cpu",
     timeout_s: float = 600.0,
-    script: Path = SCRIPT,
+    **options: Any,
 ) -> Trial:
     """Train copies side by side; what each measured while all of them trained.
 
     Args:
-        flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
-            are chosen here.
-        copies: processes; with device_type "cuda" each has a GPU of its own.
-        threads: of each copy.
+        flags, copies, threads: as of `SideBySide`, and `options` (device_type, script) as well.
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
 
     Raises:
-        UserError: the script was not content with the flags; its own words.
-        TrialFailed: a copy failed in another way, or took too long.
+        UserError, TrialFailed: as of `SideBySide`.
     """
-    if copies < 1 or threads < 1 or iterations < 1 or warm_up < 0:
-        raise UserError(f"copies {copies}, threads {threads} and iterations {iterations} must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="trial_") as folder:
-        running: list[Copy] = []
-        try:
-            for number in range(copies):
-                running.append(_start(flags, number, threads, device_type, script, Path(folder)))
-            deadline_s = time.monotonic() + timeout_s
-            first = _wait(running, [warm_up] * copies, deadline_s)  # whole iterations so far
-            begun = [count + 1 for count in first]  # the one under way has begun before all were warm
-            last = _wait(running, [count + iterations for count in begun], deadline_s)
-            found = [copy.records() for copy in running]
-            kept = [records[a:b] for records, a, b in zip(found, begun, last, strict=True)]
-            return Trial(kept, running[0].config(), running[0].log())
-        finally:
-            for copy in running:
-                kill_group(copy.job)
+    if iterations < 1 or warm_up < 0:
+        raise UserError(f"iterations {iterations} must be at least 1, warm_up {warm_up} at least 0")
+    with SideBySide(flags, copies, threads, **options) as together:
+        first = together.running[0]
+        if warm_up:
+            together.measure(warm_up - 1, timeout_s)
+        return Trial(together.measure(iterations, timeout_s), first.config(), first.log())
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -148,7 +200,7 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
 def _start(flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path) -> Copy:
     run_dir, errors = folder / f"copy_{number}", folder / f"copy_{number}.err"
     chosen = [f"--{name}={value}" for name, value in CHOSEN.items()]
-    command = [sys.executable, str(script), *without(flags, DROPPED), *chosen, f"--seed={number + 1}"]
+    command = [sys.executable, str(script), *flags, *chosen]
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}

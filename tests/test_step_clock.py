@@ -33,6 +33,7 @@ def test_phases_add_up_without_waiting(monkeypatch):
         "time/backward_s": 5.0,
         "time/optimizer_s": 1.0,
         "time/gradient_wait_s": 1.0,
+        "time/reduction_s": 0.0,
         "time/step_spread_s": 1.0,  # steps of 3.5 and 5.5
     }
 

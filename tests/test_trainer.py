@@ -32,11 +32,13 @@ KEYS = {
     "optim/learning_rate", "time/collect_s", "time/update_s", "time/sync_s", "time/sps", "ranks",
     "time/update_own_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s",
     "time/step_spread_s", "time/idle_share",
+    "time/reduction_s",
 }  # fmt: skip
 RANK_KEYS = {
     "rank", "episode/return", "episode/count", "time/collect_s", "time/update_s", "time/update_own_s",
     "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s", "time/step_spread_s",
     "time/idle_share",
+    "time/reduction_s",
 }  # fmt: skip
 
 
