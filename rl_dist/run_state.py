@@ -112,7 +112,10 @@ def read_run(run_dir: Path, num_messages: int = 5) -> RunState:
         "iteration_s": median(seconds) if seconds else None,
         "metrics_age_s": _age(run_dir / "metrics.jsonl"),
     }
+    saved = _newest_checkpoint(run_dir / "checkpoints", notes)
     state, reason = _state(run_dir, facts, summary, logs, config["launch"].get("max_restarts", 0))
+    if state == "dead":
+        reason += "; --resume goes on from its checkpoint" if saved else "; it has no checkpoint to go on from"
     num_ranks, device = _began(logs, last)
     strategy = config["launch"].get("strategy", "")
     if strategy == "auto" and num_ranks:
@@ -127,7 +130,7 @@ def read_run(run_dir: Path, num_messages: int = 5) -> RunState:
         num_ranks=num_ranks,
         **facts,
         **_figures(records, facts, state),
-        **_newest_checkpoint(run_dir / "checkpoints", notes),
+        **saved,
         use=_use(records),
         messages=last_messages(logs, num_messages),
         notes=notes,
@@ -254,7 +257,7 @@ def _how_it_ended(logs: Sequence[RankLog], complete: bool) -> tuple[str, str]:
     if trained and not complete:
         return "stopped", "it was asked to stop, or its launcher was killed, and it saved; --resume goes on"
     where = "while it was judged" if trained else "without a word: killed, or the machine went down"
-    return "dead", f"it ended {where}; --resume goes on from its last checkpoint"
+    return "dead", f"it ended {where}"
 
 
 def _running_reason(facts: dict[str, Any], logs: Sequence[RankLog], complete: bool) -> str:

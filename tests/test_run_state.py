@@ -169,7 +169,7 @@ def test_with_its_summary_it_has_finished_unless_it_went_on_from_there(run):
 def test_before_its_ranks_come_it_is_starting_for_a_while(run):
     assert run.how()[0] == "starting"
     run.config_is_old()
-    assert run.how() == ("dead", "no rank has ever started")
+    assert run.how() == ("dead", "no rank has ever started; it has no checkpoint to go on from")
     run.metrics(record(1), age_s=5)  # resumed: its configuration is newer than what its ranks left
     run.logs(BEGAN, age_s=5)
     run.summary(1)
@@ -188,7 +188,9 @@ def test_how_it_ended_is_told_by_the_logs_of_its_last_life(run):
     assert state == "dead" and "while it was judged" in reason
     run.logs(BEGAN, BEGAN)
     state, reason = run.how()
-    assert state == "dead" and "without a word" in reason and "--resume" in reason
+    assert state == "dead" and "without a word" in reason and "no checkpoint" in reason
+    save_checkpoint(run.path / "checkpoints", {"x": torch.zeros(3)}, iteration=1, keep=5)
+    assert "--resume goes on from its checkpoint" in run.how()[1]
     run.logs(BEGAN + FAILED.replace("0{rank}", "05"), FAILED.replace("0{rank}", "04"))
     assert run.how() == ("failed", "rank 1, 2026-01-31 12:00:04,001: envs.faults.EnvironmentFault: rank 1 is to blame")
     run.logs(BEGAN + FAILED + BEGAN, BEGAN + FAILED + BEGAN)  # begun again since
