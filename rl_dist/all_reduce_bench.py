@@ -1,4 +1,4 @@
-"""Starts ranks and makes them reduce: does it work, is the sum right, how long does it take?
+"""Ranks that reduce: does it work, is the sum right, how long does it take?
 
     measured = measure_all_reduce(2, [1024, 2**20])
     measured.seconds  # {1024: 0.0002, 1048576: 0.0011}
@@ -58,7 +58,7 @@ class SizeTime:
 
 @dataclass(frozen=True)
 class DdpSteps:
-    """Real steps of DistributedDataParallel; their parameters agreed and were those expected."""
+    """Real steps of DistributedDataParallel, whose parameters were right."""
 
     gradient_bytes: int
     step_s: float  # the last one: forward, backward, reduction, optimizer
@@ -93,7 +93,7 @@ def measure_all_reduce(
     gradient_bytes: int = 0,
     timeout_s: float = 180.0,
 ) -> Measured:
-    """Time an all-reduce of each size over ranks of this machine, after verifying its sum.
+    """Time an all-reduce of each size over ranks here, after verifying its sum.
 
     Args:
         num_ranks: processes to start; with device_type "cuda" one GPU each.
@@ -171,7 +171,7 @@ def _read(found: dict[str, Any]) -> Measured:
 
 
 def run(asked: str) -> int:
-    """Start the ranks; returns the exit code. `asked` is JSON of `measure_all_reduce`."""
+    """Start the ranks, as asked in JSON; returns the exit code."""
     parameters = json.loads(asked)
     return launch(run_rank, (parameters,), parameters["num_ranks"])
 
