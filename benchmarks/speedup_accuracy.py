@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--job", choices=(*JOBS, "both"), default="both")
     parser.add_argument("--scaling", choices=("strong", "weak", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=2, help="of each turn (default: 2)")
+    parser.add_argument("--iterations", type=int, default=3, help="of each turn (default: 3)")
     args = parser.parse_args()
     print(json.dumps({"torch": torch.__version__, "cores": available_cores(), "date": time.strftime("%Y-%m-%d")}))
     for job in JOBS if args.job == "both" else (args.job,):

@@ -1,4 +1,4 @@
-"""What the scaling model needs, measured on this machine without a training run on several ranks.
+"""What the scaling model needs, measured without training on several ranks.
 
 For every number of ranks N, short runs of a rank's share of the job: N copies side by side that do not communicate,
 at the sizes and with the threads that a rank would have. Reductions are measured by ranks that only reduce.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rl_dist.launch import UserError
+from rl_dist.machines import LINKS, link_of_gpu
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Link, Prediction, Scaled, Work, cluster_all_reduce_s, fit_link, predict
@@ -75,7 +76,7 @@ class Calibration:
 
 
 def work_of(copies: Sequence[Sequence[dict[str, Any]]]) -> Work:
-    """One rank's own work out of the metrics of independent one-rank runs; medians over all."""
+    """One rank's own work: medians over the metrics of independent one-rank runs."""
     records = [record for records in copies for record in records]
     if not records:
         raise UserError("no iteration was measured: give more --iterations")
@@ -108,7 +109,7 @@ def _own_seconds(record: dict[str, Any]) -> dict[str, float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Standard deviation, estimated by absolute deviations so that a hiccup does not decide it."""
+    """Standard deviation by absolute deviations: a hiccup does not decide it."""
     if len(values) < 2:
         return 0.0
     middle = statistics.median(values)
@@ -142,7 +143,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def flags_of_run(run_dir: Path) -> list[str]:
-    """The training flags that config.json stands for, without those that cannot take effect."""
+    """The training flags of a run, without those that cannot take effect."""
     read_records(run_dir)
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     trading = config["task"]["env"] == TRADING
@@ -193,7 +194,7 @@ def calibrate(
         iterations: measured of every short run.
         ranks_per_machine: 0: the GPUs here, or on the CPU all ranks.
         link: between ranks of one machine; None: measured, where two devices are here.
-        between: between machines; None: the same.
+        between: between machines, needed where there are several.
 
     Raises:
         UserError: flags that training refuses, or a number of ranks that cannot be.
@@ -202,6 +203,11 @@ def calibrate(
     if gpus[0] < 1:
         raise UserError(f"--gpus {gpus[0]} must be at least 1")
     per_machine = ranks_per_machine or default_ranks_per_machine(device_type, gpus[-1])
+    if between is None and gpus[-1] > per_machine:
+        raise UserError(
+            f"--between: {gpus[-1]} GPUs are {-(-gpus[-1] // per_machine)} machines of {per_machine}; "
+            f"name the network between them: {', '.join(LINKS)}"
+        )
     job = without(flags, OF_RANKS)
     short = _Short(job, iterations, device_type, per_machine, say)
     first = short.run(1, [])
@@ -274,7 +280,7 @@ class _Short:
         return here if self.device_type == "cpu" else max(1, min(here, torch.cuda.device_count()))
 
     def run(self, ranks: int, share: list[str]) -> Trial:
-        """As many copies as ranks would share this machine; those of several through DDP, as they would be."""
+        """As many copies as ranks would share this machine; those of several with DDP."""
         copies = self.copies(ranks)
         threads = threads_per_rank(min(ranks, self.per_machine))
         what = f"{copies} cop{'ies' if copies > 1 else 'y'} with {threads} thread(s)"
@@ -286,7 +292,7 @@ class _Short:
 
 @dataclass(frozen=True)
 class _Talk:
-    """Communication of any number of ranks: measured as far as they fit here, else by the links."""
+    """Communication of N ranks: measured as far as they fit here, else modelled."""
 
     gradient_bytes: int
     short: _Short
@@ -303,8 +309,11 @@ class _Talk:
     def link(self, most: int) -> Link:
         """The link inside this machine, as far as it can be measured here."""
         devices = most if self.short.device_type == "cpu" else torch.cuda.device_count()
-        ranks = min(2, most, self.short.per_machine, devices)
-        return fit_link(self.measured(ranks).gradients_s, ranks) if ranks > 1 else Link(name="none")
+        if min(most, self.short.per_machine) == 1:
+            return Link(name="none")
+        if devices < 2:
+            return link_of_gpu(torch.cuda.get_device_name(0))
+        return fit_link(self.measured(2).gradients_s, 2)
 
     def of(self, ranks: int, link: Link, between: Link) -> Communication:
         """What an iteration of `ranks` ranks pays."""
@@ -316,7 +325,7 @@ class _Talk:
 
 
 def modelled_communication(num_bytes: int, ranks: int, per_machine: int, inside: Link, between: Link) -> Communication:
-    """Reductions by latency and bandwidth of the links; small ones are nothing but latency."""
+    """Reductions by the links' latency and bandwidth."""
 
     def seconds(size: int) -> float:
         return cluster_all_reduce_s(size, ranks, per_machine, inside, between)

@@ -1,4 +1,4 @@
-"""GPUs and links that one does not own: data-sheet rates, to be read as estimates.
+"""GPUs and links that one does not own: data-sheet rates, for estimates.
 
 Rates are the makers' peaks, without sparsity. Prices are the lowest and highest list prices per GPU-hour seen on
 providers' pages from August to November 2026; None: none was seen, so give --price_per_hour.
@@ -96,7 +96,7 @@ LINKS = {
         Link(name="Ethernet 100", base_s=30e-6, hop_s=30e-6, bytes_per_s=0.8 * 12.5e9),
         Link(name="Ethernet 25", base_s=30e-6, hop_s=30e-6, bytes_per_s=0.8 * 3.125e9),
         Link(name="Ethernet 10", base_s=30e-6, hop_s=30e-6, bytes_per_s=0.8 * 1.25e9),
-        # gloo over 127.0.0.1 on a 2-core AMD EPYC, torch 2.13, 2026-11: for want of a measurement of one's own.
+        # gloo over 127.0.0.1: an order of magnitude; between ranks of one machine it is measured.
         Link(name="loopback", base_s=200e-6, hop_s=100e-6, bytes_per_s=1e9),
     )
 }
@@ -118,6 +118,18 @@ def find_gpus(name: str) -> list[Gpu]:
         UserError: lists the names there are.
     """
     return [GPUS[_known(part.strip(), list(GPUS), "--gpu")] for part in name.split("+")]
+
+
+def link_of_gpu(device_name: str) -> Link:
+    """The link between cards of this kind, by the name that torch gives it.
+
+    Raises:
+        UserError: it is not known.
+    """
+    for gpu in GPUS.values():
+        if all(word in device_name for word in gpu.name.replace("SXM", "").split()):
+            return LINKS[gpu.link if "PCIe" not in device_name else "PCIe 4"]
+    raise UserError(f"--link: name the link between GPUs like {device_name}: {', '.join(LINKS)}")
 
 
 def slowest(gpus: list[Gpu]) -> Gpu:

@@ -1,4 +1,4 @@
-"""What ranks pay for talking to each other in training, once all of them are there.
+"""What ranks pay for talking to each other, once all of them are there.
 
 The ranks are those of training and reduce as it does: gradients through the hook of DistributedDataParallel with the
 announcement before it, sums and gathers through rl_dist.collectives. Between two of them every rank works for some
@@ -75,7 +75,7 @@ def measure_reductions(
 
 
 def run(asked: str) -> int:
-    """Start the ranks; returns the exit code. `asked` is JSON of `measure_reductions`."""
+    """Start the ranks, as `asked` in JSON; returns the exit code."""
     parameters = json.loads(asked)
     return launch(run_rank, (parameters,), parameters["num_ranks"])
 
@@ -143,7 +143,7 @@ def _last_comer_s(call: Callable[[], None], repeats: int, world: World) -> float
 
 
 def _work(world: World) -> None:
-    """Some milliseconds of arithmetic on this rank's device, whose caches then hold something else."""
+    """Some milliseconds of arithmetic; caches then hold something else."""
     matrix = torch.full((256, 256), 0.01, device=world.device)
     until_s = time.perf_counter() + WORK_S
     while time.perf_counter() < until_s:

@@ -1,4 +1,4 @@
-"""How long an iteration takes on N ranks: a model without measurements of its own.
+"""How long an iteration takes on N ranks: the model, which measures nothing.
 
     iteration = max over ranks of (rollout) + steps * (max over ranks of (own part of a step) + reduction)
                 + rest + small collectives
@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A connection between ranks: seconds to begin, seconds per hop, bytes per second of each rank."""
+    """A connection between ranks: seconds to begin and per hop, bytes per second."""
 
     name: str
     base_s: float = 0.0
@@ -82,7 +82,7 @@ class Link:
 
 
 def fit_link(measured_s: Mapping[int, float], ranks: int, name: str = "measured") -> Link:
-    """The link that explains all-reduces measured by size in bytes, by relative least squares.
+    """The link that explains all-reduces by size in bytes: relative least squares.
 
     Latency goes to `base_s`: one number of ranks cannot tell it from hops.
     """
@@ -182,7 +182,7 @@ def predict(work: Work, ranks: int, communication: Communication) -> Prediction:
 
 @cache
 def expected_maximum(count: int) -> float:
-    """Expected maximum of `count` independent standard normal numbers (2: 0.564, 8: 1.424)."""
+    """Expected maximum of independent standard normal numbers (2: 0.564)."""
     if count <= 1:
         return 0.0
     edges = np.linspace(-9.0, 9.0, 20_001)

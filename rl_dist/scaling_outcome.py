@@ -21,7 +21,7 @@ WARM_UP, LATEST = 2, 200  # iterations left out at the beginning, and at most lo
 
 
 def outcome_of(run_dir: Path) -> dict[str, Any] | None:
-    """Predicted and measured steps/s of a finished run; None: one rank, or too few iterations.
+    """Predicted and measured steps/s of a run; None: one rank, or few iterations.
 
     Never fails: what cannot be read is logged.
     """

@@ -1,4 +1,4 @@
-"""How much faster would more GPUs be, how long would it take and what would it cost?
+"""How much faster would more GPUs train, how long and at what cost?
 
 Run it as `python -m rl_dist.speedup [RUN_DIR] [--gpus 1 2 4 8] [training flags]`. It measures a rank's share of the job
 in short runs on this machine and puts them into `rl_dist.scaling_model`; nothing is trained on several ranks.
@@ -58,7 +58,7 @@ def estimate_training_speedup(
     gpus: Sequence[int] = (1, 2),
     scalings: Sequence[str] = SCALINGS,
     gpu: Sequence[str] = (),
-    num_episodes: int = 5000,
+    num_episodes: int | None = None,
     total_steps: int = 0,
     price_per_hour: float | None = None,
     power_watts: float | None = None,
@@ -77,6 +77,7 @@ def estimate_training_speedup(
 
     Args:
         flags: of train_distributed.py, on top of those of `run_dir` if there is one.
+        num_episodes, total_steps: to be trained; by default what the run has, or 5000 episodes.
         gpu: names of cards one does not own, see rl_dist.machines; "A + B" for unequal ones together.
         price_per_hour: of one GPU; power_watts of one GPU and power_price per kWh: by electricity instead.
 
@@ -99,9 +100,10 @@ def estimate_training_speedup(
         between=outside,
         say=(lambda text: None) if quiet else _progress,
     )
+    episodes, steps = budget_of(run_dir, num_episodes, total_steps)
     budget = Budget(
-        num_episodes=num_episodes,
-        total_steps=total_steps,
+        num_episodes=episodes,
+        total_steps=steps,
         steps_per_episode=calibration.steps_per_episode,
         price_per_hour=price_per_hour,
         power_watts=power_watts,
@@ -119,7 +121,7 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
 
 
 def measured_of(run_dir: str | Path | None, calibration: Calibration) -> dict[int, float]:
-    """Steps/s that the run itself measured, by its number of ranks; without its first iterations."""
+    """Steps/s that the run itself measured, by its number of ranks."""
     records = read_records(Path(run_dir)) if run_dir else []
     rates = sorted(record["time/sps"] for record in records[2:] or records)
     return {len(records[-1]["ranks"]): rates[len(rates) // 2]} if rates else {}
@@ -153,7 +155,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     what = "GPUs of one machine (default: those here; on the CPU all ranks share this one)"
     add("--gpus_per_machine", "--gpus-per-machine", type=int, default=0, metavar="N", help=what)
     add("--link", default="", metavar="NAME", help="between GPUs of one machine (default: measured)")
-    add("--between", default="", metavar="NAME", help="between machines (default: as --link)")
+    add("--between", default="", metavar="NAME", help="between machines (needed for more than one machine)")
     add("--json", action="store_true", help="print JSON instead of the table")
     add("--out", default="", metavar="DIR", help="write speedup.json, speedup.md and plots there")
     words = list(argv)
@@ -172,6 +174,9 @@ def check(args: argparse.Namespace, flags: list[str]) -> None:
     """
     if flags and not flags[0].startswith("-"):
         raise UserError(f"unexpected argument {flags[0]!r}: RUN_DIR comes first, values follow their flag")
+    for name in ("run_dir", "resume"):
+        if without(flags, [name]) != flags:
+            raise UserError(f"--{name} does nothing here: RUN_DIR, the first word, stands for the flags of a run")
     for name in ("price_per_hour", "power_watts", "power_price"):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:
@@ -192,14 +197,13 @@ def check(args: argparse.Namespace, flags: list[str]) -> None:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
 
 
-def budget_of(args: argparse.Namespace) -> tuple[int, int]:
+def budget_of(run_dir: str | Path | None, num_episodes: int | None, total_steps: int) -> tuple[int, int]:
     """Episodes and steps to train: as given, or as the run's configuration has them."""
     config: dict[str, Any] = {}
-    if args.run_dir:
-        read_records(Path(args.run_dir))
-        config = json.loads(Path(args.run_dir, "config.json").read_text(encoding="utf-8"))["train"]
-    steps = args.total_steps or (0 if args.num_episodes else config.get("total_steps", 0))
-    return args.num_episodes or config.get("num_episodes", 5000), steps
+    if run_dir:
+        config = json.loads(Path(run_dir, "config.json").read_text(encoding="utf-8"))["train"]
+    steps = total_steps or (0 if num_episodes else config.get("total_steps", 0))
+    return num_episodes or config.get("num_episodes", 5000), steps
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -219,15 +223,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
     try:
         args, flags = parse(sys.argv[1:] if argv is None else argv)
-        num_episodes, total_steps = budget_of(args)
         report = estimate_training_speedup(
             flags,
             run_dir=args.run_dir or None,
             gpus=args.gpus,
             scalings=SCALINGS if args.scaling == "both" else (args.scaling,),
             gpu=args.gpu,
-            num_episodes=num_episodes,
-            total_steps=total_steps,
+            num_episodes=args.num_episodes,
+            total_steps=args.total_steps,
             price_per_hour=args.price_per_hour,
             power_watts=args.power_watts,
             power_price=args.power_price,

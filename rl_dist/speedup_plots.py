@@ -17,7 +17,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def plot_report(rows: Rows, folder: Path) -> list[Path]:
-    """Training time, speedup and efficiency over GPUs, the split of the time, and utilisation."""
+    """Training time, speedup, efficiency, split of the time and utilisation."""
     rows = [row for row in rows if not row["problem"]]
     files = [folder / f"{name}.png" for name in ("time", "speedup", "efficiency", "time_split", "utilisation")]
     _plot_time(rows, files[0])

@@ -1,4 +1,4 @@
-"""Predictions as rows: speedup, time and cost for each number of GPUs; as a table and as Markdown."""
+"""Predictions as rows: speedup, time and cost; as a table and as Markdown."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def device_tflops(device_type: str) -> float:
     """fp32 rate of one thread here, or of the GPU by its data sheet, else measured."""
     if device_type == "cuda":
         name = torch.cuda.get_device_name(0)
-        known = [gpu.fp32_tflops for gpu in GPUS.values() if gpu.name.split()[0] in name]
-        if known:
-            return known[0]
+        for gpu in GPUS.values():
+            if all(word in name for word in gpu.name.replace("SXM", "").split()):
+                return gpu.fp32_tflops
     threads = torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def _row(
         "speedup_interval": _speedup_interval(scaled),
         "copies": point.copies,
         "threads": point.threads,
-        "bottleneck": bottleneck(scaled, point.scaling),
+        "bottleneck": bottleneck(scaled, point.scaling) if point.ranks > 1 else "one rank alone",
         "measured_steps_per_s": measured.get(point.ranks),
         **prediction.to_dict(),
         **_bill(prediction, budget, cards),

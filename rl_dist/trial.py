@@ -37,7 +37,7 @@ CHOSEN = {
     "keep_best": "off",
     "max_restarts": "0",
 }
-DROPPED = ("run_dir", "resume", "num_episodes", "quick", "on_event", "seed", "num_gpus", *CHOSEN)
+DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", *CHOSEN)
 POLL_S = 0.05
 
 
@@ -84,7 +84,7 @@ class Trial:
 
 
 class SideBySide:
-    """Trainings that run at the same time, and can be halted together; a context manager.
+    """Trainings at the same time, which can be halted; a context manager.
 
     Args:
         flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
@@ -110,6 +110,8 @@ class SideBySide:
     ) -> None:
         if copies < 1 or threads < 1:
             raise UserError(f"copies {copies} and threads {threads} must be at least 1")
+        if without(flags, ["resume"]) != list(flags):
+            raise UserError("--resume: short runs begin anew; give the flags that the run was started with")
         self._how = flags, copies, threads, num_gpus, device_type, script
         self._folder = tempfile.TemporaryDirectory(prefix="trial_")
         self.running: list[Copy] = []
@@ -132,7 +134,7 @@ class SideBySide:
         self._folder.cleanup()
 
     def measure(self, iterations: int, timeout_s: float = 600.0) -> list[list[dict[str, Any]]]:
-        """Let all train; the records of each copy's next whole iterations, at least so many of the slowest."""
+        """The records of each copy's next whole iterations, so many of the slowest."""
         deadline_s = time.monotonic() + timeout_s
         begun = [copy.num_iterations() + 1 for copy in self.running]  # the one under way began before
         ended = _wait(self.running, [count + iterations for count in begun], deadline_s)

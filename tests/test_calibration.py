@@ -208,6 +208,8 @@ def test_durations(seconds, text):
         (["--power_watts", "1", "--power_price", "1", "--price_per_hour", "1"], "leave one out"),
         (["--price_per_hour", "-1"], "--price_per_hour must be a number from 0, got -1.0"),
         (["--iterations", "0"], "--iterations must be at least 1, got 0"),
+        (["--resume", "runs/x"], "--resume does nothing here"),
+        (["--gpus", "4", "--gpus_per_machine", "2"], "--between: 4 GPUs are 2 machines of 2; name the network"),
         (["nowhere"], "nowhere is no run directory"),
         (["--device", "cuda"], "torch sees no CUDA GPU"),
     ],

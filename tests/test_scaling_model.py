@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_dist.calibration import spread, work_of
-from rl_dist.machines import GPUS, LINKS, find_gpus, find_link, slowest
+from rl_dist.machines import GPUS, LINKS, find_gpus, find_link, link_of_gpu, slowest
 from rl_dist.scaling_model import (
     Communication,
     Link,
@@ -218,3 +218,12 @@ def test_presets_are_found_whatever_their_case_and_unequal_cards_go_at_the_slowe
     assert all(gpu.link in LINKS and gpu.source for gpu in GPUS.values())
     with pytest.raises(UserError, match="'H1000' is not known; there are A100, H100 SXM"):
         find_gpus("H1000")
+
+
+def test_the_link_of_a_card_follows_from_its_name():
+    assert link_of_gpu("NVIDIA H100 80GB HBM3").name == "NVLink 4"
+    assert link_of_gpu("NVIDIA A100-SXM4-80GB").name == "NVLink 3"
+    assert link_of_gpu("NVIDIA H100 PCIe").name == "PCIe 4"
+    assert link_of_gpu("NVIDIA RTX 6000 Ada Generation").name == "PCIe 4"
+    with pytest.raises(UserError, match="name the link between GPUs like Tesla T4"):
+        link_of_gpu("Tesla T4")
