@@ -44,7 +44,9 @@ from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
+from rl_dist.monitor import Monitor, sources_of
 from rl_dist.run_lock import hold
+from rl_dist.scaling_outcome import describe, outcome_of
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import FULL_DISK, STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag, unwritable
 
@@ -186,6 +188,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             config=config.to_dict(),
         )
         training = Training(job, world)
+        world.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
         if resume_from:
             training.restore(found.state if found else load_checkpoint(resume_from))
         if world.main and training.progress < 1.0:
@@ -268,11 +271,17 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     """Write summary.json and the learning curve, and print the result."""
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
+    scaling = outcome_of(run_dir)
+    if scaling:
+        found["scaling"] = scaling
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
     plot_learning_curve(run_dir, run_dir / "plots" / "learning_curve.png", title, simulated)
     write_whole(run_dir / SUMMARY, json.dumps(found, indent=2) + "\n")  # the last: who finds it, finds all
-    print(f"\n{text}\n\nrun directory: {run_dir} (plots/, metrics.jsonl, summary.json, checkpoints/)")
+    print(f"\n{text}\n")
+    if scaling:
+        print(describe(scaling))
+    print(f"run directory: {run_dir} (plots/, metrics.jsonl, summary.json, checkpoints/)")
 
 
 def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -> None:

@@ -59,6 +59,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "max_bad_steps",
     "sync_check_every",
     "collective_timeout",
+    "monitor_every",
 }
 
 

@@ -54,6 +54,7 @@ class TrainConfig:
     collective_timeout: float = flag(
         300.0, "longest wait for a rank that neither comes nor makes progress; start-up may take 600", "seconds"
     )
+    monitor_every: float = flag(1.0, "sample each rank's use of GPU, CPU and memory this often; 0 = off", "seconds")
 
     def __post_init__(self) -> None:
         if self.scaling not in ("strong", "weak"):
@@ -82,10 +83,13 @@ class TrainConfig:
             ("keep_checkpoints", 1, 10**6),
             ("sync_check_every", 0, 10**9),
             ("collective_timeout", 1, 80_000),
+            ("monitor_every", 0, 86_400),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must be {low}..{high}, got {value}")
+        if 0 < self.monitor_every < 0.01:
+            raise ValueError(f"monitor_every must be 0 (off) or at least 0.01 seconds, got {self.monitor_every}")
         if self.num_steps % self.bptt_steps:
             raise ValueError(
                 f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "

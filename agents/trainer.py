@@ -263,6 +263,7 @@ def episode_metrics(rollout: Rollout, timing: dict[str, float], env_restarts: in
         "length_sum": int((rollout.episode_lengths * ended).sum()),
         "restarts": env_restarts,
         **timing,
+        **world.monitor.take(),
     }
     ranks = gather_json(own, world)
     count = sum(item["episode/count"] for item in ranks)
@@ -304,8 +305,10 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         losses = training.update(rollout)
         updated = time.perf_counter()
         timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
-        own_s = updated - collected - world.sync_seconds - world.gradient_seconds  # collect waits for nobody
-        metrics = episode_metrics(rollout, timing | {"own_s": own_s}, training.env_restarts, world)
+        waited_s = world.sync_seconds + world.gradient_seconds  # in the update: collect waits for nobody
+        timing |= {"time/update_own_s": updated - collected - waited_s} | training.ppo.clock.read()
+        timing["time/idle_share"] = waited_s / (updated - started)
+        metrics = episode_metrics(rollout, timing, training.env_restarts, world)
         training.restarts_told += training.env_restarts
         tell_stragglers(stragglers, metrics)
         training.global_step += sizes.global_num_envs * job.train.num_steps
@@ -338,10 +341,9 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
 
 
 def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
-    """Warn of ranks that keep the others waiting; takes own_s out of the metrics."""
-    metrics.pop("own_s")
-    ranks = metrics["ranks"]
-    phases = {"collect": [item["time/collect_s"] for item in ranks], "update": [item.pop("own_s") for item in ranks]}
+    """Warn of ranks that keep the others waiting."""
+    keys = {"collect": "time/collect_s", "update": "time/update_own_s"}
+    phases = {phase: [rank[key] for rank in metrics["ranks"]] for phase, key in keys.items()}
     for line in stragglers.observe(phases):
         logger.warning(line)
 

@@ -1,1 +1,26 @@
-"""Distributed runtime: ranks, collectives, metrics, checkpoints; nothing of RL."""
+"""Distributed runtime: ranks, collectives, metrics, checkpoints; nothing of RL.
+
+The functions below may be imported from here; what they need is loaded when they are first asked for.
+
+    from rl_dist import get_gpu_info, get_multi_gpu_status, launch_distributed_training
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "get_gpu_info": "hardware",
+    "print_gpu_info": "hardware",
+    "get_multi_gpu_status": "monitor",
+    "clear_gpu_memory": "monitor",
+    "estimate_training_speedup": "speedup",
+    "print_training_speedup_estimates": "speedup",
+    "launch_distributed_training": "training_process",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

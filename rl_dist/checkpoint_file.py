@@ -1,22 +1,14 @@
-"""One checkpoint file: its format, its checksum, how it is written and read.
+"""One checkpoint file: what it may hold, how it is written and read.
 
-A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too. The archive's comment ends the file:
-
-    rl_dist checkpoint, format 2, torch 2.13.0, sha256:<64 hexadecimal digits>
-
-The digits are the SHA-256 of every byte before the word sha256, the format version included. So any changed byte is
-refused before torch sees the file, and a file of a newer format is known by its version, not by a strange error.
-Format 1 is the same without the words before sha256.
+A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too; checkpoint_seal.py tells how it ends.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
 import shutil
-import struct
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,20 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMAT_VERSION = 2  # raised when an older program could not go on from what a newer one writes
-_MARK = b"sha256:"
-_SEAL_BYTES = len(_MARK) + 64
-_ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
-_ABOUT_BYTES = 200  # at most
+from rl_dist.checkpoint_seal import FORMAT_VERSION, CheckpointError, NewerFormatError, about, read_sealed, sealed
+
 _PLAIN_TYPES = (str, int, float, bool, type(None))
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or trusted; names the path and the cause."""
-
-
-class NewerFormatError(CheckpointError):
-    """A whole checkpoint, written by a newer version of this program."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +47,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def read_checkpoint(path: str | Path) -> CheckpointFile:
     """Read a checkpoint and what stands around it; raises like `load_checkpoint`."""
     path = Path(path)
-    data = _read_sealed(path)
-    version, torch_version = _about(data)
+    data = read_sealed(path)
+    version, torch_version = about(data)
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"checkpoint {path} has format version {version}, and this program reads up to {FORMAT_VERSION}: "
@@ -90,14 +71,8 @@ def pack(state: dict[str, Any]) -> bytes:
 
 
 def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
-    """A zip archive with our comment: format version, torch version, SHA-256.
-
-    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE 4.3.16.
-    """
-    assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
-    about = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
-    data = archive[:-2] + struct.pack("<H", len(about) + _SEAL_BYTES) + about
-    return data + _MARK + hashlib.sha256(data).hexdigest().encode()
+    """A zip archive with our comment: format version, this torch's version, SHA-256."""
+    return sealed(archive, format_version, torch.__version__)
 
 
 def check_plain(value: Any, where: str) -> None:
@@ -175,30 +150,6 @@ def _free_bytes(directory: Path) -> str:
         return f" ({shutil.disk_usage(directory).free:,} bytes are free there)"
     except OSError:
         return ""
-
-
-def _read_sealed(path: Path) -> bytes:
-    """A file's bytes, if they are those that were written."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
-    if not data:
-        raise CheckpointError(f"checkpoint {path} is empty")
-    if not data.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: it does not start like one")
-    body, sealed = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-    if not sealed.startswith(_MARK):
-        raise CheckpointError(f"checkpoint {path} is truncated or not ours: its checksum is missing")
-    if sealed[len(_MARK) :] != hashlib.sha256(body).hexdigest().encode():
-        raise CheckpointError(f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum")
-    return data
-
-
-def _about(data: bytes) -> tuple[int, str]:
-    """Format version and torch version of a file whose checksum is right."""
-    found = _ABOUT.search(data[-_SEAL_BYTES - _ABOUT_BYTES : -_SEAL_BYTES])
-    return (int(found[1]), found[2].decode()) if found else (1, "unknown")
 
 
 def _unpack(path: Path, data: bytes) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _start(command: list[str], folder: Path, name: str) -> subprocess.Popen[byte
         )
 
 
-def kill_group(job: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
+def kill_group(job: subprocess.Popen[Any], patience_s: float = 5.0) -> None:
     """End a run and all its ranks by SIGKILL, and wait until they are gone."""
     deadline_s = time.monotonic() + patience_s
     try:

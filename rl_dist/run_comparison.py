@@ -14,6 +14,8 @@ from rl_dist.checkpoint import load_latest
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.world import UserError
 
+ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
+
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
     """Nested dicts and lists as one dict from path to tensor or plain value."""
@@ -69,13 +71,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def metrics_of(run_dir: Path, with_ranks: bool) -> dict[str, Any]:
-    """metrics.jsonl by iteration, without times and what is about the host."""
+    """metrics.jsonl by iteration, without times and what is about the machine."""
     lines = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     found: dict[str, Any] = {"metrics, iterations": [line["iteration"] for line in lines]}
     for line in lines:
         values = {name: value for name, value in line.items() if name != "ranks" or with_ranks}
         leaves = flatten(values, f"metrics, iteration {line['iteration']}")
-        kept = {path: leaf for path, leaf in leaves.items() if not {"time", "host"} & set(path.split("/"))}
+        kept = {path: leaf for path, leaf in leaves.items() if not ABOUT_THE_MACHINE & set(path.split("/"))}
         found.update(kept)
     return found
 

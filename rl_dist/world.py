@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_dist.monitor import Monitor
 from rl_dist.rendezvous import open_store
 from rl_dist.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdog
 
@@ -70,6 +71,7 @@ class World:
     gradient_seconds: float = 0.0  # waited for gradients to be reduced; the caller resets it
     doing: Doing = field(default_factory=Doing)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
+    monitor: Monitor = field(default_factory=lambda: Monitor([], 0))  # of this rank's GPU, CPU and memory
     _gradients_ready_s: float = 0.0
 
     @property
@@ -242,6 +244,7 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
 def close_world(world: World) -> None:
     """Leave the process group; safe to call twice."""
     global _current
+    world.monitor.close()
     if world.watchdog is not None:
         world.watchdog.close()
     if _current is world and dist.is_initialized():

@@ -1,0 +1,284 @@
+"""Ranks that reduce: does it work, is the sum right, how long does it take?
+
+    measured = measure_all_reduce(2, [1024, 2**20])
+    measured.seconds  # {1024: 0.0002, 1048576: 0.0011}
+
+The ranks are those of training: started by `rl_dist.launch`, joined by `open_world`, wrapped by `wrap`. They run
+in a subprocess of their own, so that this may be called from anywhere, and so that nothing they do (a hang, an abort
+inside NCCL) can take the caller along.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl_dist.collectives import agree_max, check_in_sync, gather_json
+from rl_dist.launch import UserError, launch
+from rl_dist.rendezvous import ADDRESS_VARIABLES
+from rl_dist.resume_check import kill_group
+from rl_dist.strategy import wrap
+from rl_dist.world import World, close_world, die_with_parent, open_world
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
+WARM_UP, LEAST_REPEATS = 3, 5
+SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
+DDP_STEPS = 2
+RUN = "import sys; from rl_dist.all_reduce_bench import run; sys.exit(run(sys.argv[1]))"
+
+
+class BenchFailed(Exception):
+    """The ranks failed or hung; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class SizeTime:
+    """Seconds of one all-reduce, from all ranks ready to the last one done."""
+
+    size_bytes: int
+    median_s: float
+    lower_s: float  # first quartile
+    upper_s: float  # third quartile
+    repeats: int
+
+
+@dataclass(frozen=True)
+class DdpSteps:
+    """Real steps of DistributedDataParallel, whose parameters were right."""
+
+    gradient_bytes: int
+    step_s: float  # the last one: forward, backward, reduction, optimizer
+    reduction_s: float  # of which from the gradient's last byte to its mean over ranks
+    parameter_sha256: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure_all_reduce` found; every sum was verified."""
+
+    num_ranks: int
+    device_type: str
+    backend: str
+    threads: int  # of each rank
+    times: tuple[SizeTime, ...]
+    ddp: DdpSteps | None = None
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Median seconds by size in bytes."""
+        return {item.size_bytes: item.median_s for item in self.times}
+
+
+def measure_all_reduce(
+    num_ranks: int,
+    sizes_bytes: Sequence[int],
+    device_type: str = "cpu",
+    repeats: int = 30,
+    threads: int = 0,
+    *,
+    gradient_bytes: int = 0,
+    timeout_s: float = 180.0,
+) -> Measured:
+    """Time an all-reduce of each size over ranks here, after verifying its sum.
+
+    Args:
+        num_ranks: processes to start; with device_type "cuda" one GPU each.
+        sizes_bytes: multiples of 4 (float32).
+        repeats: at most; long ones are repeated less often.
+        threads: of each rank; 0: as many as training would use.
+        gradient_bytes: also take two DDP steps of a module of this size and compare the parameters; 0: no.
+        timeout_s: for everything, the start of the ranks included.
+
+    Raises:
+        UserError: impossible arguments, or more ranks than GPUs.
+        BenchFailed: a wrong sum, a rank that died, or no end in time.
+    """
+    wrong = [size for size in (*sizes_bytes, gradient_bytes) if size < 0 or size % 4]
+    if wrong or num_ranks < 1 or repeats < 1:
+        raise UserError(f"num_ranks {num_ranks} and repeats {repeats} must be at least 1, sizes multiples of 4 {wrong}")
+    gpus = torch.cuda.device_count() if device_type == "cuda" else num_ranks
+    if num_ranks > gpus:
+        raise UserError(f"device cuda: {num_ranks} ranks need a GPU each, but torch sees {gpus}")
+    with tempfile.TemporaryDirectory(prefix="all_reduce_") as folder:
+        asked = {
+            "num_ranks": num_ranks,
+            "sizes_bytes": list(sizes_bytes),
+            "device_type": device_type,
+            "repeats": repeats,
+            "threads": threads,
+            "gradient_bytes": gradient_bytes,
+            "timeout_s": timeout_s,
+            "out": f"{folder}/measured.json",
+        }
+        run_to_end(asked, folder, timeout_s)
+        return _read(json.loads(Path(folder, "measured.json").read_text()))
+
+
+def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = RUN) -> None:
+    """Start `run` with `asked` as JSON in a subprocess, and wait for its end."""
+    root = str(Path(__file__).resolve().parents[1])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
+    errors = Path(folder, "stderr")
+    with errors.open("wb") as stderr:
+        job = subprocess.Popen(
+            [sys.executable, "-c", run, json.dumps(asked)],
+            env=environment | {"PYTHONPATH": paths, "TMPDIR": folder},
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+    try:
+        code: int | None = job.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        kill_group(job)
+    if code == 0:
+        return
+    lines = [line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if code == 2 and told:
+        raise UserError(told[-1])
+    said = "".join(f": {line}" for line in (told or lines)[-1:])
+    what = f"did not end within {timeout_s:g} s" if code is None else f"failed with code {code}"
+    raise BenchFailed(f"an all-reduce over {asked['num_ranks']} {asked['device_type']} ranks {what}{said}")
+
+
+def _read(found: dict[str, Any]) -> Measured:
+    found["times"] = tuple(SizeTime(**item) for item in found["times"])
+    found["ddp"] = found["ddp"] and DdpSteps(**found["ddp"])
+    return Measured(**found)
+
+
+# ---- in the subprocess
+
+
+def run(asked: str) -> int:
+    """Start the ranks, as asked in JSON; returns the exit code."""
+    parameters = json.loads(asked)
+    return launch(run_rank, (parameters,), parameters["num_ranks"])
+
+
+def run_rank(asked: dict[str, Any]) -> None:
+    """What every rank does."""
+    world = open_world(asked["device_type"], max(asked["timeout_s"] / 2, 1.0))
+    if asked["threads"]:
+        torch.set_num_threads(asked["threads"])
+    world.enter("all-reduce")
+    times = [_time_size(size, asked["repeats"], world) for size in asked["sizes_bytes"]]
+    ddp = _ddp_steps(asked["gradient_bytes"], world) if asked["gradient_bytes"] else None
+    measured = Measured(
+        num_ranks=world.size,
+        device_type=world.device.type,
+        backend=world.backend,
+        threads=torch.get_num_threads(),
+        times=tuple(times),
+        ddp=ddp,
+    )
+    if world.main:
+        Path(asked["out"]).write_text(json.dumps(asdict(measured)))
+    close_world(world)
+
+
+def _time_size(size_bytes: int, repeats: int, world: World) -> SizeTime:
+    """Verify and time one size; all ranks repeat it equally often."""
+    values = _values(size_bytes // 4, world)
+    buffer = torch.empty_like(values)
+    warm_s = 0.0
+    for _ in range(WARM_UP):
+        warm_s = _time_once(buffer, values, world)
+    _verify(buffer, world)
+    slowest_us = agree_max(int(warm_s * 1e6), world) + 1
+    repeats = min(repeats, max(LEAST_REPEATS, int(SIZE_BUDGET_S * 1e6 / slowest_us)))
+    own = [_time_once(buffer, values, world) for _ in range(repeats)]
+    _verify(buffer, world)
+    slowest = [max(of_ranks) for of_ranks in zip(*gather_json(own, world), strict=True)]
+    lower, median, upper = statistics.quantiles(slowest, n=4, method="inclusive") if repeats > 1 else slowest * 3
+    return SizeTime(size_bytes, median, lower, upper, repeats)
+
+
+def _values(count: int, world: World) -> Tensor:
+    """This rank's addends: small whole numbers that differ by rank and place, so that sums are exact."""
+    return (torch.arange(count, device=world.device) % 7 + world.rank).float()
+
+
+def _time_once(buffer: Tensor, values: Tensor, world: World) -> float:
+    buffer.copy_(values)
+    agree_max(0, world)  # all are here
+    _finish_queued(world)
+    started_s = time.perf_counter()
+    dist.all_reduce(buffer)
+    _finish_queued(world)
+    elapsed_s = time.perf_counter() - started_s
+    world.beat()
+    return elapsed_s
+
+
+def _finish_queued(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _verify(buffer: Tensor, world: World) -> None:
+    ranks = world.size
+    expected = torch.arange(buffer.numel(), device=buffer.device) % 7 * ranks + ranks * (ranks - 1) // 2
+    wrong = int((buffer != expected).sum())
+    if wrong:
+        raise RuntimeError(
+            f"rank {world.rank}: {wrong} of {buffer.numel()} sums of an all-reduce over {world.backend} are wrong"
+        )
+
+
+class _Weights(nn.Module):
+    """As many parameters as asked for; the gradient of each is the input."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """The loss."""
+        return (self.weight * value).sum()
+
+
+def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
+    """Take steps whose result is known: every step subtracts the mean of the ranks' gradients, 1..N."""
+    module = _Weights(gradient_bytes // 4).to(world.device)
+    wrapped = wrap(module, world, "ddp")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    for _ in range(DDP_STEPS):
+        agree_max(0, world)
+        world.gradient_seconds = 0.0
+        _finish_queued(world)
+        started_s = time.perf_counter()
+        loss = wrapped(torch.tensor(world.rank + 1.0, device=world.device))
+        optimizer.zero_grad(set_to_none=True)
+        with world.reducing():
+            loss.backward()
+        optimizer.step()
+        _finish_queued(world)
+        step_s = time.perf_counter() - started_s
+    digest = check_in_sync(module, world)
+    expected = -DDP_STEPS * (world.size + 1) / 2
+    if not torch.allclose(module.weight, torch.full_like(module.weight, expected), rtol=1e-6):
+        got = module.weight.flatten()[0].item()
+        raise RuntimeError(f"rank {world.rank}: DDP made parameters of {got:g}, {expected:g} is right")
+    reduction_s = max(gather_json(world.gradient_seconds, world))
+    return DdpSteps(gradient_bytes, max(gather_json(step_s, world)), reduction_s, digest)

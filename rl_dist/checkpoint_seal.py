@@ -1,0 +1,70 @@
+"""How a checkpoint file ends: format version and checksum; needs no torch.
+
+The comment of its zip archive is the end of the file:
+
+    rl_dist checkpoint, format 2, torch 2.13.0, sha256:<64 hexadecimal digits>
+
+The digits are the SHA-256 of every byte before the word sha256, the format version included. So any changed byte is
+refused before torch sees the file, and a file of a newer format is known by its version, not by a strange error.
+Format 1 is the same without the words before sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from pathlib import Path
+
+FORMAT_VERSION = 2  # raised when an older program could not go on from what a newer one writes
+_MARK = b"sha256:"
+_SEAL_BYTES = len(_MARK) + 64
+_ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
+_ABOUT_BYTES = 200  # at most
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or trusted; names the path and the cause."""
+
+
+class NewerFormatError(CheckpointError):
+    """A whole checkpoint, written by a newer version of this program."""
+
+
+def sealed(archive: bytes, format_version: int, torch_version: str) -> bytes:
+    """A zip archive with the comment.
+
+    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE 4.3.16.
+    """
+    assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
+    words = f"rl_dist checkpoint, format {format_version}, torch {torch_version}, ".encode()
+    data = archive[:-2] + struct.pack("<H", len(words) + _SEAL_BYTES) + words
+    return data + _MARK + hashlib.sha256(data).hexdigest().encode()
+
+
+def read_sealed(path: Path) -> bytes:
+    """A file's bytes, if they are those that were written.
+
+    Raises:
+        CheckpointError: missing, empty, truncated, changed, or no checkpoint at all.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
+    if not data:
+        raise CheckpointError(f"checkpoint {path} is empty")
+    if not data.startswith(b"PK\x03\x04"):
+        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: it does not start like one")
+    body, sealed = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if not sealed.startswith(_MARK):
+        raise CheckpointError(f"checkpoint {path} is truncated or not ours: its checksum is missing")
+    if sealed[len(_MARK) :] != hashlib.sha256(body).hexdigest().encode():
+        raise CheckpointError(f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum")
+    return data
+
+
+def about(data: bytes) -> tuple[int, str]:
+    """Format version and torch version of a file whose checksum is right."""
+    found = _ABOUT.search(data[-_SEAL_BYTES - _ABOUT_BYTES : -_SEAL_BYTES])
+    return (int(found[1]), found[2].decode()) if found else (1, "unknown")

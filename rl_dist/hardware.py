@@ -1,0 +1,280 @@
+"""Read-only facts about this machine: software, GPUs, cores, memory, disk.
+
+info = get_gpu_info()  # GPUs and links, through NVML and torch
+print_gpu_info()       # the same in lines
+facts = read_facts(Path("runs"))  # all facts; `as_dict` makes them fit for JSON
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rl_dist.gpu_facts import Gpu, GpuInfo, read_gpus
+from rl_dist.nvml import Nvml
+from rl_dist.rendezvous import asked_for_address, check_address
+from rl_dist.world import available_cores
+
+if sys.platform != "win32":
+    import resource
+
+VARIABLES = re.compile(
+    r"(CUDA|NCCL|RCCL|HIP|ROCR|OMP|MKL|KMP|GLOO|TORCH|PYTORCH|MASTER|NVIDIA_VISIBLE)_?[A-Z0-9_]*|RANK|WORLD_SIZE|LOCAL_RANK"
+)
+FSYNC_BYTES = 4 * 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Software:
+    """Versions, and what torch was built with."""
+
+    python: str
+    torch: str
+    cuda_build: str | None  # None: torch has no CUDA
+    rocm_build: str | None
+    cudnn: str | None
+    nccl: str | None  # RCCL's with ROCm
+    gloo: bool
+    architectures: tuple[str, ...]  # that torch's kernels were compiled for
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats that the hardware has."""
+
+    tf32: bool | None  # None: no GPU
+    bf16: bool
+    cudnn_autotune: bool | None
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine without its GPUs; None: it does not tell."""
+
+    name: str
+    system: str
+    cores: int  # that this process may use
+    machine_cores: int
+    load: float | None  # processes that wanted a core in the last minute
+    threads: int  # of this process, as torch chose
+    memory_total_bytes: int  # cut to the container's limit
+    memory_available_bytes: int
+    process_bytes: int  # resident: Python, torch and its libraries, the least that a rank takes
+    shm_total_bytes: int | None
+    shm_free_bytes: int | None
+    open_files: int | None  # soft limit
+    name_error: str  # why the host's name does not resolve; "": it does
+    address: str  # MASTER_ADDR:MASTER_PORT if asked for
+    address_error: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where runs are written."""
+
+    folder: str  # that exists
+    free_bytes: int | None
+    fsync_s: float | None  # to write 4 MiB safely
+    error: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything."""
+
+    software: Software
+    gpu: GpuInfo
+    precision: Precision
+    host: Host
+    disk: Disk
+    environment: dict[str, str]  # variables that change how ranks start and talk
+
+
+def as_dict(facts: Any) -> dict[str, Any]:
+    """Plain values, fit for JSON."""
+    return dataclasses.asdict(facts)
+
+
+def read_facts(run_dir: Path) -> Facts:
+    """Look at everything; takes well under a second without a GPU."""
+    gpu = get_gpu_info()
+    return Facts(
+        software=_software(),
+        gpu=gpu,
+        precision=_precision(gpu),
+        host=_host(),
+        disk=read_disk(run_dir),
+        environment={name: os.environ[name] for name in sorted(os.environ) if VARIABLES.fullmatch(name)},
+    )
+
+
+def get_gpu_info() -> GpuInfo:
+    """All GPUs and the links between them; empty, with the reasons, where there are none.
+
+    >>> get_gpu_info().usable  # doctest: +SKIP
+    (Gpu(index=0, torch_index=0, name='NVIDIA H100 80GB HBM3', ...),)
+    """
+    nvml = Nvml()
+    try:
+        return read_gpus(nvml, torch)
+    finally:
+        nvml.close()
+
+
+def print_gpu_info(info: GpuInfo | None = None) -> None:
+    """Print one line per GPU and per link, or why there are none.
+
+    >>> print_gpu_info()  # doctest: +SKIP
+    GPU 0: NVIDIA H100 80GB HBM3, ...
+    """
+    info = info or get_gpu_info()
+    if not info.gpus:
+        print(f"no GPU: {info.torch_error or info.nvml_error or 'torch and NVML see none'}")
+    for gpu in info.gpus:
+        print(f"GPU {gpu.index}: {describe_gpu(gpu)}")
+    for link in info.links:
+        parts = ["NVLink" if link.nvlink else "", link.path or "", "" if link.peer_access else "no peer access"]
+        print(f"GPU {link.first} - GPU {link.second}: {', '.join(filter(None, parts)) or 'peer access'}")
+
+
+def describe_gpu(gpu: Gpu) -> str:
+    """One GPU in a line; what it does not tell is left out."""
+    if gpu.error:
+        return f"{gpu.name} does not answer: {gpu.error}".lstrip()
+    known = [
+        gpu.name,
+        gpu.compute_capability and f"compute capability {gpu.compute_capability}",
+        gpu.multiprocessors and f"{gpu.multiprocessors} multiprocessors",
+        gpu.memory_total_bytes and f"{gib(gpu.memory_free_bytes)} of {gib(gpu.memory_total_bytes)} free",
+        None if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy",
+        None if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
+        gpu.power_limit_w and f"limit {gpu.power_limit_w:.0f} W",
+        "ECC" if gpu.ecc else None,
+        gpu.pcie_width and f"PCIe {gpu.pcie_generation_max or '?'} x{gpu.pcie_width}",
+        f"{gpu.nvlinks} NVLinks" if gpu.nvlinks else None,
+        "not visible to torch" if gpu.torch_index is None else None,
+    ]
+    return ", ".join(str(part) for part in known if part)
+
+
+def gib(count: int | None) -> str:
+    """Bytes in GiB, or MiB below one, in words."""
+    if count is None:
+        return "?"
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.3g} MiB"
+
+
+def _software() -> Software:
+    nccl = None
+    if torch.distributed.is_nccl_available():
+        version: Any = torch.cuda.nccl.version()  # type: ignore[attr-defined]
+        nccl = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    cudnn = torch.backends.cudnn.version()
+    return Software(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda_build=torch.version.cuda,
+        rocm_build=torch.version.hip,
+        cudnn=None if cudnn is None else str(cudnn),
+        nccl=nccl,
+        gloo=torch.distributed.is_gloo_available(),
+        architectures=tuple(torch.cuda.get_arch_list()),
+    )
+
+
+def _precision(gpu: GpuInfo) -> Precision:
+    if not gpu.usable:
+        bf16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        return Precision(tf32=None, bf16=bf16, cudnn_autotune=None)
+    modern = all(float(g.compute_capability or 0) >= 8.0 for g in gpu.usable) and not gpu.rocm
+    return Precision(
+        tf32=modern, bf16=torch.cuda.is_bf16_supported(), cudnn_autotune=torch.backends.cudnn.is_available()
+    )
+
+
+def _host() -> Host:
+    memory = psutil.virtual_memory()
+    limit, used = _container_memory()
+    total = min(memory.total, limit or memory.total)
+    shm = Path("/dev/shm")
+    shm_usage = shutil.disk_usage(shm) if shm.is_dir() else None
+    address, address_error = _address()
+    return Host(
+        name=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=available_cores(),
+        machine_cores=os.cpu_count() or 1,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        threads=torch.get_num_threads(),
+        memory_total_bytes=total,
+        memory_available_bytes=min(memory.available, total - used if limit else memory.available),
+        process_bytes=psutil.Process().memory_info().rss,
+        shm_total_bytes=shm_usage and shm_usage.total,
+        shm_free_bytes=shm_usage and shm_usage.free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else None,
+        name_error=_name_error(),
+        address=address,
+        address_error=address_error,
+    )
+
+
+def _container_memory() -> tuple[int, int]:
+    """Limit and use of the control group in bytes; (0, 0): there is none."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return 0, 0
+    return (int(limit), used) if limit.isdecimal() else (0, 0)
+
+
+def _name_error() -> str:
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _address() -> tuple[str, str]:
+    """MASTER_ADDR:MASTER_PORT if the user asks for it, and why ranks cannot meet there."""
+    try:
+        asked = asked_for_address()
+        if asked is None:
+            return "", ""
+        check_address(*asked, hosted_here=True)
+    except ValueError as error:
+        return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}", str(error)
+    return "{}:{}".format(*asked), ""
+
+
+def read_disk(run_dir: Path) -> Disk:
+    """Free space where a run directory would be, and how long a safe write takes there."""
+    folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Disk(str(folder), None, None, error.strerror or str(error))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            started_s = time.perf_counter()
+            file.write(bytes(FSYNC_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            return Disk(str(folder), free, time.perf_counter() - started_s, "")
+    except OSError as error:
+        return Disk(str(folder), free, None, error.strerror or str(error))

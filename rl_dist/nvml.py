@@ -1,0 +1,131 @@
+"""NVIDIA's management library, value by value: a GPU that is mute hides none.
+
+NVML reads what a GPU does from outside: no CUDA context, no waiting for kernels. It numbers all GPUs of the machine,
+while torch numbers those in CUDA_VISIBLE_DEVICES, in CUDA's own order: a device is found by its UUID or PCI bus id.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """What one GPU does at one instant; None: it does not tell."""
+
+    utilization_percent: float | None = None  # of the last sample period in which a kernel ran
+    memory_used_bytes: int | None = None  # by all processes
+    memory_free_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+class Nvml:
+    """NVML, open until `close`; where there is none, all is empty.
+
+    `reason` then says why.
+
+    Args:
+        module: pynvml, or something that answers like it.
+    """
+
+    def __init__(self, module: Any = None) -> None:
+        self._errors: tuple[type[Exception], ...] = ()
+        self._module, self.reason = None, ""
+        try:
+            if module is None:
+                module = importlib.import_module("pynvml")
+            self._errors = (module.NVMLError,)
+            module.nvmlInit()
+            self._module = module
+        except ImportError:
+            self.reason = "the package nvidia-ml-py is not installed"
+        except self._errors as error:
+            self.reason = f"NVML does not open: {error} (no NVIDIA driver here, or a ROCm machine)"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to ask."""
+        return self._module is not None
+
+    def read(self, function: str, *args: Any) -> Any:
+        """The answer of one NVML function; None: not supported, forbidden, GPU lost."""
+        return self.ask(function, *args)[0]
+
+    def ask(self, function: str, *args: Any) -> tuple[Any, str]:
+        """The answer of one NVML function, or None and the reason in words."""
+        if self._module is None:
+            return None, self.reason
+        try:
+            answer = getattr(self._module, function)(*args)
+        except AttributeError:
+            return None, f"this nvidia-ml-py has no {function}"
+        except self._errors as error:
+            return None, f"{function}: {error}"
+        except UnicodeDecodeError:
+            return None, f"{function}: garbage instead of text"
+        return (answer.decode(errors="replace") if isinstance(answer, bytes) else answer), ""
+
+    def count(self) -> int:
+        """GPUs of this machine, those that do not answer included."""
+        return self.read("nvmlDeviceGetCount") or 0
+
+    def handle(self, index: int) -> tuple[Any, str]:
+        """The handle of the machine's GPU number `index`, or None and the reason."""
+        return self.ask("nvmlDeviceGetHandleByIndex", index)
+
+    def find(self, uuid: str = "", pci_bus_id: str = "") -> Any:
+        """The handle of the GPU with this UUID or else PCI bus id; None: unknown here.
+
+        Args:
+            uuid: with or without the prefix GPU- or MIG-.
+            pci_bus_id: domain:bus:device.function.
+        """
+        names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+        for name in names if uuid else []:
+            handle = self.read("nvmlDeviceGetHandleByUUID", name)
+            if handle is not None:
+                return handle
+        return self.read("nvmlDeviceGetHandleByPciBusId", pci_bus_id) if pci_bus_id else None
+
+    def find_torch_device(self, index: int) -> Any:
+        """The handle of torch's CUDA device `index`; None: unknown here."""
+        return self.find(*identity(index)) if self.is_open else None
+
+    def reading(self, handle: Any) -> GpuReading:
+        """What a GPU does now."""
+        if handle is None:
+            return GpuReading()
+        rates, power_mw = (
+            self.read("nvmlDeviceGetUtilizationRates", handle),
+            self.read("nvmlDeviceGetPowerUsage", handle),
+        )
+        memory = self.read("nvmlDeviceGetMemoryInfo", handle)
+        return GpuReading(
+            utilization_percent=getattr(rates, "gpu", None),
+            memory_used_bytes=getattr(memory, "used", None),
+            memory_free_bytes=getattr(memory, "free", None),
+            memory_total_bytes=getattr(memory, "total", None),
+            temperature_c=self.read("nvmlDeviceGetTemperature", handle, 0),  # 0: NVML_TEMPERATURE_GPU
+            power_w=None if power_mw is None else power_mw / 1000,
+        )
+
+    def close(self) -> None:
+        """Let NVML go; safe to call twice."""
+        self.read("nvmlShutdown")
+        self._module, self.reason = None, self.reason or "NVML is closed"
+
+
+def identity(index: int) -> tuple[str, str]:
+    """UUID and PCI bus id of torch's CUDA device `index`; "" where not told."""
+    import torch  # slow to import, and its devices are asked for only where it is there already
+
+    found = torch.cuda.get_device_properties(index)
+    uuid = str(getattr(found, "uuid", ""))
+    if not hasattr(found, "pci_bus_id"):
+        return uuid, ""
+    domain, bus, device = (getattr(found, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    return uuid, f"{domain:08x}:{bus:02x}:{device:02x}.0"
