@@ -31,7 +31,7 @@ from rl_dist.collectives import agree_max, check_in_sync, gather_json
 from rl_dist.launch import UserError, launch
 from rl_dist.rendezvous import ADDRESS_VARIABLES
 from rl_dist.resume_check import kill_group
-from rl_dist.strategy import wrap
+from rl_dist.strategy import parameter_hash, wrap
 from rl_dist.world import World, close_world, die_with_parent, open_world
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
@@ -275,10 +275,10 @@ def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
         optimizer.step()
         _finish_queued(world)
         step_s = time.perf_counter() - started_s
-    digest = check_in_sync(module, world)
+    check_in_sync(dict(module.named_parameters()), world)
     expected = -DDP_STEPS * (world.size + 1) / 2
     if not torch.allclose(module.weight, torch.full_like(module.weight, expected), rtol=1e-6):
         got = module.weight.flatten()[0].item()
         raise RuntimeError(f"rank {world.rank}: DDP made parameters of {got:g}, {expected:g} is right")
     reduction_s = max(gather_json(world.gradient_seconds, world))
-    return DdpSteps(gradient_bytes, max(gather_json(step_s, world)), reduction_s, digest)
+    return DdpSteps(gradient_bytes, max(gather_json(step_s, world)), reduction_s, parameter_hash(module))
