@@ -215,7 +215,7 @@ def _start(flags: Sequence[str], number: int, threads: int, device_type: str, sc
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            start_new_session=True,
+            process_group=0,  # in our session: Linux shares out cores by session, and N ranks have one, too
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     return Copy(job, run_dir, errors)

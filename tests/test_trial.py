@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_dist import trial as trial_module
 from rl_dist.launch import UserError
 from rl_dist.trial import TrialFailed, run_trial, without
 
@@ -58,6 +59,13 @@ def test_a_run_without_progress_is_given_up():
 @pytest.mark.parametrize("spelling", [["--num_episodes", "5"], ["--num-episodes=5"], ["--no-num_episodes"]])
 def test_flags_are_left_out_with_their_values(spelling):
     assert without(["--a", "1", *spelling, "--b", "-2"], ["num_episodes"]) == ["--a", "1", "--b", "-2"]
+
+
+def test_copies_have_gpus_of_their_own_out_of_those_that_are_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [trial_module._gpu(number) for number in range(2)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,GPU-bb")
+    assert [trial_module._gpu(number) for number in range(2)] == ["GPU-aa", "GPU-bb"]
 
 
 @pytest.mark.slow
