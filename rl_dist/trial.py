@@ -142,7 +142,10 @@ class SideBySide:
         return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
 
     def halt(self) -> None:
-        """Stop all, in the middle of whatever they do."""
+        """Stop all, in the middle of whatever they do.
+
+        Should the caller die meanwhile, the kernel wakes and ends them: their process groups are then orphaned.
+        """
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGSTOP)
 

@@ -68,15 +68,26 @@ def test_copies_have_gpus_of_their_own_out_of_those_that_are_visible(monkeypatch
     assert [trial_module._gpu(number) for number in range(2)] == ["GPU-aa", "GPU-bb"]
 
 
+TRAINING = f"from rl_dist.trial import run_copies; run_copies({TINY!r}, 2, 1, 10**6)"
+HALTED = f"""
+import time
+from rl_dist.trial import SideBySide
+with SideBySide({TINY!r}, 2, 1) as copies:
+    copies.measure(1)
+    copies.halt()
+    time.sleep(1000)
+"""
+
+
 @pytest.mark.slow
-def test_copies_die_with_their_caller(tmp_path):
-    code = f"from rl_dist.trial import run_copies; run_copies({TINY!r}, 2, 1, 10**6)"
+@pytest.mark.parametrize("code", [TRAINING, HALTED], ids=["training", "halted"])
+def test_copies_die_with_their_caller(code, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         children = []
         deadline_s = time.monotonic() + 120
-        while len(children) < 2 or len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) < 2:
+        while len(children) < 2 or not ready(children, tmp_path, halted=code is HALTED):
             children = psutil.Process(caller.pid).children()
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
@@ -86,3 +97,9 @@ def test_copies_die_with_their_caller(tmp_path):
     finally:
         caller.kill()
         caller.wait()
+
+
+def ready(children, folder, halted):
+    if halted:
+        return all(child.status() == psutil.STATUS_STOPPED for child in children)
+    return len(list(folder.glob("*/copy_*/metrics.jsonl"))) == 2
