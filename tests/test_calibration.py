@@ -303,6 +303,7 @@ def report_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_writes_everything(report_folder):
     report = json.loads((report_folder / "speedup.json").read_text())
     here = [row for row in report["rows"] if row["machine"] == "this machine"]
