@@ -24,7 +24,7 @@ import torch
 from rl_dist.calibration import OF_RANKS
 from rl_dist.speedup_plots import plot_efficiency, plot_speedup, plot_split
 from rl_dist.trial import SideBySide, without
-from rl_dist.world import available_cores
+from rl_dist.world import threads_per_rank
 
 SCALINGS = ("strong", "weak")
 
@@ -45,7 +45,7 @@ def measure(
         sides = []
         for ranks, scaling, strategy in todo:
             own = [*without(flags, OF_RANKS), f"--scaling={scaling}", f"--strategy={strategy}"]
-            side = SideBySide(own, 1, available_cores(), num_gpus=ranks, device_type=device_type)
+            side = SideBySide(own, 1, threads_per_rank(1), num_gpus=ranks, device_type=device_type)
             sides.append(stack.enter_context(side))
             side.measure(1)
             side.halt()

@@ -54,7 +54,7 @@ def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, 
     assert not problem, problem
     threads = threads_per_rank(RANKS)
     alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
-    together = SideBySide([*flags, f"--scaling={scaling}"], 1, available_cores(), num_gpus=RANKS)
+    together = SideBySide([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
     found: list[dict[str, float]] = []
     with alone, together:
         together.halt()

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,6 +220,10 @@ def write(report: Report, folder: Path) -> list[Path]:
         raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
 
+def _leave(signum: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + signum)  # through all `finally`: short runs are ended, files removed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
     try:
@@ -255,4 +260,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     sys.exit(main())

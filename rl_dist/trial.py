@@ -142,7 +142,10 @@ class SideBySide:
         return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
 
     def halt(self) -> None:
-        """Stop all, in the middle of whatever they do."""
+        """Stop all, in the middle of whatever they do.
+
+        Should the caller die meanwhile, the kernel wakes and ends them: their process groups are then orphaned.
+        """
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGSTOP)
 
@@ -215,7 +218,7 @@ def _start(flags: Sequence[str], number: int, threads: int, device_type: str, sc
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            start_new_session=True,
+            process_group=0,  # in our session: Linux shares out cores by session, and N ranks have one, too
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     return Copy(job, run_dir, errors)

@@ -11,7 +11,7 @@ import torch
 from agents_ranks import make_job, world_of_one
 
 from agents.trainer import Training, train
-from rl_dist import reduction_bench, speedup
+from rl_dist import calibration, reduction_bench, speedup
 from rl_dist.calibration import (
     SMALL_COLLECTIVES,
     Calibration,
@@ -24,10 +24,11 @@ from rl_dist.calibration import (
 from rl_dist.launch import UserError
 from rl_dist.machines import LINKS
 from rl_dist.metrics import NullWriter
-from rl_dist.reduction_bench import measure_reductions
+from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Work
 from rl_dist.speedup_report import COLUMNS, Budget, duration, markdown, report_of, table
-from rl_dist.world import StopFlag
+from rl_dist.trial import Trial
+from rl_dist.world import StopFlag, threads_per_rank
 
 TINY = ["--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"]
 TINY += ["--hidden_size", "8"]
@@ -117,6 +118,58 @@ def test_modelled_communication_grows_with_ranks_and_machines():
 
     assert cost(1) == Communication() and cost(2).gradient_s < cost(8).gradient_s < cost(16).gradient_s
     assert cost(8).small_s == pytest.approx(SMALL_COLLECTIVES * LINKS["NVLink 4"].all_reduce_s(64, 8))
+
+
+# ---- GPUs, with injected facts
+
+
+def gpu_trial(asked):
+    """Stands for run_trial on a machine with GPUs: remembers what was asked, gives plausible records."""
+
+    def run(flags, copies, threads, iterations, *, device_type):
+        asked.append((copies, threads, device_type, [flag for flag in flags if "num_envs" in flag or "batch" in flag]))
+        record = {f"time/{name}_s": 0.1 for name in ("collect", "forward", "backward", "optimizer")}
+        record |= {"time/sync_s": 0.0, "time/gradient_wait_s": 0.0, "time/step_spread_s": 0.0, "optim/steps": 8.0}
+        record |= {"time/sps": 8192 / 0.5, "global_step": 8192, "iteration": 1, "episode/count": 32}
+        config = {"train": {"num_steps": 128, "batch_size": 128}}
+        return Trial([[record]] * copies, config, "gradients of 4000000 bytes")
+
+    return run
+
+
+def calibrate_gpus(monkeypatch, here, gpus, **options):
+    """Calibrate on a machine that has so many H100."""
+    asked, reduced = [], []
+
+    def reductions(ranks, sizes, device_type, threads):
+        reduced.append((ranks, device_type))
+        return Reductions(ranks, {size: 1e-5 + size * 1e-11 for size in sizes}, 1e-4)
+
+    monkeypatch.setattr(calibration, "run_trial", gpu_trial(asked))
+    monkeypatch.setattr(calibration, "measure_reductions", reductions)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    found = calibration.calibrate([], gpus, scalings=["strong"], device_type="cuda", **options)
+    return found, asked, reduced
+
+
+def test_gpus_that_are_here_are_measured_and_machines_beyond_modelled(monkeypatch):
+    found, asked, reduced = calibrate_gpus(monkeypatch, 2, [2, 8], between=LINKS["InfiniBand NDR"])
+    assert found.ranks_per_machine == 2 and found.gradient_bytes == 4_000_000
+    assert [entry[0] for entry in asked] == [1, 2, 2]  # a full machine of the four
+    assert {entry[2] for entry in asked} == {"cuda"} and asked[2][3] == ["--num_envs=8", "--batch_size=16"]
+    assert reduced == [(2, "cuda")]
+    two, eight = found.points[1:]
+    assert two.communication == Communication(gradient_s=pytest.approx(1e-5 + 4e-5), small_s=1e-4)
+    assert eight.communication.gradient_s > two.communication.gradient_s + LINKS["InfiniBand NDR"].base_s
+
+
+def test_one_gpu_stands_for_a_machine_of_eight_by_the_link_of_its_kind(monkeypatch):
+    found, asked, reduced = calibrate_gpus(monkeypatch, 1, [8], ranks_per_machine=8)
+    assert found.link == LINKS["NVLink 4"] and not reduced
+    assert [entry[0] for entry in asked] == [1, 1]
+    assert asked[1][1] == max(1, threads_per_rank(8))
+    assert found.points[1].communication.gradient_s == LINKS["NVLink 4"].all_reduce_s(4_000_000, 8)
 
 
 # ---- reports
@@ -250,6 +303,7 @@ def report_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_writes_everything(report_folder):
     report = json.loads((report_folder / "speedup.json").read_text())
     here = [row for row in report["rows"] if row["machine"] == "this machine"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_dist import trial as trial_module
 from rl_dist.launch import UserError
 from rl_dist.trial import TrialFailed, run_trial, without
 
@@ -60,15 +61,33 @@ def test_flags_are_left_out_with_their_values(spelling):
     assert without(["--a", "1", *spelling, "--b", "-2"], ["num_episodes"]) == ["--a", "1", "--b", "-2"]
 
 
+def test_copies_have_gpus_of_their_own_out_of_those_that_are_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [trial_module._gpu(number) for number in range(2)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,GPU-bb")
+    assert [trial_module._gpu(number) for number in range(2)] == ["GPU-aa", "GPU-bb"]
+
+
+TRAINING = f"from rl_dist.trial import run_copies; run_copies({TINY!r}, 2, 1, 10**6)"
+HALTED = f"""
+import time
+from rl_dist.trial import SideBySide
+with SideBySide({TINY!r}, 2, 1) as copies:
+    copies.measure(1)
+    copies.halt()
+    time.sleep(1000)
+"""
+
+
 @pytest.mark.slow
-def test_copies_die_with_their_caller(tmp_path):
-    code = f"from rl_dist.trial import run_copies; run_copies({TINY!r}, 2, 1, 10**6)"
+@pytest.mark.parametrize("code", [TRAINING, HALTED], ids=["training", "halted"])
+def test_copies_die_with_their_caller(code, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         children = []
         deadline_s = time.monotonic() + 120
-        while len(children) < 2 or len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) < 2:
+        while len(children) < 2 or not ready(children, tmp_path, halted=code is HALTED):
             children = psutil.Process(caller.pid).children()
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
@@ -78,3 +97,9 @@ def test_copies_die_with_their_caller(tmp_path):
     finally:
         caller.kill()
         caller.wait()
+
+
+def ready(children, folder, halted):
+    if halted:
+        return all(child.status() == psutil.STATUS_STOPPED for child in children)
+    return len(list(folder.glob("*/copy_*/metrics.jsonl"))) == 2
