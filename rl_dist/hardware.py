@@ -168,10 +168,13 @@ def describe_gpu(gpu: Gpu) -> str:
 
 
 def gib(count: int | None) -> str:
-    """Bytes in GiB, or MiB below one, in words."""
+    """Bytes in words."""
     if count is None:
         return "?"
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.3g} MiB"
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def _software() -> Software:
