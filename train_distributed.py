@@ -42,6 +42,7 @@ from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics
 from rl_dist.run_lock import hold
+from rl_dist.scaling_outcome import describe, outcome_of
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import close_world, end_at_signals, open_world, stop_flag
 
@@ -231,6 +232,10 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     """Write summary.json and the learning curve, and print the result."""
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
+    scaling = outcome_of(run_dir)
+    if scaling:
+        found["scaling"] = scaling
+        print(describe(scaling))
     (run_dir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"

@@ -14,6 +14,7 @@ from agents.rollout import Minibatch, minibatches, slot_order
 from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
+from rl_dist.step_clock import StepClock
 from rl_dist.world import UserError, World
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class PPO:
         self.wrapped, self.config, self.world = wrapped, config, world
         self.parameters = list(wrapped.parameters())
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
+        self.clock = StepClock(world.device)
         fused = world.device.type == "cuda"
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
 
@@ -160,6 +162,7 @@ class PPO:
         totals = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64, device=slots.obs.device)
         slots_per_env = slots.obs.shape[1] // num_envs
         num_steps = num_skipped = 0
+        self.clock.start()
         for epoch in range(self.config.update_epochs):
             order = slot_order((*key, epoch), first_env, num_envs, slots_per_env, num_minibatches)
             epoch_kl = torch.zeros((), dtype=torch.float64, device=slots.obs.device)
@@ -174,6 +177,7 @@ class PPO:
                 num_steps += 1
             if self.config.target_kl and self._exceeds_target_kl(epoch_kl / num_minibatches):
                 break
+            self.clock.mark("")
         if num_skipped:
             text = f"{num_skipped} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
             events.notify("bad_steps", text, iteration=key[1], skipped=num_skipped)
@@ -211,12 +215,17 @@ class PPO:
         )
         self.optimizer.zero_grad(set_to_none=True)
         one = torch.ones_like(parts.total)
+        self.clock.mark("forward")
+        waited_s = self.world.gradient_seconds
         with self.world.reducing():  # a loss that is not finite spoils the gradient, which tells the other ranks
             parts.total.backward(torch.where(torch.isfinite(parts.total), one, one * torch.nan))
+        self.clock.waited(self.world.gradient_seconds - waited_s)
+        self.clock.mark("backward")
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
         if stepped:
             self.optimizer.step()
+        self.clock.mark("optimizer")
         self._count_bad(stepped, parts.total)
         return parts, grad_norm, stepped
 

@@ -313,8 +313,9 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         losses = training.update(rollout)
         updated = time.perf_counter()
         timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
-        own_s = updated - collected - world.sync_seconds - world.gradient_seconds  # collect waits for nobody
-        metrics = episode_metrics(rollout, timing | {"own_s": own_s}, training.env_restarts, world)
+        waited_s = world.sync_seconds + world.gradient_seconds  # in the update: collect waits for nobody
+        timing |= {"time/update_own_s": updated - collected - waited_s} | training.ppo.clock.read()
+        metrics = episode_metrics(rollout, timing, training.env_restarts, world)
         tell_stragglers(stragglers, metrics)
         training.global_step += sizes.global_num_envs * job.train.num_steps
         training.episodes += metrics["episode/count"]
@@ -346,10 +347,9 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
 
 
 def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
-    """Warn of ranks that keep the others waiting; takes own_s out of the metrics."""
-    metrics.pop("own_s")
-    ranks = metrics["ranks"]
-    phases = {"collect": [item["time/collect_s"] for item in ranks], "update": [item.pop("own_s") for item in ranks]}
+    """Warn of ranks that keep the others waiting."""
+    keys = {"collect": "time/collect_s", "update": "time/update_own_s"}
+    phases = {phase: [rank[key] for rank in metrics["ranks"]] for phase, key in keys.items()}
     for line in stragglers.observe(phases):
         logger.warning(line)
 

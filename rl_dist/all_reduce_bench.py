@@ -124,18 +124,19 @@ def measure_all_reduce(
             "timeout_s": timeout_s,
             "out": f"{folder}/measured.json",
         }
-        _run_to_end(asked, folder, timeout_s)
+        run_to_end(asked, folder, timeout_s)
         return _read(json.loads(Path(folder, "measured.json").read_text()))
 
 
-def _run_to_end(asked: dict[str, Any], folder: str, timeout_s: float) -> None:
+def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = RUN) -> None:
+    """Start `run` with `asked` as JSON in a subprocess, and wait for its end."""
     root = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
     errors = Path(folder, "stderr")
     with errors.open("wb") as stderr:
         job = subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(asked)],
+            [sys.executable, "-c", run, json.dumps(asked)],
             env=environment | {"PYTHONPATH": paths, "TMPDIR": folder},
             stdin=subprocess.DEVNULL,
             stdout=stderr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import warnings
 
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_dist.world import UserError, World
 
 STRATEGIES = ("auto", "none", "ddp")
+GRADIENT_BYTES_LOGGED = "gradients of %d bytes"
+logger = logging.getLogger(__name__)
 
 
 def wrap(policy_module: nn.Module, world: World, strategy: str = "auto") -> nn.Module:
@@ -33,9 +36,10 @@ def wrap(policy_module: nn.Module, world: World, strategy: str = "auto") -> nn.M
         raise UserError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if strategy == "none" and world.size > 1:
         raise UserError(f"strategy none works with one rank only, got {world.size}; use ddp or auto")
+    num_bytes = sum(p.numel() * p.element_size() for p in policy_module.parameters())
+    logger.info(GRADIENT_BYTES_LOGGED, num_bytes)
     if strategy == "none" or (strategy == "auto" and world.size == 1):
         return policy_module
-    num_bytes = sum(p.numel() * p.element_size() for p in policy_module.parameters())
     with world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
         # Newer torch wants another name, which 2.10 does not know.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)

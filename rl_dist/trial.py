@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,24 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_dist.all_reduce_bench import RANK_VARIABLES
 from rl_dist.launch import UserError
 from rl_dist.metrics import METRICS_FILE
-from rl_dist.rendezvous import ADDRESS_VARIABLES
 from rl_dist.resume_check import kill_group
 from rl_dist.world import die_with_parent
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 # Seeds differ, so that the copies' episodes do not end together. Nothing is saved or judged.
 CHOSEN = {
-    "num_gpus": "1",
     "total_steps": "1000000000000000",
     "validate_every": "0",
     "checkpoint_every": "1000000000",
     "keep_best": "off",
     "max_restarts": "0",
 }
-DROPPED = ("run_dir", "resume", "num_episodes", "quick", "on_event", "seed", *CHOSEN)
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
+DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", *CHOSEN)
 POLL_S = 0.05
 
 
@@ -70,6 +69,10 @@ class Copy:
         """Its configuration by section."""
         return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
 
+    def log(self) -> str:
+        """Its log so far."""
+        return (self.run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8", errors="replace")
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -77,6 +80,76 @@ class Trial:
 
     records: list[list[dict[str, Any]]]  # by copy: its metrics of the iterations that all copies trained through
     config: dict[str, Any]  # of the first copy, by section
+    log: str  # of the first copy
+
+
+class SideBySide:
+    """Trainings at the same time, which can be halted; a context manager.
+
+    Args:
+        flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
+            are chosen here.
+        copies: processes; with device_type "cuda" each has a GPU of its own.
+        threads: of each copy.
+        num_gpus: ranks of each copy.
+
+    Raises:
+        UserError: the script was not content with the flags; its own words.
+        TrialFailed: a copy failed in another way, or took too long.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        copies: int,
+        threads: int,
+        *,
+        num_gpus: int = 1,
+        device_type: str = "cpu",
+        script: Path = SCRIPT,
+    ) -> None:
+        if copies < 1 or threads < 1:
+            raise UserError(f"copies {copies} and threads {threads} must be at least 1")
+        if without(flags, ["resume"]) != list(flags):
+            raise UserError("--resume: short runs begin anew; give the flags that the run was started with")
+        self._how = flags, copies, threads, num_gpus, device_type, script
+        self._folder = tempfile.TemporaryDirectory(prefix="trial_")
+        self.running: list[Copy] = []
+
+    def __enter__(self) -> SideBySide:
+        flags, copies, threads, num_gpus, device_type, script = self._how
+        try:
+            for number in range(copies):
+                chosen = [*without(flags, DROPPED), f"--num_gpus={num_gpus}", f"--seed={number + 1}"]
+                copy = _start(chosen, number, threads, device_type, script, Path(self._folder.name))
+                self.running.append(copy)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        for copy in self.running:
+            kill_group(copy.job)
+        self._folder.cleanup()
+
+    def measure(self, iterations: int, timeout_s: float = 600.0) -> list[list[dict[str, Any]]]:
+        """The records of each copy's next whole iterations, so many of the slowest."""
+        deadline_s = time.monotonic() + timeout_s
+        begun = [copy.num_iterations() + 1 for copy in self.running]  # the one under way began before
+        ended = _wait(self.running, [count + iterations for count in begun], deadline_s)
+        found = [copy.records() for copy in self.running]
+        return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
+
+    def halt(self) -> None:
+        """Stop all, in the middle of whatever they do."""
+        for copy in self.running:
+            os.killpg(copy.job.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let all go on after `halt`."""
+        for copy in self.running:
+            os.killpg(copy.job.pid, signal.SIGCONT)
 
 
 def run_copies(flags: Sequence[str], copies: int, threads: int, iterations: int, **options: Any) -> list[list[dict]]:
@@ -91,44 +164,30 @@ def run_trial(
     iterations: int,
     *,
     warm_up: int = 2,
-    device_type: str = "cpu",
     timeout_s: float = 600.0,
-    script: Path = SCRIPT,
+    **options: Any,
 ) -> Trial:
-    """Train copies side by side and return what each measured while all of them trained.
+    """Train copies side by side; what each measured while all of them trained.
 
     Args:
-        flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
-            are chosen here.
-        copies: processes; with device_type "cuda" each has a GPU of its own.
-        threads: of each copy.
+        flags, copies, threads: as of `SideBySide`, and `options` (device_type, script) as well.
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
 
     Raises:
-        UserError: the script was not content with the flags; its own words.
-        TrialFailed: a copy failed in another way, or took too long.
+        UserError, TrialFailed: as of `SideBySide`.
     """
-    if copies < 1 or threads < 1 or iterations < 1 or warm_up < 0:
-        raise UserError(f"copies {copies}, threads {threads} and iterations {iterations} must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="trial_") as folder:
-        running: list[Copy] = []
-        try:
-            for number in range(copies):
-                running.append(_start(flags, number, threads, device_type, script, Path(folder)))
-            deadline_s = time.monotonic() + timeout_s
-            first = _wait(running, [warm_up] * copies, deadline_s)  # whole iterations so far
-            begun = [count + 1 for count in first]  # the one under way has begun before all were warm
-            last = _wait(running, [count + iterations for count in begun], deadline_s)
-            found = [copy.records() for copy in running]
-            return Trial([all_[a:b] for all_, a, b in zip(found, begun, last, strict=True)], running[0].config())
-        finally:
-            for copy in running:
-                kill_group(copy.job)
+    if iterations < 1 or warm_up < 0:
+        raise UserError(f"iterations {iterations} must be at least 1, warm_up {warm_up} at least 0")
+    with SideBySide(flags, copies, threads, **options) as together:
+        first = together.running[0]
+        if warm_up:
+            together.measure(warm_up - 1, timeout_s)
+        return Trial(together.measure(iterations, timeout_s), first.config(), first.log())
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The flags but for those of these names, however they are spelled, and their values."""
+    """The flags but for those of these names, however spelled, and their values."""
     kept: list[str] = []
     keep = True
     for word in flags:
@@ -143,7 +202,7 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
 def _start(flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path) -> Copy:
     run_dir, errors = folder / f"copy_{number}", folder / f"copy_{number}.err"
     chosen = [f"--{name}={value}" for name, value in CHOSEN.items()]
-    command = [sys.executable, script, *without(flags, DROPPED), *chosen, f"--seed={number + 1}"]
+    command = [sys.executable, str(script), *flags, *chosen]
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
@@ -151,7 +210,7 @@ def _start(flags: Sequence[str], number: int, threads: int, device_type: str, sc
         environment["CUDA_VISIBLE_DEVICES"] = _gpu(number)
     with errors.open("wb") as stderr:
         job = subprocess.Popen(
-            [*command, "--device", device_type, "--run_dir", run_dir],
+            [*command, "--device", device_type, "--run_dir", str(run_dir)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

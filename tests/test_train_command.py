@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -21,8 +22,14 @@ KEYS = {
     "iteration", "global_step", "episode/return", "episode/length", "episode/count", "episode/total", "loss/policy",
     "loss/value", "loss/entropy", "ppo/approx_kl", "ppo/clip_fraction", "ppo/explained_variance", "optim/grad_norm",
     "optim/learning_rate", "time/collect_s", "time/update_s", "time/sync_s", "time/sps", "ranks",
+    "time/update_own_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s",
+    "time/step_spread_s", "time/reduction_s",
 }  # fmt: skip
-RANK_KEYS = {"rank", "episode/return", "episode/count", "time/collect_s", "time/update_s"}
+RANK_KEYS = {
+    "rank", "episode/return", "episode/count", "time/collect_s", "time/update_s", "time/update_own_s",
+    "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s", "time/step_spread_s",
+    "time/reduction_s",
+}  # fmt: skip
 OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]
 FOREVER = [*SMALL, "--num_episodes", "1000000", "--checkpoint_every", "1000", "--validate_every", "0"]
 
@@ -113,7 +120,8 @@ def test_two_ranks_train_and_judge_as_one(finished):
     left, right = (load_checkpoint(latest_checkpoint(run_dir))["policy"] for run_dir in (one, two))
     for name in left:
         assert torch.allclose(left[name], right[name], rtol=0, atol=1e-9), name
-    held_out = [numbers(json.loads((run_dir / "summary.json").read_text())) for run_dir in (one, two)]
+    summaries = [json.loads((run_dir / "summary.json").read_text()) for run_dir in (one, two)]
+    held_out = [numbers({k: v for k, v in summary.items() if k != "scaling"}) for summary in summaries]
     hashes = [held.pop("/parameter_sha256") for held in held_out]  # sums over ranks are rounded in another order
     assert all(len(sha256) == 64 for sha256 in hashes)
     assert held_out[0].keys() == held_out[1].keys()
@@ -123,6 +131,15 @@ def test_two_ranks_train_and_judge_as_one(finished):
     for mine, theirs in zip(records(one), records(two), strict=True):
         for key in ("episode/return", "episode/length", "episode/count", "loss/policy", "optim/grad_norm"):
             assert theirs[key] == pytest.approx(mine[key], rel=1e-6), key
+
+
+def test_several_ranks_end_with_predicted_against_measured(finished):
+    summaries = {ranks: json.loads((run_dir / "summary.json").read_text()) for ranks, (run_dir, *_) in finished.items()}
+    assert "scaling" not in summaries[1] and "scaling: " not in finished[1][2]
+    found = summaries[2]["scaling"]
+    assert found["ranks"] == 2 and found["predicted_steps_per_s"] > 0 and 0 < found["busy"] <= 1
+    assert found["measured_steps_per_s"] == median(line["time/sps"] for line in records(finished[2][0])[2:])
+    assert finished[2][2].count("scaling: 2 ranks trained ") == 1
 
 
 # ---- resume

@@ -30,8 +30,14 @@ KEYS = {
     "iteration", "global_step", "episode/return", "episode/length", "episode/count", "episode/total", "loss/policy",
     "loss/value", "loss/entropy", "ppo/approx_kl", "ppo/clip_fraction", "ppo/explained_variance", "optim/grad_norm",
     "optim/learning_rate", "time/collect_s", "time/update_s", "time/sync_s", "time/sps", "ranks",
+    "time/update_own_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s",
+    "time/step_spread_s", "time/reduction_s",
 }  # fmt: skip
-RANK_KEYS = {"rank", "episode/return", "episode/count", "time/collect_s", "time/update_s"}
+RANK_KEYS = {
+    "rank", "episode/return", "episode/count", "time/collect_s", "time/update_s", "time/update_own_s",
+    "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s", "time/step_spread_s",
+    "time/reduction_s",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +111,8 @@ def test_a_short_training_changes_all_parameters_and_writes_the_promised_metrics
         assert [set(entry) for entry in record["ranks"]] == [RANK_KEYS]
         json.dumps(record)  # numbers, not tensors
         assert record["time/sps"] > 0 and record["time/collect_s"] > 0 and record["time/update_s"] > 0
+        phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
+        assert min(phases) > 0 and sum(phases) <= record["time/update_own_s"] <= record["time/update_s"]
     assert [record["iteration"] for record in writer.records] == [1, 2]
     assert [record["global_step"] for record in writer.records] == [128, 256] == writer.done
 

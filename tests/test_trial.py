@@ -20,7 +20,7 @@ TINY += ["--hidden_size", "8"]
 
 @pytest.fixture(scope="module")
 def trial():
-    return run_trial([*TINY, "--num_episodes", "7", "--quick"], copies=2, threads=1, iterations=4, warm_up=1)
+    return run_trial([*TINY, "--num_episodes", "7"], copies=2, threads=1, iterations=4, warm_up=1)
 
 
 def test_every_copy_gives_consecutive_records_after_its_warm_up(trial):
@@ -43,6 +43,11 @@ def test_copies_have_their_flags_and_other_episodes(trial):
 def test_bad_flags_are_told_in_the_scripts_words():
     with pytest.raises(UserError, match="batch_size must be 1"):
         run_trial([*TINY, "--batch_size", "0"], copies=1, threads=1, iterations=1)
+
+
+def test_short_runs_do_not_resume():
+    with pytest.raises(UserError, match="short runs begin anew"):
+        run_trial([*TINY, "--resume", "runs/x"], copies=1, threads=1, iterations=1)
 
 
 def test_a_run_without_progress_is_given_up():

@@ -1,0 +1,126 @@
+"""How right predictions are: throughput of 2 ranks, predicted from one-rank runs and measured, taking turns.
+
+    python benchmarks/speedup_accuracy.py [--job default|slow_env|both] [--scaling strong|weak|both] [--rounds 5]
+
+The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that do not communicate,
+and ranks that only reduce. The measured run trains on two ranks. Both are started once; then they take turns, the
+other being halted, for a few iterations each: what the machine does meanwhile hits both alike. One JSON line per job
+and scaling: the error of each round's prediction and their median. Machines are noisy: run it with nothing beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
+
+import torch
+
+from rl_dist.calibration import gradient_bytes_of_log, share_flags, work_of
+from rl_dist.reduction_bench import measure_reductions
+from rl_dist.scaling_model import Communication, predict
+from rl_dist.trial import SideBySide
+from rl_dist.world import available_cores, threads_per_rank
+
+# The copies find benchmarks.slow_env wherever this was started.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH", "")]))
+RANKS = 2
+JOBS = {
+    "default": [],
+    "slow_env": [
+        *("--env", "benchmarks.slow_env:SlowSteps-v0", "--num_envs", "8", "--num_steps", "64", "--bptt_steps", "16"),
+        *("--batch_size", "16", "--hidden_size", "64"),
+    ],
+}  # fmt: skip
+SIZES = {"default": (64, 128), "slow_env": (8, 16)}  # environments and slots that one rank alone has
+
+
+def say(text: str) -> None:
+    """Progress, beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, Any]:
+    """Errors of predicted against measured steps/s, by round."""
+    flags, (num_envs, batch_size) = JOBS[name], SIZES[name]
+    share, problem = share_flags(num_envs, batch_size, RANKS, scaling)
+    assert not problem, problem
+    threads = threads_per_rank(RANKS)
+    alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
+    together = SideBySide([*flags, f"--scaling={scaling}"], 1, available_cores(), num_gpus=RANKS)
+    found: list[dict[str, float]] = []
+    with alone, together:
+        together.halt()
+        alone.measure(1)
+        alone.halt()
+        together.go_on()
+        together.measure(1)
+        together.halt()
+        num_bytes = gradient_bytes_of_log(alone.running[0].log())
+        talk = measure_reductions(RANKS, [num_bytes], threads=threads)
+        communication = Communication(gradient_s=talk.gradients_s[num_bytes], small_s=talk.small_s)
+        for _ in range(rounds):
+            records = {}
+            for side in (alone, together) if len(found) % 2 else (together, alone):
+                side.go_on()
+                records[side] = side.measure(iterations)
+                side.halt()
+            prediction = predict(work_of(records[alone]), RANKS, communication)
+            measured = median(record["time/sps"] for record in records[together][0])
+            error = prediction.steps_per_s / measured - 1
+            found.append({"predicted": prediction.steps_per_s, "measured": measured, "error": error})
+            say(f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured {measured:,.0f} "
+                f"({error:+.1%}); {split(prediction.shares)}; {own(records[together][0])}")  # fmt: skip
+    errors = [entry["error"] for entry in found]
+    return {
+        "job": name, "scaling": scaling, "ranks": RANKS, "threads": threads, "rounds": rounds,
+        "median_error": round(median(errors), 4), "errors": [round(error, 4) for error in errors],
+        "predicted": round(median(entry["predicted"] for entry in found)),
+        "measured": round(median(entry["measured"] for entry in found)),
+        "gradient_bytes": num_bytes, "reduction_s": round(communication.gradient_s, 6),
+        "small_s": round(communication.small_s, 6),
+    }  # fmt: skip
+
+
+def split(shares: dict[str, float]) -> str:
+    """Parts of the predicted time."""
+    return "predicted " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+
+
+def own(records: list[dict[str, Any]]) -> str:
+    """Parts of the measured time, of the mean rank."""
+    parts = {"collect": "time/collect_s", "own update": "time/update_own_s", "gradient wait": "time/gradient_wait_s"}
+    total = median(record["global_step"] / record["iteration"] / record["time/sps"] for record in records)
+    means = {
+        name: median(sum(rank[key] for rank in record["ranks"]) / len(record["ranks"]) for record in records)
+        for name, key in parts.items()
+    }
+    return "measured " + ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in means.items())
+
+
+def main() -> int:
+    """Entry of the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", choices=(*JOBS, "both"), default="both")
+    parser.add_argument("--scaling", choices=("strong", "weak", "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=3, help="of each turn (default: 3)")
+    args = parser.parse_args()
+    print(json.dumps({"torch": torch.__version__, "cores": available_cores(), "date": time.strftime("%Y-%m-%d")}))
+    for job in JOBS if args.job == "both" else (args.job,):
+        for scaling in ("strong", "weak") if args.scaling == "both" else (args.scaling,):
+            started_s = time.monotonic()
+            found = compare(job, scaling, args.rounds, args.iterations)
+            print(json.dumps(found | {"seconds": round(time.monotonic() - started_s)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""How long an iteration takes on N ranks: the model, which measures nothing.
+
+    iteration = max over ranks of (rollout) + steps * (max over ranks of (own part of a step) + reduction)
+                + rest + small collectives
+
+Ranks meet after the rollout and in every gradient step, and wait there for the slowest. Own parts are those of one
+rank at the sizes, threads and neighbours that it has among N; reductions follow latency and bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one rank does in an iteration, without waiting for others."""
+
+    env_steps: int  # of this rank
+    gradient_steps: int
+    collect_s: float
+    forward_s: float = 0.0  # of all gradient steps, as the next two
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    rest_s: float = 0.0  # advantages, statistics, metrics
+    collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
+    step_spread_s: float = 0.0  # the same of one gradient step
+    relative_error: float = 0.0  # standard error of an iteration's seconds, as a share
+
+    @property
+    def step_s(self) -> float:
+        """One gradient step."""
+        return (self.forward_s + self.backward_s + self.optimizer_s) / max(1, self.gradient_steps)
+
+    @property
+    def seconds(self) -> float:
+        """The whole iteration, alone."""
+        return self.collect_s + self.forward_s + self.backward_s + self.optimizer_s + self.rest_s
+
+    def scaled(self, update: float, collect: float = 1.0) -> Work:
+        """The same on a device that takes these multiples of the time."""
+        return replace(
+            self,
+            collect_s=self.collect_s * collect,
+            collect_spread_s=self.collect_spread_s * collect,
+            forward_s=self.forward_s * update,
+            backward_s=self.backward_s * update,
+            optimizer_s=self.optimizer_s * update,
+            rest_s=self.rest_s * update,
+            step_spread_s=self.step_spread_s * update,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A connection between ranks: seconds to begin and per hop, bytes per second."""
+
+    name: str
+    base_s: float = 0.0
+    hop_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def all_reduce_s(self, num_bytes: float, ranks: int, algorithm: str = "auto") -> float:
+        """Sum over ranks by a ring, a tree, or whichever is sooner.
+
+        Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005);
+        NCCL's own choice, https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
+        """
+        if ranks <= 1:
+            return 0.0
+        wire_s = 2.0 * num_bytes / self.bytes_per_s
+        ring_s = self.base_s + 2 * (ranks - 1) * self.hop_s + wire_s * (ranks - 1) / ranks
+        tree_s = self.base_s + 2 * math.ceil(math.log2(ranks)) * self.hop_s + wire_s
+        return {"ring": ring_s, "tree": tree_s, "auto": min(ring_s, tree_s)}[algorithm]
+
+
+def fit_link(measured_s: Mapping[int, float], ranks: int, name: str = "measured") -> Link:
+    """The link that explains all-reduces by size in bytes: relative least squares.
+
+    Latency goes to `base_s`: one number of ranks cannot tell it from hops.
+    """
+    sizes = np.array(sorted(measured_s), dtype=float)
+    seconds = np.array([measured_s[int(size)] for size in sizes])
+    columns = np.stack([np.ones_like(sizes), 2.0 * sizes * (ranks - 1) / ranks], axis=1)
+    base_s, per_byte_s = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
+    if per_byte_s <= 0 or base_s < 0:  # noise: no slope, or none but the slope
+        base_s, per_byte_s = max(0.0, float(base_s)), max(1e-15, float(per_byte_s))
+    return Link(name=name, base_s=float(base_s), bytes_per_s=1.0 / float(per_byte_s))
+
+
+def cluster_all_reduce_s(num_bytes: float, ranks: int, ranks_per_machine: int, inside: Link, between: Link) -> float:
+    """All-reduce over machines: within each, then of each share between them."""
+    here = min(ranks, ranks_per_machine)
+    machines = math.ceil(ranks / ranks_per_machine)
+    return inside.all_reduce_s(num_bytes, here) + between.all_reduce_s(num_bytes / here, machines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """What talking to the other ranks costs, all ranks being there."""
+
+    gradient_s: float = 0.0  # one gradient's reduction
+    small_s: float = 0.0  # one iteration's sums, gathers and agreements
+    buckets: int = 1  # of a gradient; all but the last reduced while the backward pass goes on
+
+    def exposed_s(self, backward_s: float) -> float:
+        """The part of a gradient's reduction that one step's backward pass does not hide."""
+        last_s = self.gradient_s / self.buckets
+        return max(last_s, self.gradient_s - backward_s * (self.buckets - 1) / self.buckets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One iteration on N ranks, in seconds; the parts add up."""
+
+    ranks: int
+    env_steps: int  # of all ranks
+    collect_s: float
+    update_s: float
+    rest_s: float
+    communication_s: float
+    waiting_s: float  # for the slowest rank
+    relative_error: float  # standard error, as a share
+
+    @property
+    def iteration_s(self) -> float:
+        """All parts."""
+        return self.collect_s + self.update_s + self.rest_s + self.communication_s + self.waiting_s
+
+    @property
+    def steps_per_s(self) -> float:
+        """Environment steps of all ranks."""
+        return self.env_steps / self.iteration_s
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """95 % interval of an iteration's seconds, from the measured spread."""
+        margin = min(0.9, 1.96 * self.relative_error)
+        return self.iteration_s * (1 - margin), self.iteration_s * (1 + margin)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Parts of the time."""
+        parts = {
+            "rollouts": self.collect_s,
+            "update": self.update_s + self.rest_s,
+            "communication": self.communication_s,
+            "waiting": self.waiting_s,
+        }
+        return {name: seconds / self.iteration_s for name, seconds in parts.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        derived = {"iteration_s": self.iteration_s, "steps_per_s": self.steps_per_s, "shares": self.shares}
+        return asdict(self) | derived | {"interval_s": list(self.interval_s)}
+
+
+def predict(work: Work, ranks: int, communication: Communication) -> Prediction:
+    """An iteration of `ranks` ranks that each do `work`."""
+    excess = expected_maximum(ranks)
+    steps = work.gradient_steps
+    alone = ranks == 1
+    exposed_s = 0.0 if alone else communication.exposed_s(work.backward_s / max(1, steps))
+    return Prediction(
+        ranks=ranks,
+        env_steps=work.env_steps * ranks,
+        collect_s=work.collect_s,
+        update_s=work.forward_s + work.backward_s + work.optimizer_s,
+        rest_s=work.rest_s,
+        communication_s=steps * exposed_s + (0.0 if alone else communication.small_s),
+        waiting_s=excess * (work.collect_spread_s + steps * work.step_spread_s),
+        relative_error=work.relative_error,
+    )
+
+
+@cache
+def expected_maximum(count: int) -> float:
+    """Expected maximum of independent standard normal numbers (2: 0.564)."""
+    if count <= 1:
+        return 0.0
+    edges = np.linspace(-9.0, 9.0, 20_001)
+    below = np.array([NormalDist().cdf(edge) for edge in edges])
+    chance = below**count
+    middles = (edges[1:] + edges[:-1]) / 2
+    return float((middles * np.diff(chance)).sum())
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A prediction beside that of one rank."""
+
+    one: Prediction
+    many: Prediction
+
+    @property
+    def speedup(self) -> float:
+        """Environment steps per second, relative to one rank."""
+        return self.many.steps_per_s / self.one.steps_per_s
+
+    @property
+    def efficiency(self) -> float:
+        """Speedup per rank."""
+        return self.speedup / self.many.ranks
+
+
+def bottleneck(scaled: Scaled, scaling: str) -> str:
+    """What keeps N ranks from being N times as fast, and what to do, in words."""
+    many, one = scaled.many, scaled.one
+    name, share = max(many.shares.items(), key=lambda item: item[1])
+    head = f"{many.ranks} ranks give {scaled.speedup:.2f}x: {name} {'are' if name == 'rollouts' else 'is'} {share:.0%}"
+    if scaled.efficiency > 0.9:
+        return f"{head}; they scale well"
+    lost = {
+        "rollouts": many.collect_s - one.collect_s * _ideal(scaled),
+        "update": many.update_s + many.rest_s - (one.update_s + one.rest_s) * _ideal(scaled),
+        "communication": many.communication_s,
+        "waiting": many.waiting_s,
+    }
+    worst = max(lost, key=lambda part: lost[part])
+    cures = {
+        "rollouts": "raise --num_envs, or --scaling weak: a rollout of fewer environments is hardly shorter"
+        if scaling == "strong" else "the ranks slow each other's environments down: give them cores of their own",
+        "update": "raise --batch_size and --num_envs: smaller minibatches do not pay"
+        if scaling == "strong" else "the ranks slow each other down: give them cores or GPUs of their own",
+        "communication": "raise --batch_size (fewer, larger gradient steps), or use a faster link",
+        "waiting": "environments differ in speed: raise --num_steps, or level out what slows some down",
+    }  # fmt: skip
+    return f"{head}; most is lost in {worst}: {cures[worst]}"
+
+
+def _ideal(scaled: Scaled) -> float:
+    """A rank's part of what one rank does alone in an iteration."""
+    return scaled.many.env_steps / scaled.many.ranks / scaled.one.env_steps

@@ -1,0 +1,268 @@
+"""Predictions as rows: speedup, time and cost; as a table and as Markdown."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_dist.calibration import Calibration, Point, modelled_communication
+from rl_dist.machines import AS_OF, GPUS, LINKS, Gpu, slowest
+from rl_dist.scaling_model import Prediction, Scaled, bottleneck
+
+HERE = "this machine"
+COLUMNS = ("GPUs", "scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time", "cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much is to be trained, and what an hour costs."""
+
+    num_episodes: int
+    total_steps: int = 0  # instead of episodes
+    steps_per_episode: float = math.nan
+    price_per_hour: float | None = None  # of one GPU
+    power_watts: float | None = None  # of one GPU
+    power_price: float | None = None  # per kWh
+
+    @property
+    def env_steps(self) -> float:
+        """Environment steps of the whole run; nan: unknown."""
+        return float(self.total_steps) if self.total_steps else self.num_episodes * self.steps_per_episode
+
+    @property
+    def words(self) -> str:
+        """What the columns of time and cost are about."""
+        if self.total_steps:
+            return f"{self.total_steps:,} environment steps"
+        if math.isnan(self.steps_per_episode):
+            return f"{self.num_episodes:,} episodes: no episode ended in the short runs, so neither time nor cost"
+        return f"{self.num_episodes:,} episodes of {self.steps_per_episode:.0f} steps"
+
+    def hourly(self, cards: Sequence[Gpu]) -> tuple[float, float] | None:
+        """Lowest and highest cost of one GPU for an hour; of unequal cards the mean."""
+        if self.power_watts is not None and self.power_price is not None:
+            price = self.power_watts / 1000.0 * self.power_price
+            return price, price
+        if self.price_per_hour is not None:
+            return self.price_per_hour, self.price_per_hour
+        prices = [card.usd_per_hour for card in cards]
+        if not prices or None in prices:
+            return None
+        low, high = zip(*(price for price in prices if price), strict=True)
+        return sum(low) / len(low), sum(high) / len(high)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All predictions of one call."""
+
+    rows: list[dict[str, Any]]
+    calibration: dict[str, Any]
+    budget: str
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; what is not known is null."""
+        return {"budget": self.budget, "rows": self.rows, "calibration": self.calibration, "notes": self.notes}
+
+
+def report_of(
+    calibration: Calibration, budget: Budget, cards: Sequence[list[Gpu]], measured: dict[int, float]
+) -> Report:
+    """Rows for this machine, then for every card or mixture of cards."""
+    rows = [_row(point, calibration, budget, HERE, [], measured) for point in calibration.points]
+    notes = []
+    if cards:
+        here_tflops = device_tflops(calibration.device_type)
+        notes.append(
+            f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as measured here, the rest "
+            f"scaled by peak fp32 rates from {here_tflops:.3g} TFLOP/s per thread or GPU here; small networks reach a "
+            "smaller share of a large card's peak"
+        )
+        for names in cards:
+            rows += _card_rows(calibration, budget, names, here_tflops)
+    return Report(rows, _facts(calibration), budget.words, notes)
+
+
+def _card_rows(calibration: Calibration, budget: Budget, cards: list[Gpu], here_tflops: float) -> list[dict[str, Any]]:
+    pace = slowest(cards)
+    link = min((LINKS[card.link] for card in cards), key=lambda link: link.bytes_per_s)
+
+    def moved(point: Point) -> Point:
+        if point.work is None:
+            return point
+        threads = point.threads if calibration.device_type == "cpu" else 1
+        work = point.work.scaled(update=here_tflops * threads / pace.fp32_tflops)
+        talk = modelled_communication(
+            calibration.gradient_bytes, point.ranks, max(1, min(8, calibration.ranks_per_machine)), link,
+            calibration.between if calibration.between.name in LINKS else LINKS["InfiniBand NDR"],
+        )  # fmt: skip
+        return Point(**{**point.__dict__, "work": work, "communication": talk})
+
+    name = " + ".join(card.name for card in cards)
+    one = moved(calibration.one)
+    there = Calibration(**{**calibration.__dict__, "one": one})
+    return [_row(moved(point), there, budget, name, cards, {}) for point in calibration.points]
+
+
+def device_tflops(device_type: str) -> float:
+    """fp32 rate of one thread here, or of the GPU by its data sheet, else measured."""
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name(0)
+        for gpu in GPUS.values():
+            if all(word in name for word in gpu.name.replace("SXM", "").split()):
+                return gpu.fp32_tflops
+    threads = torch.get_num_threads()
+    if device_type == "cpu":
+        torch.set_num_threads(1)
+    matrix = torch.randn(768, 768, device=device_type)
+    best_s = math.inf
+    for _ in range(8):
+        started_s = time.perf_counter()
+        float((matrix @ matrix).sum())
+        best_s = min(best_s, time.perf_counter() - started_s)
+    torch.set_num_threads(threads)
+    return 2 * 768**3 / best_s / 1e12
+
+
+def _row(
+    point: Point, calibration: Calibration, budget: Budget, machine: str, cards: list[Gpu], measured: dict[int, float]
+) -> dict[str, Any]:
+    head = {"machine": machine, "estimate": bool(cards), "gpus": point.ranks, "scaling": point.scaling}
+    if point.work is None:
+        return head | {"problem": point.problem}
+    scaled = calibration.scaled(point)
+    prediction = scaled.many
+    return head | {
+        "problem": None,
+        "theoretical": point.ranks,
+        "speedup": scaled.speedup,
+        "efficiency": scaled.efficiency,
+        "speedup_interval": _speedup_interval(scaled),
+        "copies": point.copies,
+        "threads": point.threads,
+        "bottleneck": bottleneck(scaled, point.scaling) if point.ranks > 1 else "one rank alone",
+        "measured_steps_per_s": measured.get(point.ranks),
+        **prediction.to_dict(),
+        **_bill(prediction, budget, cards),
+    }
+
+
+def _speedup_interval(scaled: Scaled) -> list[float]:
+    """95 %, both predictions being uncertain."""
+    if scaled.many.ranks == 1:
+        return [1.0, 1.0]
+    error = min(0.9, 1.96 * math.hypot(scaled.one.relative_error, scaled.many.relative_error))
+    return [scaled.speedup * (1 - error), scaled.speedup * (1 + error)]
+
+
+def _bill(prediction: Prediction, budget: Budget, cards: list[Gpu]) -> dict[str, Any]:
+    """Hours and cost of the whole run; None: unknown."""
+    if math.isnan(budget.env_steps):
+        return {"hours": None, "hours_interval": None, "cost": None, "gpu_hours": None}
+    iterations = budget.env_steps / prediction.env_steps
+    hours, low, high = (s * iterations / 3600 for s in (prediction.iteration_s, *prediction.interval_s))
+    price = budget.hourly(cards)
+    cost = [price[0] * prediction.ranks * hours, price[1] * prediction.ranks * hours] if price else None
+    return {"hours": hours, "hours_interval": [low, high], "cost": cost, "gpu_hours": hours * prediction.ranks}
+
+
+def _facts(calibration: Calibration) -> dict[str, Any]:
+    """What was measured, for JSON."""
+    link = {"name": calibration.link.name, "latency_s": calibration.link.base_s}
+    if math.isfinite(calibration.link.bytes_per_s):
+        link["bytes_per_s"] = calibration.link.bytes_per_s
+    points = [
+        {"gpus": p.ranks, "scaling": p.scaling, "work": p.work.__dict__, "communication": p.communication.__dict__}
+        for p in calibration.points
+        if p.work
+    ]
+    return {
+        "device_type": calibration.device_type,
+        "gradient_bytes": calibration.gradient_bytes,
+        "num_envs": calibration.num_envs,
+        "batch_size": calibration.batch_size,
+        "link": link,
+        "points": points,
+    }
+
+
+# ---- words
+
+
+def table(report: Report) -> str:
+    """For the console: a table of each machine, then what limits it."""
+    lines = []
+    for machine in dict.fromkeys(row["machine"] for row in report.rows):
+        rows = [row for row in report.rows if row["machine"] == machine]
+        kind = ", an estimate" if rows[0]["estimate"] else ""
+        lines += [f"{machine}{kind}; time and cost of {report.budget}", *_aligned([COLUMNS, *map(cells, rows)])]
+        lines += [f"  {text}" for row in rows if (text := _remark(row))]
+        lines.append("")
+    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)]).rstrip()
+
+
+def markdown(report: Report) -> str:
+    """The same as Markdown."""
+    lines = [f"Time and cost of {report.budget}."]
+    for machine in dict.fromkeys(row["machine"] for row in report.rows):
+        rows = [row for row in report.rows if row["machine"] == machine]
+        lines += ["", f"**{machine}**{' (estimate)' if rows[0]['estimate'] else ''}", ""]
+        lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+        lines += ["", *(f"- {text}" for row in rows if (text := _remark(row)))]
+    return "\n".join([*lines, *(f"\n{note}" for note in report.notes)])
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row's cells in the order of COLUMNS."""
+    if row["problem"]:
+        return (str(row["gpus"]), row["scaling"], f"{row['gpus']}x", "-", "-", "-", "-", "-", "-")
+    low, high = row["speedup_interval"]
+    return (
+        str(row["gpus"]),
+        row["scaling"],
+        f"{row['theoretical']}x",
+        f"{row['speedup']:.2f}x" + (f" ({low:.2f}-{high:.2f})" if row["gpus"] > 1 else ""),
+        f"{row['efficiency']:.0%}",
+        f"{row['steps_per_s']:,.0f}",
+        duration(row["iteration_s"]),
+        duration(row["hours"] * 3600) if row["hours"] is not None else "-",
+        _money(row["cost"]),
+    )
+
+
+def _remark(row: dict[str, Any]) -> str:
+    if row["problem"]:
+        return f"{row['gpus']} {row['scaling']}: cannot be, {row['problem']}"
+    measured = row["measured_steps_per_s"]
+    told = f"; the run itself measured {measured:,.0f} steps/s" if measured else ""
+    return f"{row['scaling']}: {row['bottleneck']}{told}" if row["gpus"] > 1 or told else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for size, unit in ((1e-3, "us"), (1.0, "ms")):
+        if seconds < size:
+            return f"{seconds / size * 1000:.3g} {unit}"
+    for size, unit in ((60.0, "s"), (3600.0, "min"), (48 * 3600.0, "h")):
+        if seconds < size:
+            return f"{seconds / {'s': 1.0, 'min': 60.0, 'h': 3600.0}[unit]:.3g} {unit}"
+    return f"{seconds / 86400:.3g} days"
+
+
+def _money(cost: list[float] | None) -> str:
+    if cost is None:
+        return "-"
+    low, high = cost
+    return f"{low:,.2f}" if high - low < 0.005 else f"{low:,.2f}-{high:,.2f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
