@@ -8,17 +8,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agents.memory import probe
+from agents.memory import Shapes, probe
 from agents.run import SECTIONS, RunConfig
 from agents.sizes import TrainConfig, share_out
-from agents.tryout import Question, look_at_memory, measure_memory, measure_time, reduce_over
+from agents.trainer import MakeEnv
+from agents.tryout import (
+    TRIAL_S,
+    Question,
+    gradient_bytes,
+    look_at_memory,
+    measure_memory,
+    measure_time,
+    reduce_over,
+)
+from envs.task import GymTask
+from envs.trading_task import TradingTask
 from rl_dist.all_reduce_bench import Measured
 from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
@@ -110,12 +120,13 @@ def decide_ranks(config: RunConfig, facts: Facts) -> tuple[int, str, list[Check]
 # ---- the report
 
 
-def exercise_ranks(question: Question, report: Report) -> Measured | None:
+def exercise_ranks(question: Question, report: Report, meanwhile: Callable[[], None]) -> Measured | None:
     """Let real ranks reduce; returns the figures of the backend that training would use."""
     used, checks = None, []
     for backend in ("nccl", "gloo") if question.device_type == "cuda" else ("gloo",):
         needed = question.num_ranks > 1 and (backend == "nccl") == (question.device_type == "cuda")
-        measured, problem = reduce_over(question, backend)
+        measured, problem = reduce_over(question, backend, meanwhile)
+        meanwhile = bool  # once is enough
         checks.append(communication_check(backend, measured, problem, needed))
         if measured is not None:
             report.figures["communication"].append(dataclasses.asdict(measured))
@@ -124,19 +135,21 @@ def exercise_ranks(question: Question, report: Report) -> Measured | None:
     return used
 
 
-def look_at_time(question: Question, reductions: Measured | None, report: Report) -> float:
-    """Measure a few iterations; returns the seconds of one, inf where it could not be measured."""
+def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes, report: Report) -> None:
+    """Measure a few iterations."""
     try:
-        figures = measure_time(question, reductions)
+        figures = measure_time(question, reductions, shapes)
     except TrialFailed as error:
         slow = "too long" in str(error)
-        cure = "try --full, which waits longer, or smaller sizes" if slow else "see what it says"
-        report.add("Time", [Check("Time", "pace", WARNING if slow else PROBLEM, str(error), cure)])
-        return math.inf
+        told = f"two iterations did not end within {TRIAL_S:.0f} s" if slow and not question.full else str(error)
+        cure = (
+            "--full waits ten times as long; or choose smaller sizes" if slow else "train with these flags to see more"
+        )
+        report.add("Time", [Check("Time", "pace", WARNING if slow else PROBLEM, told, cure)])
+        return
     report.add("Time", time_checks(figures, question.device_type == "cuda"))
     derived = {"steps_per_second": figures.steps_per_second, "total_s": figures.total_s}
     report.figures["time"] = dataclasses.asdict(figures) | derived
-    return figures.iteration_s
 
 
 def recommend(
@@ -163,6 +176,46 @@ def recommend(
     return command_line(given, changes, unset)
 
 
+class Trying:
+    """Memory of a training, computed and tried out; once, at a time of the caller's choice."""
+
+    def __init__(self, question: Question, make_env: MakeEnv, facts: Facts) -> None:
+        self._parts = question, make_env, facts
+        self._found: tuple[Shapes, MemoryFigures] | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Try it, unless that has been done; errors wait for `result`."""
+        if self._found or self._error:
+            return
+        question, make_env, facts = self._parts
+        try:
+            shapes = probe(make_env)
+            memory = look_at_memory(question, shapes, facts)
+            self._found = shapes, measure_memory(question, make_env, memory)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> tuple[Shapes, MemoryFigures]:
+        """What was found.
+
+        Raises:
+            Exception: whatever trying it raised.
+        """
+        self.run()
+        if self._error:
+            raise self._error
+        assert self._found
+        return self._found
+
+
+def small_env(task: TradingTask | GymTask) -> Any:
+    """One environment of a task, quickly made."""
+    if isinstance(task, TradingTask):
+        return task.judging_env(task.markets("train", 1), task.spans.train)
+    return task.training_env(1)
+
+
 def divides(train: TrainConfig, ranks: int) -> bool:
     """Whether these sizes can be shared out over so many ranks."""
     try:
@@ -179,6 +232,7 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
         ValueError: flags that training would refuse, in its own words.
     """
     config, run_dir, _ = choose_run(parsed)
+    extra = parsed.extra
     task = config.prepare_task()
     facts = read_facts(run_dir)
     num_ranks, device_type, decided = decide_ranks(config, facts)
@@ -187,23 +241,27 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
         return task.training_env(count, first, device_type)
 
     sizes = share_out(config.train, 0, num_ranks)
-    question = Question(config, num_ranks, device_type, sizes, probe(make_env), parsed.extra.full)
-    checkpoint_bytes = 3 * question.gradient_bytes  # parameters and Adam's two moments
-    plan = Plan(num_ranks, device_type, config.launch.device, checkpoint_bytes, config.train.keep_checkpoints + 1)
+    question = Question(config, num_ranks, device_type, sizes, gradient_bytes(config, small_env(task)), extra.full)
+    plan = Plan(  # a checkpoint holds the parameters and Adam's two moments
+        num_ranks, device_type, config.launch.device, 3 * question.gradient_bytes, config.train.keep_checkpoints + 1
+    )
     report.add("Plan", decided)
     report.add("Software", software_checks(facts, plan))
     report.add("GPUs", gpu_checks(facts, plan, os.getpid()))
     report.add("Links", link_checks(facts, plan))
     report.add("Host", host_checks(facts, plan))
     report.add("Environment", environment_checks(facts))
-    reductions = exercise_ranks(question, report)
-    memory = look_at_memory(question, facts)
+    tried = Trying(question, make_env, facts)
+    if device_type == "cuda":
+        tried.run()  # alone on the GPU
+    reductions = exercise_ranks(question, report, tried.run)
+    shapes, memory = tried.result()
+    report.add("Memory", memory_checks(memory))
+    report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
     if memory.needed > memory.limit:
         report.add("Time", [Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")])
     else:
-        memory = measure_memory(question, make_env, memory, look_at_time(question, reductions, report))
-    report.add("Memory", memory_checks(memory))
-    report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
+        look_at_time(question, reductions, shapes, report)
     told = {"plan": dataclasses.asdict(plan), "facts": as_dict(facts)}
     return told, recommend(question, given, facts, memory, report.checks)
 

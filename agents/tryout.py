@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 
 from agents.memory import MemoryNeed, Shapes, compute_memory, count_parameters, dry_run, largest_sizes
 from agents.run import SECTIONS, RunConfig
@@ -22,7 +28,8 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 BENCH_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 GPU_RESERVE = GIB  # CUDA context, cuDNN and NCCL buffers of a process, not measured
 MOST_OF_MEMORY = 0.9  # of what is free now
-LONG_ITERATION_S, TRIAL_S = 4.0, 60.0  # without --full: no dry run beyond, no measurement beyond
+LONG_WORK = 4e10  # steps of one rank's rollout times bytes of parameters: no dry run beyond, without --full
+TRIAL_S, FULL_TRIAL_S = 60.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -33,15 +40,8 @@ class Question:
     num_ranks: int
     device_type: str
     sizes: Sizes  # of the first rank
-    shapes: Shapes
+    gradient_bytes: int  # what every gradient step reduces: as much as there are parameters
     full: bool  # measure longer
-
-    @property
-    def gradient_bytes(self) -> int:
-        """What every gradient step reduces: as much as there are parameters."""
-        shapes = self.shapes
-        count = count_parameters(self.config.policy, shapes.num_obs, shapes.num_actions, shapes.discrete)
-        return count * self.config.launch.dtype.itemsize
 
     @property
     def gradient_steps(self) -> int:
@@ -74,15 +74,25 @@ def flags_of(config: RunConfig) -> list[str]:
     return words
 
 
-def reduce_over(question: Question, backend: str) -> tuple[Measured | None, str]:
-    """Let ranks reduce over a backend; or why they could not."""
+def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
+    """Bytes of the gradient of a policy for this environment."""
+    space = env.single_action_space
+    num_obs = math.prod(env.single_observation_space.shape or ())
+    discrete = isinstance(space, spaces.Discrete)
+    num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape or ())
+    return count_parameters(config.policy, num_obs, num_actions, discrete) * config.launch.dtype.itemsize
+
+
+def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None]) -> tuple[Measured | None, str]:
+    """Let ranks reduce over a backend; or why they could not. `meanwhile` runs while they start."""
     device_type = "cuda" if backend == "nccl" else "cpu"
     ranks = question.num_ranks if device_type == question.device_type else 2
     ranks = ranks if device_type == "cuda" else max(2, ranks)
     sizes = sorted({*BENCH_SIZES, question.gradient_bytes})
     repeats = 50 if question.full else 10
+    more: dict[str, Any] = {"gradient_bytes": question.gradient_bytes, "meanwhile": meanwhile}
     try:
-        return measure_all_reduce(ranks, sizes, device_type, repeats, gradient_bytes=question.gradient_bytes), ""
+        return measure_all_reduce(ranks, sizes, device_type, repeats, **more), ""
     except (BenchFailed, UserError) as error:
         return None, str(error)
 
@@ -95,24 +105,26 @@ def memory_limit(question: Question, facts: Facts) -> tuple[int, int]:
     return int(MOST_OF_MEMORY * facts.host.memory_available_bytes / question.num_ranks), facts.host.process_bytes
 
 
-def compute(question: Question, train: TrainConfig) -> MemoryNeed:
+def compute(question: Question, shapes: Shapes, train: TrainConfig) -> MemoryNeed:
     """The memory that one rank needs in a training of other sizes."""
     return compute_memory(
         question.config.policy,
         train,
         share_out(train, 0, question.num_ranks),
-        question.shapes,
+        shapes,
         itemsize=question.config.launch.dtype.itemsize,
         device_type=question.device_type,
     )
 
 
-def look_at_memory(question: Question, facts: Facts) -> MemoryFigures:
+def look_at_memory(question: Question, shapes: Shapes, facts: Facts) -> MemoryFigures:
     """What is needed, computed, and what would fit."""
     train = question.config.train
     limit, process = memory_limit(question, facts)
-    need = compute(question, train)
-    largest = largest_sizes(train, question.num_ranks, lambda other: compute(question, other).peak, limit - process)
+    need = compute(question, shapes, train)
+    largest = largest_sizes(
+        train, question.num_ranks, lambda other: compute(question, shapes, other).peak, limit - process
+    )
     kinds = ("parameters", "gradients", "optimizer", "environment", "rollout", "activations")
     return MemoryFigures(
         computed={kind: getattr(need, kind) for kind in kinds},
@@ -127,12 +139,13 @@ def look_at_memory(question: Question, facts: Facts) -> MemoryFigures:
     )
 
 
-def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures, iteration_s: float) -> MemoryFigures:
-    """Add what a dry run of one rank's share takes, unless it would take long."""
+def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures) -> MemoryFigures:
+    """Add what a dry run of one rank's share takes, unless it does not fit or would take long."""
     if figures.needed > figures.limit:
         return figures
-    if not question.full and iteration_s > LONG_ITERATION_S:
-        return dataclasses.replace(figures, not_measured="iterations are long, --full does it")
+    work = question.sizes.num_envs * question.config.train.num_steps * question.gradient_bytes
+    if not question.full and work > LONG_WORK:
+        return dataclasses.replace(figures, not_measured="a dry run would take long, --full does it")
     config = question.config
     job = Job(
         train=share_config(question),
@@ -149,7 +162,7 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
         close_world(world)
 
 
-def measure_time(question: Question, reductions: Measured | None) -> TimeFigures:
+def measure_time(question: Question, reductions: Measured | None, shapes: Shapes) -> TimeFigures:
     """Train one rank's share for a few iterations, all ranks' shares side by side.
 
     Raises:
@@ -164,7 +177,7 @@ def measure_time(question: Question, reductions: Measured | None) -> TimeFigures
         5 if question.full else 1,
         warm_up=2 if question.full else 0,
         device_type=question.device_type,
-        timeout_s=600.0 if question.full else TRIAL_S,
+        timeout_s=FULL_TRIAL_S if question.full else TRIAL_S,
     )
     per_rank = sizes.num_envs * config.train.num_steps
     own = [statistics.median(per_rank / record["time/sps"] for record in copy) for copy in trial.records]
@@ -173,8 +186,8 @@ def measure_time(question: Question, reductions: Measured | None) -> TimeFigures
     records = [record for copy in trial.records for record in copy]
     ended = sum(record["episode/count"] for record in records)
     length = per_rank * len(records) / ended if ended else None
-    if length is None and question.shapes.episode_lengths:
-        length = statistics.mean(question.shapes.episode_lengths)
+    if length is None and shapes.episode_lengths:
+        length = statistics.mean(shapes.episode_lengths)
     by_steps = config.train.total_steps
     return TimeFigures(
         iteration_s=own[slowest],

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DI
 WARM_UP, LEAST_REPEATS = 2, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
 DDP_STEPS = 2
+GO = "go"  # the file that lets the ranks begin
 RUN = "import sys; from rl_dist.all_reduce_bench import run; sys.exit(run(sys.argv[1]))"
 
 
@@ -92,6 +93,7 @@ def measure_all_reduce(
     *,
     gradient_bytes: int = 0,
     timeout_s: float = 180.0,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Measured:
     """Time an all-reduce of each size over ranks here, after verifying its sum.
 
@@ -101,7 +103,8 @@ def measure_all_reduce(
         repeats: at most; long ones are repeated less often.
         threads: of each rank; 0: as many as training would use.
         gradient_bytes: also take two DDP steps of a module of this size and compare the parameters; 0: no.
-        timeout_s: for everything, the start of the ranks included.
+        timeout_s: for everything, the start of the ranks included, `meanwhile` not.
+        meanwhile: called while the ranks start; they do not measure before it has returned.
 
     Raises:
         UserError: impossible arguments, or more ranks than GPUs.
@@ -124,11 +127,17 @@ def measure_all_reduce(
             "timeout_s": timeout_s,
             "out": f"{folder}/measured.json",
         }
-        run_to_end(asked, folder, timeout_s)
+        run_to_end(asked, folder, timeout_s, meanwhile=meanwhile)
         return _read(json.loads(Path(folder, "measured.json").read_text()))
 
 
-def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = RUN) -> None:
+def run_to_end(
+    asked: dict[str, Any],
+    folder: str,
+    timeout_s: float,
+    run: str = RUN,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     """Start `run` with `asked` as JSON in a subprocess, and wait for its end."""
     root = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -145,6 +154,9 @@ def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = 
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     try:
+        if meanwhile is not None:
+            meanwhile()
+        Path(folder, GO).touch()
         code: int | None = job.wait(timeout_s)
     except subprocess.TimeoutExpired:
         code = None
@@ -182,6 +194,10 @@ def run_rank(asked: dict[str, Any]) -> None:
     if asked["threads"]:
         torch.set_num_threads(asked["threads"])
     world.enter("all-reduce")
+    go = Path(asked["out"]).with_name(GO)
+    while not go.exists():
+        world.beat()
+        time.sleep(0.02)
     times = [_time_size(size, asked["repeats"], world) for size in asked["sizes_bytes"]]
     ddp = _ddp_steps(asked["gradient_bytes"], world) if asked["gradient_bytes"] else None
     measured = Measured(

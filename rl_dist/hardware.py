@@ -173,7 +173,7 @@ def gib(count: int | None) -> str:
         return "?"
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{count / size:,.3g} {unit}" if count < 100 * size else f"{count / size:,.0f} {unit}"
     return f"{count} bytes"
 
 
