@@ -27,6 +27,7 @@ from agents.tryout import (
     measure_time,
     reduce_over,
 )
+from envs.faults import EnvironmentFault
 from envs.task import GymTask
 from envs.trading_task import TradingTask
 from rl_dist.all_reduce_bench import Measured
@@ -100,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def decide_ranks(config: RunConfig, facts: Facts) -> tuple[int, str, list[Check]]:
-    """Ranks and device as training would choose them; if it would refuse, what is nearest."""
+    """Ranks and device as training would choose them, or what is nearest."""
     usable = len(facts.gpu.usable)
     try:
         resolved = resolve(config.launch)
@@ -121,12 +122,11 @@ def decide_ranks(config: RunConfig, facts: Facts) -> tuple[int, str, list[Check]
 
 
 def exercise_ranks(question: Question, report: Report, meanwhile: Callable[[], None]) -> Measured | None:
-    """Let real ranks reduce; returns the figures of the backend that training would use."""
+    """Let real ranks reduce; returns figures of the backend of training."""
     used, checks = None, []
     for backend in ("nccl", "gloo") if question.device_type == "cuda" else ("gloo",):
         needed = question.num_ranks > 1 and (backend == "nccl") == (question.device_type == "cuda")
         measured, problem = reduce_over(question, backend, meanwhile)
-        meanwhile = bool  # once is enough
         checks.append(communication_check(backend, measured, problem, needed))
         if measured is not None:
             report.figures["communication"].append(dataclasses.asdict(measured))
@@ -143,7 +143,9 @@ def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes
         slow = "too long" in str(error)
         told = f"two iterations did not end within {TRIAL_S:.0f} s" if slow and not question.full else str(error)
         cure = (
-            "--full waits ten times as long; or choose smaller sizes" if slow else "train with these flags to see more"
+            "--full waits ten times as long; or choose smaller sizes"
+            if slow
+            else "train with these flags for the whole error"
         )
         report.add("Time", [Check("Time", "pace", WARNING if slow else PROBLEM, told, cure)])
         return
@@ -177,7 +179,7 @@ def recommend(
 
 
 class Trying:
-    """Memory of a training, computed and tried out; once, at a time of the caller's choice."""
+    """Memory of a training, computed and tried out, once."""
 
     def __init__(self, question: Question, make_env: MakeEnv, facts: Facts) -> None:
         self._parts = question, make_env, facts
@@ -276,9 +278,9 @@ def main() -> int:
         if parsed.extra.resume:
             raise UserError(f"--resume {parsed.extra.resume}: give the flags that the run was started with instead")
         told, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
-    except ValueError as error:
+    except (ValueError, EnvironmentFault) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, EnvironmentFault) else getattr(error, "exit_code", 2)
     verdict = worst(report.checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
     if parsed.extra.json:

@@ -1,4 +1,4 @@
-"""Measures a training before it is begun: memory computed and tried, time of a few iterations, reductions."""
+"""Tries a training before it is begun: memory, time, reductions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
 
 
 def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None]) -> tuple[Measured | None, str]:
-    """Let ranks reduce over a backend; or why they could not. `meanwhile` runs while they start."""
+    """Let ranks reduce over a backend, or say why they could not.
+
+    `meanwhile` runs while they start.
+    """
     device_type = "cuda" if backend == "nccl" else "cpu"
     ranks = question.num_ranks if device_type == question.device_type else 2
     ranks = ranks if device_type == "cuda" else max(2, ranks)
@@ -140,7 +143,7 @@ def look_at_memory(question: Question, shapes: Shapes, facts: Facts) -> MemoryFi
 
 
 def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures) -> MemoryFigures:
-    """Add what a dry run of one rank's share takes, unless it does not fit or would take long."""
+    """Add a dry run of one rank's share, unless it would not fit or take long."""
     if figures.needed > figures.limit:
         return figures
     work = question.sizes.num_envs * question.config.train.num_steps * question.gradient_bytes
@@ -155,11 +158,15 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
         run_dir=Path(),  # the dry run has its own
         dtype=config.launch.dtype,
     )
-    world = open_world(question.device_type)
     try:
-        return dataclasses.replace(figures, measured_peak=dry_run(job, world).peak, not_measured="")
-    finally:
-        close_world(world)
+        world = open_world(question.device_type)
+        try:
+            peak = dry_run(job, world).peak
+        finally:
+            close_world(world)
+    except (RuntimeError, MemoryError) as error:  # out of memory, or the backend does not start
+        return dataclasses.replace(figures, not_measured="", failure=" ".join(str(error).split())[:300])
+    return dataclasses.replace(figures, measured_peak=peak, not_measured="")
 
 
 def measure_time(question: Question, reductions: Measured | None, shapes: Shapes) -> TimeFigures:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -168,7 +169,8 @@ def run_to_end(
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if code == 2 and told:
         raise UserError(told[-1])
-    said = "".join(f": {line}" for line in (told or lines)[-1:])
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]  # more than "see the traceback"
+    said = "".join(f": {line}" for line in (raised or told or lines)[-1:])
     what = f"did not end within {timeout_s:g} s" if code is None else f"failed with code {code}"
     raise BenchFailed(f"an all-reduce over {asked['num_ranks']} {asked['device_type']} ranks {what}{said}")
 

@@ -123,7 +123,7 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def get_gpu_info() -> GpuInfo:
-    """All GPUs and the links between them; empty, with the reasons, where there are none.
+    """All GPUs and the links between them; none, and why, where there are none.
 
     >>> get_gpu_info().usable  # doctest: +SKIP
     (Gpu(index=0, torch_index=0, name='NVIDIA H100 80GB HBM3', ...),)
@@ -262,7 +262,7 @@ def _address() -> tuple[str, str]:
 
 
 def read_disk(run_dir: Path) -> Disk:
-    """Free space where a run directory would be, and how long a safe write takes there."""
+    """Free space where a run would be, and how long a safe write takes."""
     folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
     try:
         free = shutil.disk_usage(folder).free

@@ -1,4 +1,4 @@
-"""Verdicts on what was measured: ranks that reduce, memory, time; and the command to copy. Pure."""
+"""Verdicts on what was measured, and the command to copy. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def communication_check(backend: str, measured: Measured | None, error: str, nee
         needed: the training will use this backend on several ranks.
     """
     if measured is None:
-        cure = "see Host and Environment above; NCCL_DEBUG=INFO tells more" if backend == "nccl" else "see Host above"
+        cure = (
+            "see Host and Environment above; NCCL_DEBUG=INFO tells more"
+            if backend == "nccl"
+            else "see Host and Environment above"
+        )
         return Check("Communication", backend, PROBLEM if needed else WARNING, error, cure)
     smallest, largest = measured.times[0], measured.times[-1]
     rate = largest.size_bytes / largest.median_s / 1e9
@@ -64,6 +68,7 @@ class MemoryFigures:
     num_ranks: int
     largest_num_envs: int
     largest_batch_size: int
+    failure: str = ""  # of the dry run
 
     @property
     def needed(self) -> int:
@@ -80,7 +85,7 @@ def memory_checks(figures: MemoryFigures) -> list[Check]:
     if figures.measured_peak is not None:
         off = peak / figures.measured_peak - 1.0
         told += f"; a dry run took {gib(figures.measured_peak)} (computed: {off:+.0%})"
-    else:
+    elif figures.not_measured:
         told += f"; not measured: {figures.not_measured}"
     fits = f"{gib(figures.needed)} with the process, {gib(figures.limit)} are free{' for each rank' if each else ''}"
     smaller = f"--num_envs {figures.largest_num_envs}" if figures.largest_num_envs else "a smaller --batch_size"
@@ -91,13 +96,15 @@ def memory_checks(figures: MemoryFigures) -> list[Check]:
     else:
         verdict, cure = OK, ""
     largest = f"--num_envs {figures.largest_num_envs} (with this batch), or --batch_size {figures.largest_batch_size}"
-    largest += " (with its default number of environments), computed"
+    largest += " (with its default number of environments), computed; what environments in Python hold comes on top"
     if not figures.largest_num_envs and not figures.largest_batch_size:
         largest = "nothing fits, not even the smallest sizes"
+    tried = [Check("Memory", "dry run", PROBLEM, figures.failure, "see Environment and Host")]
     return [
         Check("Memory", "tensors", OK, told),
         Check("Memory", "fits", verdict, fits, cure),
         Check("Memory", "largest", OK, largest),
+        *(tried if figures.failure else []),
     ]
 
 

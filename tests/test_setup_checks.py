@@ -377,8 +377,13 @@ def test_what_does_not_fit_is_a_problem_with_the_largest_that_does(fields, verdi
     assert found == verdict and words in text
 
 
+def test_a_dry_run_that_failed_is_a_problem():
+    checks = memory_checks(dataclasses.replace(FIGURES, not_measured="", failure="CUDA out of memory"))
+    assert verdicts(checks, "dry run") == ("problem", "CUDA out of memory -> see Environment and Host")
+
+
 def test_memory_says_what_was_measured_and_how_far_off_the_computed_figure_is():
-    (tensors, _, _) = memory_checks(dataclasses.replace(FIGURES, measured_peak=int(2.5 * GIB)))
+    tensors = memory_checks(dataclasses.replace(FIGURES, measured_peak=int(2.5 * GIB)))[0]
     assert "a dry run took 2.5 GiB (computed: -20%)" in tensors.measured
     assert "not measured: it is long" in memory_checks(FIGURES)[0].measured
 
