@@ -8,7 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV ?=
 ARGS ?=
-SOURCES = rl_dist envs agents train_distributed.py
+SOURCES = rl_dist envs agents train_distributed.py check_gpu_setup.py
 
 ifeq ($(strip $(VENV)),)
 ENV := .venv

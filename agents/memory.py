@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,19 +167,24 @@ def _pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tupl
     """Padded steps of a minibatch of slots that episodes of such lengths cut, and the number of its pieces."""
     if not episode_lengths:
         return float(length * columns), float(columns)
+    sample = min(columns, 256)
+    cells, pieces = _sampled_pieces(episode_lengths, length, sample)
+    return cells * columns / sample, pieces * columns / sample
+
+
+@lru_cache(maxsize=512)
+def _sampled_pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tuple[int, int]:
     generator = np.random.default_rng(0)
     lengths = np.array(episode_lengths)
-    sample = min(columns, 256)
-    starts = np.zeros((length, sample), dtype=bool)
-    for column in range(sample):
+    starts = np.zeros((length, columns), dtype=bool)
+    for column in range(columns):
         first = generator.choice(lengths, p=lengths / lengths.sum())  # long ones are met more often
         at = int(generator.integers(first))
         while at < length:
             starts[at, column] = True
             at += int(generator.choice(lengths))
     groups = plan_pieces(starts).groups
-    scale = columns / sample
-    return scale * sum(group.cells.size for group in groups), scale * sum(len(group.columns) for group in groups)
+    return sum(group.cells.size for group in groups), sum(len(group.columns) for group in groups)
 
 
 def _lstm_bytes(cells: float, columns: float, num_inputs: int, size: int, itemsize: int, device_type: str) -> float:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ from rl_dist.strategy import parameter_hash, wrap
 from rl_dist.world import World, close_world, die_with_parent, open_world
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
-WARM_UP, LEAST_REPEATS = 3, 5
+WARM_UP, LEAST_REPEATS = 2, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
 DDP_STEPS = 2
+GO = "go"  # the file that lets the ranks begin
 RUN = "import sys; from rl_dist.all_reduce_bench import run; sys.exit(run(sys.argv[1]))"
 
 
@@ -92,6 +94,7 @@ def measure_all_reduce(
     *,
     gradient_bytes: int = 0,
     timeout_s: float = 180.0,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Measured:
     """Time an all-reduce of each size over ranks here, after verifying its sum.
 
@@ -101,7 +104,8 @@ def measure_all_reduce(
         repeats: at most; long ones are repeated less often.
         threads: of each rank; 0: as many as training would use.
         gradient_bytes: also take two DDP steps of a module of this size and compare the parameters; 0: no.
-        timeout_s: for everything, the start of the ranks included.
+        timeout_s: for everything, the start of the ranks included, `meanwhile` not.
+        meanwhile: called while the ranks start; they do not measure before it has returned.
 
     Raises:
         UserError: impossible arguments, or more ranks than GPUs.
@@ -124,11 +128,17 @@ def measure_all_reduce(
             "timeout_s": timeout_s,
             "out": f"{folder}/measured.json",
         }
-        run_to_end(asked, folder, timeout_s)
+        run_to_end(asked, folder, timeout_s, meanwhile=meanwhile)
         return _read(json.loads(Path(folder, "measured.json").read_text()))
 
 
-def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = RUN) -> None:
+def run_to_end(
+    asked: dict[str, Any],
+    folder: str,
+    timeout_s: float,
+    run: str = RUN,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     """Start `run` with `asked` as JSON in a subprocess, and wait for its end."""
     root = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -145,6 +155,9 @@ def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = 
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     try:
+        if meanwhile is not None:
+            meanwhile()
+        Path(folder, GO).touch()
         code: int | None = job.wait(timeout_s)
     except subprocess.TimeoutExpired:
         code = None
@@ -156,7 +169,8 @@ def run_to_end(asked: dict[str, Any], folder: str, timeout_s: float, run: str = 
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if code == 2 and told:
         raise UserError(told[-1])
-    said = "".join(f": {line}" for line in (told or lines)[-1:])
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]  # more than "see the traceback"
+    said = "".join(f": {line}" for line in (raised or told or lines)[-1:])
     what = f"did not end within {timeout_s:g} s" if code is None else f"failed with code {code}"
     raise BenchFailed(f"an all-reduce over {asked['num_ranks']} {asked['device_type']} ranks {what}{said}")
 
@@ -182,6 +196,10 @@ def run_rank(asked: dict[str, Any]) -> None:
     if asked["threads"]:
         torch.set_num_threads(asked["threads"])
     world.enter("all-reduce")
+    go = Path(asked["out"]).with_name(GO)
+    while not go.exists():
+        world.beat()
+        time.sleep(0.02)
     times = [_time_size(size, asked["repeats"], world) for size in asked["sizes_bytes"]]
     ddp = _ddp_steps(asked["gradient_bytes"], world) if asked["gradient_bytes"] else None
     measured = Measured(
@@ -199,12 +217,11 @@ def run_rank(asked: dict[str, Any]) -> None:
 
 def _time_size(size_bytes: int, repeats: int, world: World) -> SizeTime:
     """Verify and time one size; all ranks repeat it equally often."""
-    values = _values(size_bytes // 4, world)
+    values = _pattern(size_bytes // 4, world).add_(world.rank)  # sums of these are exact
     buffer = torch.empty_like(values)
     warm_s = 0.0
     for _ in range(WARM_UP):
         warm_s = _time_once(buffer, values, world)
-    _verify(buffer, world)
     slowest_us = agree_max(int(warm_s * 1e6), world) + 1
     repeats = min(repeats, max(LEAST_REPEATS, int(SIZE_BUDGET_S * 1e6 / slowest_us)))
     own = [_time_once(buffer, values, world) for _ in range(repeats)]
@@ -214,9 +231,9 @@ def _time_size(size_bytes: int, repeats: int, world: World) -> SizeTime:
     return SizeTime(size_bytes, median, lower, upper, repeats)
 
 
-def _values(count: int, world: World) -> Tensor:
-    """This rank's addends: small whole numbers that differ by rank and place, so that sums are exact."""
-    return (torch.arange(count, device=world.device) % 7 + world.rank).float()
+def _pattern(count: int, world: World) -> Tensor:
+    """Small whole numbers that differ by place."""
+    return torch.arange(7.0, device=world.device).repeat(count // 7 + 1)[:count]
 
 
 def _time_once(buffer: Tensor, values: Tensor, world: World) -> float:
@@ -238,7 +255,7 @@ def _finish_queued(world: World) -> None:
 
 def _verify(buffer: Tensor, world: World) -> None:
     ranks = world.size
-    expected = torch.arange(buffer.numel(), device=buffer.device) % 7 * ranks + ranks * (ranks - 1) // 2
+    expected = _pattern(buffer.numel(), world).mul_(ranks).add_(ranks * (ranks - 1) // 2)
     wrong = int((buffer != expected).sum())
     if wrong:
         raise RuntimeError(

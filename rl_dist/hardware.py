@@ -123,7 +123,7 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def get_gpu_info() -> GpuInfo:
-    """All GPUs and the links between them; empty, with the reasons, where there are none.
+    """All GPUs and the links between them; none, and why, where there are none.
 
     >>> get_gpu_info().usable  # doctest: +SKIP
     (Gpu(index=0, torch_index=0, name='NVIDIA H100 80GB HBM3', ...),)
@@ -172,10 +172,13 @@ def describe_gpu(gpu: Gpu) -> str:
 
 
 def gib(count: int | None) -> str:
-    """Bytes in GiB, or MiB below one, in words."""
+    """Bytes in words."""
     if count is None:
         return "?"
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.3g} MiB"
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.3g} {unit}" if count < 100 * size else f"{count / size:,.0f} {unit}"
+    return f"{count} bytes"
 
 
 def _software() -> Software:
@@ -263,7 +266,7 @@ def _address() -> tuple[str, str]:
 
 
 def read_disk(run_dir: Path) -> Disk:
-    """Free space where a run directory would be, and how long a safe write takes there."""
+    """Free space where a run would be, and how long a safe write takes."""
     folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
     try:
         free = shutil.disk_usage(folder).free

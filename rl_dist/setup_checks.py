@@ -231,7 +231,7 @@ def host_checks(facts: Facts, plan: Plan) -> list[Check]:
     each = host.cores / plan.num_ranks
     some = f"{host.cores} core(s) for {plan.num_ranks} rank(s)"
     add("cores", OK if each >= 1 else WARNING, f"{some}, of {host.machine_cores} in the machine",
-        f"start at most {host.cores} ranks: --num_gpus {host.cores}")  # fmt: skip
+        f"start no more ranks than cores: --num_gpus {host.cores}")  # fmt: skip
     asked = facts.environment.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and 0 < int(asked) < int(each):
         told = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of the {int(each)} cores it could have"

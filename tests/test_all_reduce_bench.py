@@ -41,6 +41,22 @@ def test_impossible_sizes_and_devices_are_refused_in_words():
         measure_all_reduce(torch.cuda.device_count() + 1, [4], "cuda")
 
 
+def test_an_error_of_the_caller_meanwhile_ends_the_ranks():
+    def fail():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        measure_all_reduce(2, [4], meanwhile=fail)
+    psutil.wait_procs(psutil.Process().children(), timeout=20)
+    assert not [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
+
+
+def test_a_failure_of_the_backend_is_told_in_its_words(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    with pytest.raises(BenchFailed, match="failed with code 1: RuntimeError.*no_such_interface"):
+        measure_all_reduce(2, [4])
+
+
 def stop_one_rank(seen):
     """Stops (SIGSTOP) the first rank of ours that appears, and remembers all processes of the job."""
     deadline_s = time.monotonic() + 60

@@ -1,0 +1,299 @@
+"""Report whether this machine can train with given flags: will it fit, how long.
+
+Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agents.memory import Shapes, probe
+from agents.run import SECTIONS, RunConfig
+from agents.sizes import TrainConfig, share_out
+from agents.trainer import MakeEnv
+from agents.tryout import (
+    TRIAL_S,
+    Question,
+    gradient_bytes,
+    look_at_memory,
+    measure_memory,
+    measure_time,
+    reduce_over,
+)
+from envs.faults import EnvironmentFault
+from envs.task import GymTask
+from envs.trading_task import TradingTask
+from rl_dist.all_reduce_bench import Measured
+from rl_dist.console import outlive_readers
+from rl_dist.flags import ParsedFlags, parse_flags
+from rl_dist.hardware import Facts, as_dict, read_facts
+from rl_dist.launch import UserError, resolve
+from rl_dist.measured_checks import (
+    MemoryFigures,
+    command_line,
+    communication_check,
+    memory_checks,
+    time_checks,
+    worst,
+)
+from rl_dist.setup_checks import (
+    OK,
+    PROBLEM,
+    WARNING,
+    Check,
+    Plan,
+    environment_checks,
+    gpu_checks,
+    host_checks,
+    link_checks,
+    software_checks,
+)
+from rl_dist.trial import TrialFailed, without
+from train_distributed import add_run_flags, choose_run
+
+OWN_FLAGS = ("json", "full", "strict")
+DESCRIPTION = "Can this machine train with these flags, does it fit, how long does it take? Takes all training flags."
+EPILOG = """examples:
+  python check_gpu_setup.py                                    the main job on this machine
+  python check_gpu_setup.py --num_gpus 8 --batch_size 512      another one
+  python check_gpu_setup.py --env CartPole-v1 --full           longer measurements, the dry run always
+  python check_gpu_setup.py --json > setup.json                for programs: docs/check_gpu_setup.schema.json
+exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage"""
+
+
+@dataclass
+class Report:
+    """What was found so far; prints each section when it is complete."""
+
+    quiet: bool  # --json: everything at the end
+    checks: list[Check] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=lambda: {"communication": [], "memory": None, "time": None})
+
+    def add(self, title: str, checks: Sequence[Check]) -> None:
+        """Add a section."""
+        self.checks += checks
+        if self.quiet or not checks:
+            return
+        print(f"\n{title}")
+        for check in checks:
+            print(f"  {check.verdict:<8} {check.name:<14} {check.measured}")
+            if check.cure:
+                print(f"  {'':<8} {'':<14} -> {check.cure}")
+        sys.stdout.flush()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The training script's flags that belong to no component, and our own."""
+    add_run_flags(parser)
+    group = parser.add_argument_group("check")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object, see docs/check_gpu_setup.schema.json"
+    )
+    group.add_argument("--full", action="store_true", help="measure longer, and always do the dry run")
+    group.add_argument("--strict", action="store_true", help="exit with 1 on a warning, too")
+
+
+def decide_ranks(config: RunConfig, facts: Facts) -> tuple[int, str, list[Check]]:
+    """Ranks and device as training would choose them, or what is nearest."""
+    usable = len(facts.gpu.usable)
+    try:
+        resolved = resolve(config.launch)
+        return resolved.num_ranks, resolved.device_type, [Check("Plan", "ranks", OK, resolved.message)]
+    except ValueError as error:
+        asked = config.launch.num_gpus
+        if config.launch.device != "cpu" and usable and asked != 0:
+            ranks, device_type = (usable if asked < 1 else min(asked, usable)), "cuda"
+            cure = f"--num_gpus {ranks}"
+        else:
+            ranks, device_type, cure = max(1, asked), "cpu", "--device cpu, or see Software and GPUs"
+        if str(error) == facts.host.address_error:
+            return ranks, device_type, []  # told under Host
+        return ranks, device_type, [Check("Plan", "ranks", PROBLEM, str(error), cure)]
+
+
+# ---- the report
+
+
+def exercise_ranks(question: Question, report: Report, meanwhile: Callable[[], None]) -> Measured | None:
+    """Let real ranks reduce; returns figures of the backend of training."""
+    used, checks = None, []
+    for backend in ("nccl", "gloo") if question.device_type == "cuda" else ("gloo",):
+        needed = question.num_ranks > 1 and (backend == "nccl") == (question.device_type == "cuda")
+        measured, problem = reduce_over(question, backend, meanwhile)
+        checks.append(communication_check(backend, measured, problem, needed))
+        if measured is not None:
+            report.figures["communication"].append(dataclasses.asdict(measured))
+        used = measured if needed else used
+    report.add("Communication", checks)
+    return used
+
+
+def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes, report: Report) -> None:
+    """Measure a few iterations."""
+    try:
+        figures = measure_time(question, reductions, shapes)
+    except TrialFailed as error:
+        slow = "too long" in str(error)
+        told = f"two iterations did not end within {TRIAL_S:.0f} s" if slow and not question.full else str(error)
+        cure = (
+            "--full waits ten times as long; or choose smaller sizes"
+            if slow
+            else "train with these flags for the whole error"
+        )
+        report.add("Time", [Check("Time", "pace", WARNING if slow else PROBLEM, told, cure)])
+        return
+    report.add("Time", time_checks(figures, question.device_type == "cuda"))
+    derived = {"steps_per_second": figures.steps_per_second, "total_s": figures.total_s}
+    report.figures["time"] = dataclasses.asdict(figures) | derived
+
+
+def recommend(
+    question: Question, given: Sequence[str], facts: Facts, memory: MemoryFigures, checks: Sequence[Check]
+) -> str:
+    """The command line to copy: what was asked, made to work as far as flags can."""
+    launch = question.config.launch
+    changes: dict[str, str | int] = {}
+    if question.device_type == "cpu" and launch.device == "cuda":
+        changes["device"] = "cpu"
+    if question.device_type == "cuda" and launch.num_gpus > question.num_ranks:
+        changes["num_gpus"] = question.num_ranks
+    cores = facts.host.cores
+    if question.device_type == "cpu" and question.num_ranks > cores:
+        fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
+        changes |= {"num_gpus": fitting[0]} if fitting else {}
+    if memory.needed > memory.limit and memory.largest_num_envs:
+        changes["num_envs"] = memory.largest_num_envs
+    elif memory.needed > memory.limit and memory.largest_batch_size:
+        changes |= {"num_envs": 0, "batch_size": memory.largest_batch_size}
+    unset = [check.name for check in checks if check.section == "Environment" and check.verdict != OK]
+    if facts.host.address_error:
+        unset += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    return command_line(given, changes, unset)
+
+
+class Trying:
+    """Memory of a training, computed and tried out, once."""
+
+    def __init__(self, question: Question, make_env: MakeEnv, facts: Facts) -> None:
+        self._parts = question, make_env, facts
+        self._found: tuple[Shapes, MemoryFigures] | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Try it, unless that has been done; errors wait for `result`."""
+        if self._found or self._error:
+            return
+        question, make_env, facts = self._parts
+        try:
+            shapes = probe(make_env)
+            memory = look_at_memory(question, shapes, facts)
+            self._found = shapes, measure_memory(question, make_env, memory)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> tuple[Shapes, MemoryFigures]:
+        """What was found.
+
+        Raises:
+            Exception: whatever trying it raised.
+        """
+        self.run()
+        if self._error:
+            raise self._error
+        assert self._found
+        return self._found
+
+
+def small_env(task: TradingTask | GymTask) -> Any:
+    """One environment of a task, quickly made."""
+    if isinstance(task, TradingTask):
+        return task.judging_env(task.markets("train", 1), task.spans.train)
+    return task.training_env(1)
+
+
+def divides(train: TrainConfig, ranks: int) -> bool:
+    """Whether these sizes can be shared out over so many ranks."""
+    try:
+        share_out(train, 0, ranks)
+    except UserError:
+        return False
+    return True
+
+
+def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[dict[str, Any], str]:
+    """Look at everything; returns facts for JSON, and the command.
+
+    Raises:
+        ValueError: flags that training would refuse, in its own words.
+    """
+    config, run_dir, _ = choose_run(parsed)
+    extra = parsed.extra
+    task = config.prepare_task()
+    facts = read_facts(run_dir)
+    num_ranks, device_type, decided = decide_ranks(config, facts)
+
+    def make_env(count: int, first: int) -> Any:
+        return task.training_env(count, first, device_type)
+
+    sizes = share_out(config.train, 0, num_ranks)
+    question = Question(config, num_ranks, device_type, sizes, gradient_bytes(config, small_env(task)), extra.full)
+    plan = Plan(  # a checkpoint holds the parameters and Adam's two moments
+        num_ranks, device_type, config.launch.device, 3 * question.gradient_bytes, config.train.keep_checkpoints + 1
+    )
+    report.add("Plan", decided)
+    report.add("Software", software_checks(facts, plan))
+    report.add("GPUs", gpu_checks(facts, plan, os.getpid()))
+    report.add("Links", link_checks(facts, plan))
+    report.add("Host", host_checks(facts, plan))
+    report.add("Environment", environment_checks(facts))
+    tried = Trying(question, make_env, facts)
+    if device_type == "cuda":
+        tried.run()  # alone on the GPU
+    reductions = exercise_ranks(question, report, tried.run)
+    shapes, memory = tried.result()
+    report.add("Memory", memory_checks(memory))
+    report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
+    if memory.needed > memory.limit:
+        report.add("Time", [Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")])
+    else:
+        look_at_time(question, reductions, shapes, report)
+    told = {"plan": dataclasses.asdict(plan), "facts": as_dict(facts)}
+    return told, recommend(question, given, facts, memory, report.checks)
+
+
+def main() -> int:
+    """Entry of the command; returns the exit code."""
+    parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_flags)
+    report = Report(quiet=parsed.extra.json)
+    try:
+        if "RANK" in os.environ:
+            raise UserError("RANK is set: check_gpu_setup starts ranks by itself, so start it once, without torchrun")
+        if parsed.extra.resume:
+            raise UserError(f"--resume {parsed.extra.resume}: give the flags that the run was started with instead")
+        told, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
+    except (ValueError, EnvironmentFault) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1 if isinstance(error, EnvironmentFault) else getattr(error, "exit_code", 2)
+    verdict = worst(report.checks)
+    code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
+    if parsed.extra.json:
+        found = {"version": 1, "verdict": verdict, "exit_code": code, "command": command}
+        checks = [dataclasses.asdict(check) for check in report.checks]
+        print(json.dumps(found | {"checks": checks} | told | report.figures, indent=2))
+        return code
+    counts = {kind: sum(check.verdict == kind for check in report.checks) for kind in (PROBLEM, WARNING)}
+    words = "cannot train like this" if counts[PROBLEM] else "can train"
+    print(f"\n{words}: {counts[PROBLEM]} problem(s), {counts[WARNING]} warning(s). The command:\n{command}")
+    return code
+
+
+if __name__ == "__main__":
+    outlive_readers()
+    sys.exit(main())

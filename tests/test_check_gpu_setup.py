@@ -1,0 +1,119 @@
+"""The setup checker as a user runs it: report, JSON against its schema, exit codes, the command to copy."""
+
+import json
+import shlex
+import socket
+
+import jsonschema
+import pytest
+from train_runs import REPO, only_error, records, start
+
+TINY = [
+    *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8"),
+    *("--batch_size", "4", "--hidden_size", "8"),
+]
+SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
+
+
+def check(*argv):
+    job = start(REPO / "check_gpu_setup.py", *argv)
+    try:
+        out, err = job.communicate(timeout=170)
+    finally:
+        job.kill()
+    return job.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    code, out, err = check(*TINY, "--num_gpus", "2", "--device", "cpu", "--total_steps", "128", "--json")
+    assert not err, err
+    return code, json.loads(out)
+
+
+def test_json_follows_its_documented_schema(two_ranks):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(two_ranks[1], SCHEMA)
+
+
+def test_a_schema_without_a_field_would_be_noticed(two_ranks):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(two_ranks[1] | {"other": 1}, SCHEMA)
+
+
+def test_what_it_measured_is_what_was_asked(two_ranks):
+    code, found = two_ranks
+    assert code == found["exit_code"] == 0 and found["verdict"] in ("ok", "warning")
+    assert found["plan"]["num_ranks"] == 2 and found["plan"]["device_type"] == "cpu"
+    (gloo,) = found["communication"]
+    parameters = found["memory"]["computed"]["parameters"]
+    assert gloo["backend"] == "gloo" and gloo["ddp"]["gradient_bytes"] == parameters
+    assert {1024, 2**26, parameters} <= {item["size_bytes"] for item in gloo["times"]}
+    memory, time = found["memory"], found["time"]
+    assert memory["measured_peak"] > 3 * parameters and memory["needed"] == memory["process"] + memory["measured_peak"]
+    assert memory["largest_num_envs"] > 4 and memory["largest_batch_size"] > 4
+    assert time["steps_per_iteration"] == 64 and time["reduction_s"] > 0
+    assert time["total_s"] == pytest.approx(128 / time["steps_per_second"])
+
+
+def test_the_command_it_ends_with_runs(two_ranks, tmp_path):
+    words = shlex.split(two_ranks[1]["command"])
+    assert words[:2] == ["python", "train_distributed.py"] and "--json" not in words
+    job = start(REPO / words[1], *words[2:], "--run_dir", tmp_path / "run", "--eval_episodes", "2")
+    _, err = job.communicate(timeout=170)
+    assert job.returncode == 0, err
+    assert records(tmp_path / "run")[-1]["global_step"] == 128
+
+
+def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_path):
+    """Too little memory, a taken port, a wrong interface and no CUDA, all at once."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+        flags = ["--num_gpus", "2", "--device", "cuda", "--batch_size", "10000000", "--num_envs", "10000000"]
+        code, out, _ = check(*TINY, *flags)
+    assert code == 1, out
+    for words in ("problem  CUDA build", "problem  meeting point", "problem  GLOO_SOCKET_IFNAME", "problem  fits"):
+        assert words in out
+    assert "not measured: it does not fit" in out and "cannot train like this" in out
+    command = out.splitlines()[-1]
+    assert command.startswith("env -u GLOO_SOCKET_IFNAME -u MASTER_PORT python train_distributed.py")
+    assert "--device cpu" in command and "--num_envs 10000000" not in command
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num_env", "4"], "did you mean --num_envs?"),
+        (["--env", "NoSuchThing-v0"], "unknown environment"),
+        (["--num_envs", "3", "--batch_size", "64"], "try --num_envs"),
+        (["--resume", "auto"], "give the flags"),
+        (["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(argv, words):
+    code, out, err = check(*argv)
+    assert code == 2 and out == "" and words in only_error(err)
+
+
+def test_under_torchrun_it_refuses_to_start(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = check(*TINY)
+    assert code == 2 and "without torchrun" in only_error(err)
+
+
+@pytest.mark.slow
+def test_strict_makes_warnings_failures_and_full_measures_longer(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    code, out, err = check(*TINY, "--strict", "--full")
+    assert code == 1, (out, err)
+    assert "warning  TORCH_DISTRIBUTED_DEBUG" in out and "can train: 0 problem(s)" in out
+    assert "a dry run took" in out and int(out.split(" measured)")[0].rpartition("(")[2]) >= 5
+
+
+def test_help_names_the_training_flags_and_its_own():
+    code, out, _ = check("--help")
+    assert code == 0
+    assert all(flag in out for flag in ("--num_envs", "--full", "--strict", "--json", "exit codes"))
