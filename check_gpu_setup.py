@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +57,7 @@ from rl_dist.setup_checks import (
     software_checks,
 )
 from rl_dist.trial import TrialFailed, without
-from train_distributed import add_run_flags, choose_run
+from train_distributed import RUNS, add_run_flags, choose_run
 
 OWN_FLAGS = ("json", "full", "strict")
 DESCRIPTION = "Can this machine train with these flags, does it fit, how long does it take? Takes all training flags."
@@ -233,10 +234,11 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
     Raises:
         ValueError: flags that training would refuse, in its own words.
     """
-    config, run_dir, _ = choose_run(parsed)
+    with ExitStack() as held:
+        config, run_dir, _ = choose_run(parsed, held)
     extra = parsed.extra
     task = config.prepare_task()
-    facts = read_facts(run_dir)
+    facts = read_facts(run_dir or RUNS)
     num_ranks, device_type, decided = decide_ranks(config, facts)
 
     def make_env(count: int, first: int) -> Any:
