@@ -97,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json", action="store_true", help="print one JSON object, see docs/check_gpu_setup.schema.json"
     )
-    group.add_argument("--full", action="store_true", help="measure longer, and always do the dry run")
+    group.add_argument("--full", action="store_true", help="measure longer, and always try the memory out in a dry run")
     group.add_argument("--strict", action="store_true", help="exit with 1 on a warning, too")
 
 

@@ -124,9 +124,9 @@ def compute_memory(
         parameters=parameters,
         gradients=parameters,
         optimizer=2 * parameters,
-        environment=shapes.env_bytes,
+        environment=shapes.env_bytes + (moments[moment][1] if moment == "start" else 0),
         rollout=moments[moment][0],
-        activations=moments[moment][1],
+        activations=0 if moment == "start" else moments[moment][1],
         moment=moment,
     )
 

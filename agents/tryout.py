@@ -29,6 +29,7 @@ BENCH_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 GPU_RESERVE = GIB  # CUDA context, cuDNN and NCCL buffers of a process, not measured
 MOST_OF_MEMORY = 0.9  # of what is free now
 LONG_WORK = 4e10  # steps of one rank's rollout times bytes of parameters: no dry run beyond, without --full
+QUICK_WORK = 1e9  # the same: a dry run is done up to here even where memory is ample
 TRIAL_S, FULL_TRIAL_S = 60.0, 600.0
 
 
@@ -149,6 +150,10 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
     work = question.sizes.num_envs * question.config.train.num_steps * question.gradient_bytes
     if not question.full and work > LONG_WORK:
         return dataclasses.replace(figures, not_measured="a dry run would take long, --full does it")
+    ample = question.device_type == "cpu" and figures.needed < figures.limit / 4
+    if not question.full and ample and work > QUICK_WORK:
+        share = f"{figures.needed / figures.limit:.0%}"
+        return dataclasses.replace(figures, not_measured=f"it needs {share} of what is free, --full does a dry run")
     config = question.config
     job = Job(
         train=share_config(question),

@@ -14,6 +14,12 @@ from rl_dist.trial import without
 SLOW_LATENCY_S = {"cpu": 0.01, "cuda": 0.001}  # of the smallest all-reduce on one machine, by device
 WAITING_SHARE, ROLLOUT_SHARE, TIGHT = 0.2, 0.7, 0.8
 SCRIPT = "train_distributed.py"
+MOMENTS = {
+    "start": "while environments are made",
+    "collect": "at the end of a rollout",
+    "update": "in the update",
+    "statistics": "when statistics are taken",
+}
 
 
 def seconds(value: float) -> str:
@@ -81,7 +87,7 @@ def memory_checks(figures: MemoryFigures) -> list[Check]:
     each = " on each rank" if figures.num_ranks > 1 else ""
     parts = ", ".join(f"{name} {gib(size)}" for name, size in figures.computed.items() if size)
     peak = sum(figures.computed.values())
-    told = f"{gib(peak)} computed{each} ({parts}; largest in {figures.moment})"
+    told = f"{gib(peak)} computed{each} ({parts}; largest {MOMENTS[figures.moment]})"
     if figures.measured_peak is not None:
         off = peak / figures.measured_peak - 1.0
         told += f"; a dry run took {gib(figures.measured_peak)} (computed: {off:+.0%})"

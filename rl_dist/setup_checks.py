@@ -238,7 +238,10 @@ def host_checks(facts: Facts, plan: Plan) -> list[Check]:
         add("threads", WARNING, told, "unset OMP_NUM_THREADS: ranks share the cores by themselves")
     if host.load is not None and host.load > 0.5 * host.cores:
         told = f"{host.load:.1f} processes wanted a core in the last minute"
-        add("load", WARNING, told, "times below are too long: measure again when nothing else runs")
+        cure = "times below are too long: measure again when nothing else runs"
+        if each >= 2:
+            cure += "; beside other programs threads wait for each other, OMP_NUM_THREADS=1 is then much faster"
+        add("load", WARNING, told, cure)
     if plan.over_nccl and host.shm_free_bytes is not None:
         share = host.shm_free_bytes / plan.num_ranks
         verdict = PROBLEM if share < SHM_LEAST else WARNING if share < SHM_PLENTY else OK
