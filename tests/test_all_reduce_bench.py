@@ -51,6 +51,7 @@ def test_an_error_of_the_caller_meanwhile_ends_the_ranks():
     assert not [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_backend_is_told_in_its_words(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     with pytest.raises(BenchFailed, match="failed with code 1: RuntimeError.*no_such_interface"):
@@ -71,6 +72,7 @@ def stop_one_rank(seen):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_measurement_with_an_error_and_leaves_no_process():
     seen: list[psutil.Process] = []
     stopper = threading.Thread(target=stop_one_rank, args=(seen,))

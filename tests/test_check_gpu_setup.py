@@ -65,6 +65,7 @@ def test_the_command_it_ends_with_runs(two_ranks, tmp_path):
     assert records(tmp_path / "run")[-1]["global_step"] == 128
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_path):
     """Too little memory, a taken port, a wrong interface and no CUDA, all at once."""
     with socket.socket() as taken:

@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_a_line_for_each_figure():
     flags = ["--num_stocks", "2", "--num_envs", "2", "--windows", "1", "--update_epochs", "1"]
     command = [sys.executable, ROOT / "benchmarks" / "throughput.py", *flags]
