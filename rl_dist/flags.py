@@ -144,7 +144,8 @@ def _help(entry: dataclasses.Field[Any]) -> str:
     assert entry.default is not dataclasses.MISSING, f"{entry.name} needs a default"
     words = {"None": "none", "": "unset", "True": "on", "False": "off"}
     shown = words.get(str(entry.default), str(entry.default))
-    unit = f" {entry.metadata['unit']}" if entry.metadata.get("unit") else ""
+    counted = entry.metadata.get("unit") and not isinstance(entry.default, str)
+    unit = f" {entry.metadata['unit']}" if counted else ""
     return f"{entry.metadata.get('help', '')} (default: {shown}{unit})".strip().replace("%", "%%")
 
 

@@ -55,8 +55,8 @@ def outcome(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def describe(found: dict[str, Any]) -> str:
     """One line for the user."""
     return (
-        f"scaling: {found['ranks']} ranks trained {found['measured_steps_per_s']:,.0f} steps/s; predicted from their "
-        f"own work, its spread and reductions: {found['predicted_steps_per_s']:,.0f} ({found['error']:+.1%}); "
+        f"scaling: {found['ranks']} ranks trained {found['measured_steps_per_s']:,.0f} steps/s; the model of "
+        f"rl_dist.speedup, given their own times, says {found['predicted_steps_per_s']:,.0f} ({found['error']:+.1%}); "
         f"each worked {found['busy']:.0%} of the time"
     )
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl_dist.run_state import NoRunError, RunState, newest_run, read_run
+from rl_dist.run_state import RECENT, NoRunError, RunState, newest_run, read_run
 
 RUNS = Path("runs")
 EVERY_S = 2.0
+PATIENCE_S = 30.0  # for the directory of a training that has just been started
 TEXT_WIDTH = 200  # characters of a message that are shown
 BAD = ("failed", "dead")
 EPILOG = """examples:
@@ -76,18 +77,18 @@ def _progress(run: RunState) -> str:
 def _speed(run: RunState) -> str:
     if run.steps_per_s is None:
         return ""
-    parts = [f"{_short(run.steps_per_s)} steps/s"]
+    parts = [f"{_short(run.steps_per_s)} steps/s (median of {min(RECENT, run.iteration)} iterations)"]
     if run.iteration_s is not None:
         parts.append(f"{run.iteration_s:.3g} s an iteration")
     if run.eta_s is not None:
-        parts.append(f"{_duration(run.eta_s)} to go (beside validation and checkpoints)")
+        parts.append(f"{_duration(run.eta_s)} to go, without validation and checkpoints")
     return ", ".join(parts)
 
 
 def _returns(run: RunState) -> str:
     parts = []
     if run.last_return is not None:
-        parts.append(f"{run.last_return:.4g}, recently {run.mean_return:.4g}")
+        parts.append(f"{run.last_return:.4g}, mean of recent iterations {run.mean_return:.4g}")
     parts += [
         f"{name} {value:.4g}" for name, value in run.validation.items() if name in ("valid/return", "valid/sharpe")
     ]
@@ -106,7 +107,7 @@ def _use(one: dict[str, Any]) -> str:
         return [pattern.format(one[name])] if name in one else []
 
     parts = [
-        *value("cpu/percent", "CPU {:.0f} %"),
+        *value("cpu/percent", "CPU {:.0f} % of a core"),
         *value("ram/used_gib", "memory {:.2f} GiB"),
         *value("gpu/utilization_percent", "GPU {:.0f} %"),
         *value("gpu/memory_allocated_gib", "{:.2f} GiB in use"),
@@ -177,6 +178,17 @@ def follow(run_dir: Path, every_s: float, as_json: bool) -> RunState:
         time.sleep(every_s)
 
 
+def wait_for(run_dir: Path) -> None:
+    """Give a training that has just been started the time to make its directory."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    if not run_dir.exists():
+        print(f"waiting for {run_dir} ...", file=sys.stderr, flush=True)
+    while not (run_dir / "config.json").exists() and not run_dir.is_file() and time.monotonic() < deadline_s:
+        if run_dir.is_dir() and any(run_dir.iterdir()):
+            return  # something else: reading it tells what
+        time.sleep(0.2)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print("error: " + " ".join(message.split()), file=sys.stderr)
@@ -210,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_dir = args.run_dir or newest_run(RUNS)
         if args.follow:
+            wait_for(run_dir)
             run = follow(run_dir, args.every or EVERY_S, args.json)
         else:
             run = read_run(run_dir)

@@ -48,11 +48,12 @@ def test_a_running_one_is_shown_with_all_there_is(run, capsys):
         "state       running",
         "job         Recall-v0, 2 ranks on cpu, strategy ddp",
         "progress    2 of 100 episodes (2%), 2 iterations, the last 0 s ago",
-        "speed       100 steps/s, 0.1 s an iteration, 10 s to go (beside validation and checkpoints)",
-        "return      0.5, recently 0.5; valid/sharpe 1.25",
+        "speed       100 steps/s (median of 2 iterations), 0.1 s an iteration, 10 s to go, "
+        "without validation and checkpoints",
+        "return      0.5, mean of recent iterations 0.5; valid/sharpe 1.25",
         "checkpoint  none yet",
-        "rank 0      CPU 99 %, memory 0.50 GiB, GPU 87 %, 1.50 GiB in use, peak 2.25 GiB, 70.00 GiB free, 61 C, 250 W, "
-        "waits 25% of the time",
+        "rank 0      CPU 99 % of a core, memory 0.50 GiB, GPU 87 %, 1.50 GiB in use, peak 2.25 GiB, 70.00 GiB free, "
+        "61 C, 250 W, waits 25% of the time",
         "logged      2026-01-31 12:00:01,001 warning, rank 0: straggler: rank 1 is slow",
     ):
         assert line + "\n" in text, text
