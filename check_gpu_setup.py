@@ -3,25 +3,45 @@
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
 
+# ruff: noqa: E402  (signals count before the slow imports)
 from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+LEAVE_AT = (signal.SIGINT, signal.SIGTERM)
+
+
+def _leave(signum: int, frame: Any) -> NoReturn:
+    """Leave through all `finally`: what was started is ended, files are removed."""
+    for number in LEAVE_AT:
+        signal.signal(number, signal.SIG_IGN)
+    os.write(2, f"stopped by {signal.Signals(signum).name}\n".encode())
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    for each in LEAVE_AT:
+        signal.signal(each, _leave)
 
 import argparse
 import dataclasses
 import json
-import os
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 from agents.memory import Shapes, probe
-from agents.run import SECTIONS, RunConfig
+from agents.run import SECTIONS
 from agents.sizes import TrainConfig, share_out
 from agents.trainer import MakeEnv
 from agents.tryout import (
     TRIAL_S,
     Question,
+    add_largest,
     gradient_bytes,
     look_at_memory,
     measure_memory,
@@ -35,8 +55,9 @@ from rl_dist.all_reduce_bench import Measured
 from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.hardware import Facts, as_dict, read_facts
-from rl_dist.launch import UserError, resolve
+from rl_dist.launch import LaunchConfig, UserError, resolve
 from rl_dist.measured_checks import (
+    SCRIPT,
     MemoryFigures,
     command_line,
     communication_check,
@@ -44,6 +65,8 @@ from rl_dist.measured_checks import (
     time_checks,
     worst,
 )
+from rl_dist.monitor import clear_gpu_memory
+from rl_dist.rendezvous import check_variables
 from rl_dist.setup_checks import (
     OK,
     PROBLEM,
@@ -66,7 +89,8 @@ EPILOG = """examples:
   python check_gpu_setup.py --num_gpus 8 --batch_size 512      another one
   python check_gpu_setup.py --env CartPole-v1 --full           longer measurements, the dry run always
   python check_gpu_setup.py --json > setup.json                for programs: docs/check_gpu_setup.schema.json
-exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage"""
+exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage,
+130 and 143 stopped by INT and TERM"""
 
 
 @dataclass
@@ -101,22 +125,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--strict", action="store_true", help="exit with 1 on a warning, too")
 
 
-def decide_ranks(config: RunConfig, facts: Facts) -> tuple[int, str, list[Check]]:
+def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Check]]:
     """Ranks and device as training would choose them, or what is nearest."""
-    usable = len(facts.gpu.usable)
     try:
-        resolved = resolve(config.launch)
+        resolved = resolve(launch)
         return resolved.num_ranks, resolved.device_type, [Check("Plan", "ranks", OK, resolved.message)]
-    except ValueError as error:
-        asked = config.launch.num_gpus
-        if config.launch.device != "cpu" and usable and asked != 0:
-            ranks, device_type = (usable if asked < 1 else min(asked, usable)), "cuda"
-            cure = f"--num_gpus {ranks}"
-        else:
-            ranks, device_type, cure = max(1, asked), "cpu", "--device cpu, or see Software and GPUs"
-        if str(error) == facts.host.address_error:
-            return ranks, device_type, []  # told under Host
-        return ranks, device_type, [Check("Plan", "ranks", PROBLEM, str(error), cure)]
+    except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA does not start
+        told = one_line(error)
+    if told == facts.host.address_error:
+        return *nearest(launch, facts), []  # told under Host
+    if launch.strategy == "none":
+        with suppress(ValueError, RuntimeError):
+            resolved = resolve(dataclasses.replace(launch, strategy="auto"))
+            problem = Check("Plan", "ranks", PROBLEM, told, "--strategy auto")
+            return resolved.num_ranks, resolved.device_type, [problem]
+    ranks, device_type = nearest(launch, facts)
+    cure = f"--num_gpus {ranks}" if device_type == "cuda" else "--device cpu, or see Software and GPUs"
+    return ranks, device_type, [Check("Plan", "ranks", PROBLEM, told, cure)]
+
+
+def nearest(launch: LaunchConfig, facts: Facts) -> tuple[int, str]:
+    """Ranks and device where what was asked for cannot be."""
+    usable, asked = len(facts.gpu.usable), launch.num_gpus
+    if launch.device != "cpu" and usable and asked != 0:
+        return (usable if asked < 1 else min(asked, usable)), "cuda"
+    return max(1, asked), "cpu"
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, for a line of the report."""
+    return " ".join(str(error).split())
 
 
 # ---- the report
@@ -156,12 +194,13 @@ def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes
 
 
 def recommend(
-    question: Question, given: Sequence[str], facts: Facts, memory: MemoryFigures, checks: Sequence[Check]
+    question: Question, given: Sequence[str], facts: Facts, memory: MemoryFigures | None, checks: Sequence[Check]
 ) -> str:
     """The command line to copy: what was asked, made to work as far as flags can."""
     launch = question.config.launch
     changes: dict[str, str | int] = {}
-    if question.device_type == "cpu" and launch.device == "cuda":
+    broken = launch.device == "auto" and launch.num_gpus and any(g.torch_index is not None for g in facts.gpu.gpus)
+    if question.device_type == "cpu" and (launch.device == "cuda" or broken):
         changes["device"] = "cpu"
     if question.device_type == "cuda" and launch.num_gpus > question.num_ranks:
         changes["num_gpus"] = question.num_ranks
@@ -169,14 +208,17 @@ def recommend(
     if question.device_type == "cpu" and question.num_ranks > cores:
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
-    if memory.needed > memory.limit and memory.largest_num_envs:
+    if launch.strategy == "none" and question.num_ranks > 1:
+        changes["strategy"] = "auto"
+    if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
-    elif memory.needed > memory.limit and memory.largest_batch_size:
+    elif memory and memory.needed > memory.limit and memory.largest_batch_size:
         changes |= {"num_envs": 0, "batch_size": memory.largest_batch_size}
     unset = [check.name for check in checks if check.section == "Environment" and check.verdict != OK]
     if facts.host.address_error:
         unset += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    return command_line(given, changes, unset)
+    script = Path(__file__).resolve().with_name(SCRIPT)
+    return command_line(given, changes, unset, SCRIPT if script.parent == Path.cwd() else str(script))
 
 
 class Trying:
@@ -194,8 +236,9 @@ class Trying:
         question, make_env, facts = self._parts
         try:
             shapes = probe(make_env)
-            memory = look_at_memory(question, shapes, facts)
-            self._found = shapes, measure_memory(question, make_env, memory)
+            memory = measure_memory(question, make_env, look_at_memory(question, shapes, facts))
+            self._found = shapes, add_largest(question, shapes, memory)
+            clear_gpu_memory()  # ranks and short runs need it
         except Exception as error:
             self._error = error
 
@@ -239,7 +282,7 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
     extra = parsed.extra
     task = config.prepare_task()
     facts = read_facts(run_dir or RUNS)
-    num_ranks, device_type, decided = decide_ranks(config, facts)
+    num_ranks, device_type, decided = decide_ranks(config.launch, facts)
 
     def make_env(count: int, first: int) -> Any:
         return task.training_env(count, first, device_type)
@@ -259,15 +302,36 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
     if device_type == "cuda":
         tried.run()  # alone on the GPU
     reductions = exercise_ranks(question, report, tried.run)
-    shapes, memory = tried.result()
-    report.add("Memory", memory_checks(memory))
+    told = {"plan": dataclasses.asdict(plan), "facts": as_dict(facts)}
+    try:
+        shapes, memory = tried.result()
+    except EnvironmentFault:
+        raise
+    except RuntimeError as error:  # CUDA, where environments are made on a GPU
+        problem = Check("Memory", "tensors", PROBLEM, one_line(error)[:300], "see Software and GPUs, and nvidia-smi")
+        report.add("Memory", [problem])
+        return told, recommend(question, given, facts, None, report.checks)
+    report.add("Memory", memory_checks(memory, device_type == "cuda"))
     report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
     if memory.needed > memory.limit:
         report.add("Time", [Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")])
     else:
         look_at_time(question, reductions, shapes, report)
-    told = {"plan": dataclasses.asdict(plan), "facts": as_dict(facts)}
     return told, recommend(question, given, facts, memory, report.checks)
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """What is printed inside, by environments and libraries too, goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def main() -> int:
@@ -279,9 +343,11 @@ def main() -> int:
             raise UserError("RANK is set: check_gpu_setup starts ranks by itself, so start it once, without torchrun")
         if parsed.extra.resume:
             raise UserError(f"--resume {parsed.extra.resume}: give the flags that the run was started with instead")
-        told, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
+        check_variables()
+        with prints_to_stderr() if parsed.extra.json else nullcontext():
+            told, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
     except (ValueError, EnvironmentFault) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1 if isinstance(error, EnvironmentFault) else getattr(error, "exit_code", 2)
     verdict = worst(report.checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))

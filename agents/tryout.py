@@ -31,6 +31,7 @@ MOST_OF_MEMORY = 0.9  # of what is free now
 LONG_WORK = 4e10  # steps of one rank's rollout times bytes of parameters: no dry run beyond, without --full
 QUICK_WORK = 1e9  # the same: a dry run is done up to here even where memory is ample
 TRIAL_S, FULL_TRIAL_S = 60.0, 600.0
+OTHER_DEFAULTS = ("train", "ppo")  # sections whose defaults a task may replace by its own
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ def share_config(question: Question) -> TrainConfig:
 
 
 def flags_of(config: RunConfig) -> list[str]:
-    """Flags that differ from their defaults, so that a copy is configured alike."""
+    """Flags that configure a copy alike: all but shared defaults."""
     words = []
     for name, section in SECTIONS.items():
         for item in dataclasses.fields(section):
             value = getattr(getattr(config, name), item.name)
-            if value == item.default:
+            if value == item.default and name not in OTHER_DEFAULTS:
                 continue
             on_off = f"--{'' if value else 'no-'}{item.name}"
             words.append(on_off if isinstance(value, bool) else f"--{item.name}={value}")
@@ -122,13 +123,9 @@ def compute(question: Question, shapes: Shapes, train: TrainConfig) -> MemoryNee
 
 
 def look_at_memory(question: Question, shapes: Shapes, facts: Facts) -> MemoryFigures:
-    """What is needed, computed, and what would fit."""
-    train = question.config.train
+    """What is needed, computed, and what is there."""
     limit, process = memory_limit(question, facts)
-    need = compute(question, shapes, train)
-    largest = largest_sizes(
-        train, question.num_ranks, lambda other: compute(question, shapes, other).peak, limit - process
-    )
+    need = compute(question, shapes, question.config.train)
     kinds = ("parameters", "gradients", "optimizer", "environment", "rollout", "activations")
     return MemoryFigures(
         computed={kind: getattr(need, kind) for kind in kinds},
@@ -138,9 +135,21 @@ def look_at_memory(question: Question, shapes: Shapes, facts: Facts) -> MemoryFi
         process=process,
         limit=limit,
         num_ranks=question.num_ranks,
-        largest_num_envs=largest[0],
-        largest_batch_size=largest[1],
+        largest_num_envs=0,
+        largest_batch_size=0,
     )
+
+
+def add_largest(question: Question, shapes: Shapes, figures: MemoryFigures) -> MemoryFigures:
+    """Add the largest sizes that fit, scaled to what a dry run took."""
+    factor = max(1.0, (figures.measured_peak or 0) / sum(figures.computed.values()))
+    num_envs, batch_size = largest_sizes(
+        question.config.train,
+        question.num_ranks,
+        lambda other: int(factor * compute(question, shapes, other).peak),
+        figures.limit - figures.process,
+    )
+    return dataclasses.replace(figures, largest_num_envs=num_envs, largest_batch_size=batch_size)
 
 
 def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures) -> MemoryFigures:

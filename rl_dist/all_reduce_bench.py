@@ -38,7 +38,7 @@ from rl_dist.world import World, close_world, die_with_parent, open_world
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
 WARM_UP, LEAST_REPEATS = 2, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
-DDP_STEPS = 2
+DDP_STEPS = 8
 GO = "go"  # the file that lets the ranks begin
 RUN = "import sys; from rl_dist.all_reduce_bench import run; sys.exit(run(sys.argv[1]))"
 
@@ -63,8 +63,8 @@ class DdpSteps:
     """Real steps of DistributedDataParallel, whose parameters were right."""
 
     gradient_bytes: int
-    step_s: float  # the last one: forward, backward, reduction, optimizer
-    reduction_s: float  # of which from the gradient's last byte to its mean over ranks
+    step_s: float  # median of the slowest rank's: forward, backward, reduction, optimizer
+    reduction_s: float  # median of the shortest wait for the mean of the gradients: the wait of the last to come
     parameter_sha256: str
 
 
@@ -280,6 +280,7 @@ def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
     module = _Weights(gradient_bytes // 4).to(world.device)
     wrapped = wrap(module, world, "ddp")
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    steps, waits = [], []
     for _ in range(DDP_STEPS):
         agree_max(0, world)
         world.gradient_seconds = 0.0
@@ -291,11 +292,13 @@ def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
             loss.backward()
         optimizer.step()
         _finish_queued(world)
-        step_s = time.perf_counter() - started_s
+        steps.append(time.perf_counter() - started_s)
+        waits.append(world.gradient_seconds)
     check_in_sync(dict(module.named_parameters()), world)
     expected = -DDP_STEPS * (world.size + 1) / 2
     if not torch.allclose(module.weight, torch.full_like(module.weight, expected), rtol=1e-6):
         got = module.weight.flatten()[0].item()
         raise RuntimeError(f"rank {world.rank}: DDP made parameters of {got:g}, {expected:g} is right")
-    reduction_s = max(gather_json(world.gradient_seconds, world))
-    return DdpSteps(gradient_bytes, max(gather_json(step_s, world)), reduction_s, parameter_hash(module))
+    step_s = statistics.median(max(of_ranks) for of_ranks in zip(*gather_json(steps, world), strict=True))
+    reduction_s = statistics.median(min(of_ranks) for of_ranks in zip(*gather_json(waits, world), strict=True))
+    return DdpSteps(gradient_bytes, step_s, reduction_s, parameter_hash(module))

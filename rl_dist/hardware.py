@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def _software() -> Software:
     if torch.distributed.is_nccl_available():
         version: Any = torch.cuda.nccl.version()  # type: ignore[attr-defined]
         nccl = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-    cudnn = torch.backends.cudnn.version()
+    cudnn = _ask(torch.backends.cudnn.version)
     return Software(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -204,9 +205,16 @@ def _precision(gpu: GpuInfo) -> Precision:
         bf16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
         return Precision(tf32=None, bf16=bf16, cudnn_autotune=None)
     modern = all(float(g.compute_capability or 0) >= 8.0 for g in gpu.usable) and not gpu.rocm
-    return Precision(
-        tf32=modern, bf16=torch.cuda.is_bf16_supported(), cudnn_autotune=torch.backends.cudnn.is_available()
-    )
+    bf16 = bool(_ask(torch.cuda.is_bf16_supported))
+    return Precision(tf32=modern, bf16=bf16, cudnn_autotune=torch.backends.cudnn.is_available())
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    """torch's answer; None where CUDA or a library of it does not start."""
+    try:
+        return question()
+    except RuntimeError:
+        return None
 
 
 def _host() -> Host:
@@ -235,14 +243,18 @@ def _host() -> Host:
     )
 
 
-def _container_memory() -> tuple[int, int]:
-    """Limit and use of the control group in bytes; (0, 0): there is none."""
+def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Limit and use of the control group in bytes; (0, 0): there is none.
+
+    Files that were read once (inactive_file) are no use: the kernel drops them when somebody wants memory.
+    """
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat.get("inactive_file", 0))
+        return (int(limit), max(0, int(used) - cached)) if limit.isdecimal() else (0, 0)
     except (OSError, ValueError):
         return 0, 0
-    return (int(limit), used) if limit.isdecimal() else (0, 0)
 
 
 def _name_error() -> str:

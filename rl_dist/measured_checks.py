@@ -12,7 +12,7 @@ from rl_dist.setup_checks import OK, PROBLEM, WARNING, Check
 from rl_dist.trial import without
 
 SLOW_LATENCY_S = {"cpu": 0.01, "cuda": 0.001}  # of the smallest all-reduce on one machine, by device
-WAITING_SHARE, ROLLOUT_SHARE, TIGHT = 0.2, 0.7, 0.8
+WAITING_SHARE, ROLLOUT_SHARE, TIGHT, FAR_OFF = 0.2, 0.7, 0.8, 0.25
 SCRIPT = "train_distributed.py"
 MOMENTS = {
     "start": "while environments are made",
@@ -51,7 +51,7 @@ def communication_check(backend: str, measured: Measured | None, error: str, nee
         told = "1 rank: it starts, and reduces with itself"
     if measured.ddp is not None:
         step = f"{seconds(measured.ddp.reduction_s)} for its gradient of {gib(measured.ddp.gradient_bytes)}"
-        told += f", two DDP steps end with equal parameters ({step})"
+        told += f", DDP steps end with equal parameters ({step})"
     if measured.num_ranks > 1:
         told += f"; {gib(smallest.size_bytes)} in {seconds(smallest.median_s)}"
         told += f", {gib(largest.size_bytes)} at {rate:.3g} GB/s"
@@ -82,18 +82,23 @@ class MemoryFigures:
         return self.process + (self.measured_peak or sum(self.computed.values()))
 
 
-def memory_checks(figures: MemoryFigures) -> list[Check]:
+def memory_checks(figures: MemoryFigures, on_gpu: bool = False) -> list[Check]:
     """Whether it fits, and what would."""
     each = " on each rank" if figures.num_ranks > 1 else ""
     parts = ", ".join(f"{name} {gib(size)}" for name, size in figures.computed.items() if size)
     peak = sum(figures.computed.values())
     told = f"{gib(peak)} computed{each} ({parts}; largest {MOMENTS[figures.moment]})"
+    told += "; what cuDNN keeps is a guess" if on_gpu else ""
     if figures.measured_peak is not None:
         off = peak / figures.measured_peak - 1.0
         told += f"; a dry run took {gib(figures.measured_peak)} (computed: {off:+.0%})"
+        if abs(off) > FAR_OFF:
+            told += ", which is far off, as it mostly is for small jobs: the dry run counts"
     elif figures.not_measured:
         told += f"; not measured: {figures.not_measured}"
-    fits = f"{gib(figures.needed)} with the process, {gib(figures.limit)} are free{' for each rank' if each else ''}"
+    process = f"the process (guessed: {gib(figures.process)} for CUDA and its libraries)" if on_gpu else "the process"
+    fits = f"at least {gib(figures.needed)} with {process}"
+    fits += f", {gib(figures.limit)} are free{' for each rank' if each else ''}"
     smaller = f"--num_envs {figures.largest_num_envs}" if figures.largest_num_envs else "a smaller --batch_size"
     if figures.needed > figures.limit:
         verdict, cure = PROBLEM, f"use {smaller}, or a smaller --hidden_size"
@@ -102,7 +107,9 @@ def memory_checks(figures: MemoryFigures) -> list[Check]:
     else:
         verdict, cure = OK, ""
     largest = f"--num_envs {figures.largest_num_envs} (with this batch), or --batch_size {figures.largest_batch_size}"
-    largest += " (with its default number of environments), computed; what environments in Python hold comes on top"
+    largest += " (with its default number of environments), "
+    largest += "computed" if figures.measured_peak is None else "computed, scaled to the dry run"
+    largest += "; what environments in Python hold comes on top"
     if not figures.largest_num_envs and not figures.largest_batch_size:
         largest = "nothing fits, not even the smallest sizes"
     tried = [Check("Memory", "dry run", PROBLEM, figures.failure, "see Environment and Host")]
@@ -174,19 +181,22 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
 # ---- the command
 
 
-def command_line(given: Sequence[str], changes: Mapping[str, str | int], unset: Sequence[str]) -> str:
+def command_line(
+    given: Sequence[str], changes: Mapping[str, str | int], unset: Sequence[str], script: str = SCRIPT
+) -> str:
     """The training command to copy: the flags given, some of them changed.
 
     Args:
         given: flags of the training script.
         changes: values by name, in place of those given.
         unset: environment variables that must not be set.
+        script: the training script, as the current directory reaches it.
     """
     words = [*without(given, tuple(changes))]
     for name, value in changes.items():
         words += [f"--{name}", str(value)]
     start = ["env", *(word for name in unset for word in ("-u", name))] if unset else []
-    return shlex.join([*start, "python", SCRIPT, *words])
+    return shlex.join([*start, "python", script, *words])
 
 
 def worst(checks: Sequence[Check]) -> str:

@@ -231,14 +231,12 @@ def _state(
     complete = bool(facts["done"]) and facts["done"] >= facts["total"]
     if is_locked(run_dir):
         return "running", _running_reason(facts, logs, complete)
-    config_at, summary_at, metrics_at = (
-        _mtime(run_dir / name) or 0.0 for name in ("config.json", "summary.json", "metrics.jsonl")
-    )
+    config_at, metrics_at = (_mtime(run_dir / name) or 0.0 for name in ("config.json", "metrics.jsonl"))
     logged_at = max((log.modified for log in logs), default=0.0)
     now = time.time()
-    if config_at > max(logged_at, summary_at) and now - config_at < STARTING_S:
+    if not summary and not facts["iteration"] and config_at > logged_at and now - config_at < STARTING_S:
         return "starting", f"begun {now - config_at:.0f} s ago, its ranks have not come yet"
-    if summary and summary.get("iteration") == facts["iteration"]:
+    if (_number(summary.get("iteration")) or 0) >= max(1, facts["iteration"]):  # the last line of metrics may be torn
         return "finished", ""
     if not logs and not facts["iteration"]:
         return "dead", "no rank has ever started"

@@ -7,6 +7,7 @@ it trains, but slower or less safely than it could. problem: it cannot train lik
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,8 +58,7 @@ class Plan:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    parts = text.split("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdecimal())
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 # ---- software
@@ -145,19 +145,31 @@ def gpu_checks(facts: Facts, plan: Plan, own_pid: int = 0) -> list[Check]:
     return checks
 
 
+def _unseen_gpu(gpu: Gpu, facts: Facts) -> Check:
+    """One that torch cannot use: how busy or hot it is does not matter."""
+    missed = facts.software.cuda_build and "CUDA_VISIBLE_DEVICES" not in facts.environment
+    verdict, cure = (WARNING, "check CUDA_VISIBLE_DEVICES and the driver") if missed else (OK, "")
+    return Check("GPUs", f"GPU {gpu.index}", verdict, describe_gpu(gpu), cure)
+
+
 def _gpu_check(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> Check:
+    if gpu.torch_index is None and not gpu.error and not gpu.mig:  # with MIG torch sees slices of it
+        return _unseen_gpu(gpu, facts)
     others = [process for process in gpu.processes if process.pid != own_pid]
     problems: list[tuple[str, str]] = []  # in words, and the cure
     warnings: list[tuple[str, str]] = []
-    needed = plan.device_type == "cuda" and (gpu.torch_index or 0) < plan.num_ranks
+    needed = plan.device_type == "cuda" and gpu.torch_index is not None and gpu.torch_index < plan.num_ranks
     if gpu.error:
-        (problems if needed and gpu.torch_index is not None else warnings).append(
+        (problems if needed else warnings).append(
             ("", "check nvidia-smi and dmesg; leave it out with CUDA_VISIBLE_DEVICES, or reset it")
         )
     if gpu.compute_mode == "prohibited":
         problems.append(("compute mode prohibited", f"nvidia-smi -i {gpu.index} -c DEFAULT"))
     if gpu.compute_mode == "exclusive process" and others:
         problems.append((f"taken by process {others[0].pid} (exclusive mode)", "wait for it or use another GPU"))
+    elif gpu.compute_mode == "exclusive process" and needed:
+        told = "exclusive process mode: this check holds it, so what it starts on it may fail where training would not"
+        warnings.append((told, f"for the check: nvidia-smi -i {gpu.index} -c DEFAULT"))
     if not _has_kernels(gpu, facts.software.architectures):
         have = ", ".join(facts.software.architectures)
         problems.append((f"torch has no kernels for it (it has {have})", INSTALL))
@@ -174,8 +186,6 @@ def _gpu_check(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> Check:
         warnings.append((f"in use{pids}", "wait for it, or leave the GPU out with CUDA_VISIBLE_DEVICES"))
     if gpu.integrated:
         warnings.append(("it shares the host's memory", "leave room for the host: see Memory"))
-    if gpu.torch_index is None and not gpu.error and facts.software.cuda_build:
-        warnings.append(("hidden from torch", "check CUDA_VISIBLE_DEVICES"))
     verdict = PROBLEM if problems and needed else WARNING if problems or warnings else OK
     told = "; ".join([describe_gpu(gpu), *(words for words, _ in problems + warnings if words)])
     cures = "; ".join(cure for _, cure in problems + warnings)
@@ -232,16 +242,7 @@ def host_checks(facts: Facts, plan: Plan) -> list[Check]:
     some = f"{host.cores} core(s) for {plan.num_ranks} rank(s)"
     add("cores", OK if each >= 1 else WARNING, f"{some}, of {host.machine_cores} in the machine",
         f"start no more ranks than cores: --num_gpus {host.cores}")  # fmt: skip
-    asked = facts.environment.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and 0 < int(asked) < int(each):
-        told = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of the {int(each)} cores it could have"
-        add("threads", WARNING, told, "unset OMP_NUM_THREADS: ranks share the cores by themselves")
-    if host.load is not None and host.load > 0.5 * host.cores:
-        told = f"{host.load:.1f} processes wanted a core in the last minute"
-        cure = "times below are too long: measure again when nothing else runs"
-        if each >= 2:
-            cure += "; beside other programs threads wait for each other, OMP_NUM_THREADS=1 is then much faster"
-        add("load", WARNING, told, cure)
+    found += _thread_checks(facts, each)
     if plan.over_nccl and host.shm_free_bytes is not None:
         share = host.shm_free_bytes / plan.num_ranks
         verdict = PROBLEM if share < SHM_LEAST else WARNING if share < SHM_PLENTY else OK
@@ -256,6 +257,25 @@ def host_checks(facts: Facts, plan: Plan) -> list[Check]:
         add("meeting point", PROBLEM if host.address_error else OK, host.address_error or f"{host.address} is free",
             "unset MASTER_ADDR and MASTER_PORT: on one machine none is needed")  # fmt: skip
     found.append(_disk_check(facts, plan))
+    return found
+
+
+def _thread_checks(facts: Facts, each: float) -> list[Check]:
+    """Whether ranks use their cores, `each` so many, and who else does."""
+    asked, load, found = facts.environment.get("OMP_NUM_THREADS", ""), facts.host.load, []
+    busy = load is not None and load > 0.5 * facts.host.cores
+    if asked and not (asked.isdecimal() and int(asked)):
+        told = f"OMP_NUM_THREADS={asked} is no number of threads and limits nothing"
+        found.append(Check("Host", "threads", WARNING, told, "unset OMP_NUM_THREADS, or name a number from 1"))
+    elif asked and int(asked) < int(each) and not busy:
+        told = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of the {int(each)} cores it could have"
+        cure = "unset OMP_NUM_THREADS: ranks share the cores by themselves"
+        found.append(Check("Host", "threads", WARNING, told, cure))
+    if busy:
+        cure = "times below are too long: measure again when nothing else runs"
+        if each >= 2 and asked != "1":
+            cure += "; beside other programs threads wait for each other, OMP_NUM_THREADS=1 is then much faster"
+        found.append(Check("Host", "load", WARNING, f"{load:.1f} processes wanted a core in the last minute", cure))
     return found
 
 

@@ -1,5 +1,7 @@
 """Environments that misbehave, registered as `faulty_envs:ID`, and a well-behaved one of known returns."""
 
+import os
+
 import gymnasium
 import numpy as np
 
@@ -24,6 +26,16 @@ class Walk(gymnasium.Env):
         return obs, 1.0, self.age == self.length, False, {}
 
 
+class Chatty(Walk):
+    """Prints, in Python and beside it."""
+
+    def reset(self, *, seed=None, options=None):
+        print("hello from an environment")
+        os.write(1, b"and from its library\n")
+        return super().reset(seed=seed)
+
+
 gymnasium.register("Walk-v0", entry_point=Walk)
+gymnasium.register("Chatty-v0", entry_point=Chatty)
 gymnasium.register("NanAtFive-v0", entry_point=Walk, kwargs={"nan_at": 5})
 gymnasium.register("NanAtForty-v0", entry_point=Walk, kwargs={"nan_at": 40})

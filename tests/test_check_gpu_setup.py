@@ -1,12 +1,26 @@
 """The setup checker as a user runs it: report, JSON against its schema, exit codes, the command to copy."""
 
+import dataclasses
 import json
+import os
 import shlex
+import signal
 import socket
+import time
+from pathlib import Path
 
 import jsonschema
+import psutil
 import pytest
+import torch
 from train_runs import REPO, only_error, records, start
+
+from agents.run import RunConfig
+from agents.sizes import TrainConfig, share_out
+from agents.tryout import Question
+from check_gpu_setup import decide_ranks, recommend
+from rl_dist.hardware import read_facts
+from rl_dist.launch import LaunchConfig
 
 TINY = [
     *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8"),
@@ -15,8 +29,8 @@ TINY = [
 SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
 
 
-def check(*argv):
-    job = start(REPO / "check_gpu_setup.py", *argv)
+def check(*argv, **options):
+    job = start(REPO / "check_gpu_setup.py", *argv, **{"cwd": REPO} | options)
     try:
         out, err = job.communicate(timeout=170)
     finally:
@@ -99,10 +113,95 @@ def test_bad_flags_are_one_line_and_exit_code_2(argv, words):
     assert code == 2 and out == "" and words in only_error(err)
 
 
-def test_under_torchrun_it_refuses_to_start(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    code, _, err = check(*TINY)
-    assert code == 2 and "without torchrun" in only_error(err)
+@pytest.mark.parametrize(("name", "words"), [("RANK", "without torchrun"), ("WORLD_SIZE", "WORLD_SIZE is 2, but RANK")])
+def test_under_torchrun_or_half_of_it_it_refuses_to_start(name, words, monkeypatch):
+    monkeypatch.setenv(name, "2")
+    code, out, err = check(*TINY)
+    assert code == 2 and out == "" and words in only_error(err)
+
+
+# ---- the plan and the command, from facts of this machine
+
+
+@pytest.fixture
+def facts(tmp_path):
+    found = read_facts(tmp_path)
+    return dataclasses.replace(found, host=dataclasses.replace(found.host, cores=8))
+
+
+def command(launch, num_ranks, facts, *given):
+    train = TrainConfig(num_envs=8, batch_size=8)
+    config = RunConfig(launch=launch, train=train)
+    question = Question(config, num_ranks, "cpu", share_out(train, 0, num_ranks), 4096, full=False)
+    return recommend(question, given, facts, None, [])
+
+
+def test_a_strategy_that_cannot_be_is_told_and_replaced(facts):
+    asked = LaunchConfig(num_gpus=2, device="cpu", strategy="none")
+    ranks, device_type, (check,) = decide_ranks(asked, facts)
+    assert (ranks, device_type, check.verdict, check.cure) == (2, "cpu", "problem", "--strategy auto")
+    assert "strategy none" in check.measured
+    words = shlex.split(command(asked, 2, facts, "--num_gpus", "2", "--strategy", "none"))
+    assert words == ["python", "train_distributed.py", "--num_gpus", "2", "--strategy", "auto"]
+
+
+def test_the_command_works_from_other_directories(facts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = shlex.split(command(LaunchConfig(device="cpu"), 1, facts))[1]
+    assert Path(script) == REPO.resolve() / "train_distributed.py"
+
+
+def test_a_gpu_that_does_not_start_is_a_problem_and_no_traceback(facts, monkeypatch):
+    def fail(index):
+        raise RuntimeError("CUDA error:\nunknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    facts = dataclasses.replace(facts, gpu=dataclasses.replace(facts.gpu, gpus=()))
+    ranks, device_type, (check,) = decide_ranks(LaunchConfig(), facts)
+    assert (ranks, device_type, check.verdict, check.measured) == (1, "cpu", "problem", "CUDA error: unknown error")
+    assert "--device cpu" in check.cure
+
+
+# ---- beside the report
+
+
+@pytest.mark.slow
+def test_what_an_environment_prints_does_not_spoil_the_json():
+    code, out, err = check(*TINY[2:], "--env", "faulty_envs:Chatty-v0", "--total_steps", "128", "--json")
+    jsonschema.validate(json.loads(out), SCHEMA)
+    assert code == 0 and "hello from an environment" in err and "and from its library" in err
+
+
+@pytest.mark.slow
+def test_a_module_elsewhere_is_missed_just_as_training_misses_it(tmp_path, monkeypatch):
+    (tmp_path / "my_envs.py").write_text("from faulty_envs import *\n")
+    flags = [*TINY[2:], "--env", "my_envs:Walk-v0", "--total_steps", "128"]
+    training = start(REPO / "train_distributed.py", *flags, cwd=tmp_path)
+    _, told = training.communicate(timeout=170)
+    code, _, err = check(*flags, cwd=tmp_path)
+    assert code == training.returncode == 2 and only_error(err) == only_error(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "moment"), [(signal.SIGINT, "all_reduce_"), (signal.SIGTERM, "trial_")])
+def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job = start(REPO / "check_gpu_setup.py", *TINY, "--num_gpus", "2", "--device", "cpu")
+    process = psutil.Process(job.pid)
+    deadline_s = time.monotonic() + 120
+    while not (list(tmp_path.glob(moment + "*")) and process.children()):
+        assert time.monotonic() < deadline_s and job.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.5)
+    family = process.children(recursive=True)
+    os.kill(job.pid, signum)
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err) == (128 + signum, f"stopped by {signum.name}\n")
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's cache
+    psutil.wait_procs(family, timeout=20)
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.slow

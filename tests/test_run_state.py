@@ -170,12 +170,27 @@ def test_before_its_ranks_come_it_is_starting_for_a_while(run):
     assert run.how()[0] == "starting"
     run.config_is_old()
     assert run.how() == ("dead", "no rank has ever started; it has no checkpoint to go on from")
-    run.metrics(record(1), age_s=5)  # resumed: its configuration is newer than what its ranks left
+
+
+def test_what_has_trained_is_not_starting_however_new_its_configuration_is(run):
+    """As in a copy of a run directory."""
     run.logs(BEGAN, age_s=5)
+    assert run.how()[0] == "starting"  # its logs are of a life that left nothing
+    run.metrics(record(1), age_s=5)
+    assert run.how()[0] == "dead"
     run.summary(1)
     run.age("summary.json", 5)
-    run.age("config.json", 1)
-    assert run.how()[0] == "starting"
+    assert run.how()[0] == "finished"
+
+
+def test_a_finished_run_stays_so_when_its_last_metrics_are_torn(run):
+    run.config_is_old()
+    run.logs(BEGAN + TRAINED)
+    run.summary(3)
+    run.metrics(record(1), record(2), end='{"iteration": 3, "glo')
+    assert run.how() == ("finished", "")
+    run.metrics(end='{"iteration": 3, "glo')
+    assert run.how() == ("finished", "")
 
 
 def test_how_it_ended_is_told_by_the_logs_of_its_last_life(run):

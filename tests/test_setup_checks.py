@@ -4,7 +4,9 @@ import dataclasses
 import types
 
 import pytest
+import torch
 
+from rl_dist import hardware
 from rl_dist.all_reduce_bench import DdpSteps, Measured, SizeTime
 from rl_dist.gpu_facts import Gpu, GpuInfo, GpuProcess, Link, read_gpus
 from rl_dist.hardware import Disk, Facts, Host, Precision, Software, describe_gpu, print_gpu_info, read_disk
@@ -58,6 +60,10 @@ def with_first_gpu(**fields):
     return changed(GPU_FACTS, gpu={"gpus": gpus})
 
 
+def with_threads(asked):
+    return dataclasses.replace(FACTS, environment={"OMP_NUM_THREADS": asked})
+
+
 def verdicts(checks, name):
     found = [check for check in checks if check.name == name]
     assert len(found) == 1, checks
@@ -77,6 +83,9 @@ def test_a_healthy_machine_has_nothing_but_oks():
     [
         (changed(FACTS, software={"python": "3.10.2"}), CPU_PLAN, "Python", "problem", "3.11 or newer"),
         (changed(FACTS, software={"torch": "2.9.1"}), CPU_PLAN, "torch", "problem", "torch>=2.10"),
+        (changed(FACTS, software={"torch": "2.9rc1"}), CPU_PLAN, "torch", "problem", "torch>=2.10"),
+        (changed(FACTS, software={"torch": "2.10rc1"}), CPU_PLAN, "torch", "ok", "2.10rc1"),
+        (changed(FACTS, software={"torch": "2.10.0a0+git1"}), CPU_PLAN, "torch", "ok", "2.10"),
         (changed(FACTS, gpu={"gpus": (H100,)}), CPU_PLAN, "CUDA build", "warning", "1 GPU(s) here do nothing"),
         (changed(FACTS, gpu={"gpus": (H100,)}), Plan(1, "cpu", "cuda"), "CUDA build", "problem", "pytorch.org"),
         (FACTS, Plan(1, "cpu", "cuda"), "CUDA build", "problem", "--device cpu"),
@@ -108,6 +117,7 @@ def test_software_that_does_not_fit(facts, plan, name, verdict, words):
         ({"error": "GPU is lost"}, "problem", "does not answer: GPU is lost"),
         ({"compute_mode": "prohibited"}, "problem", "nvidia-smi -i 0 -c DEFAULT"),
         ({"compute_mode": "exclusive process", "processes": (GpuProcess(7, 1),)}, "problem", "taken by process 7"),
+        ({"compute_mode": "exclusive process"}, "warning", "for the check: nvidia-smi -i 0 -c DEFAULT"),
         ({"compute_capability": "12.0"}, "problem", "no kernels for it (it has sm_80, sm_90)"),
         ({"mig": True}, "problem", "-mig 0"),
         ({"ecc_uncorrected_errors": 3}, "warning", "3 uncorrected memory errors"),
@@ -130,6 +140,39 @@ def test_a_gpu_that_is_not_needed_is_no_problem():
     broken = changed(GPU_FACTS, gpu={"gpus": (H100, dataclasses.replace(SECOND, compute_mode="prohibited"))})
     assert verdicts(gpu_checks(broken, Plan(1, "cuda")), "GPU 1")[0] == "warning"
     assert verdicts(gpu_checks(broken, Plan(2, "cuda")), "GPU 1")[0] == "problem"
+
+
+def test_a_gpu_hidden_from_torch_is_no_matter_however_busy_or_broken():
+    state = {"temperature_c": 99, "utilization_percent": 100, "processes": (GpuProcess(7, GIB),)}
+    hidden = with_first_gpu(torch_index=None, compute_mode="prohibited", compute_capability="3.5", **state)
+    found, text = verdicts(gpu_checks(hidden, GPU_PLAN), "GPU 0")
+    assert found == "warning" and text.endswith("not visible to torch -> check CUDA_VISIBLE_DEVICES and the driver")
+    chosen = dataclasses.replace(hidden, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    assert verdicts(gpu_checks(chosen, GPU_PLAN), "GPU 0")[0] == "ok"
+    lost = with_first_gpu(torch_index=None, error="GPU is lost")
+    assert verdicts(gpu_checks(lost, GPU_PLAN), "GPU 0")[0] == "warning"
+
+
+def test_a_gpu_in_slices_that_torch_sees_in_its_place_is_told():
+    assert "-mig 0" in verdicts(gpu_checks(with_first_gpu(torch_index=None, mig=True), GPU_PLAN), "GPU 0")[1]
+
+
+def test_a_gpu_that_does_not_answer_torch_has_no_bf16(monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", fail)
+    monkeypatch.setattr(torch.backends.cudnn, "version", fail)
+    assert hardware._precision(GPUS).bf16 is False and hardware._software().cudnn is None
+
+
+def test_files_read_once_do_not_count_as_used_memory(tmp_path):
+    files = {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 300\ninactive_file 500\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert hardware._container_memory(tmp_path) == (1000, 400)
+    (tmp_path / "memory.max").write_text("max")
+    assert hardware._container_memory(tmp_path) == hardware._container_memory(tmp_path / "none") == (0, 0)
 
 
 def test_unequal_models_and_a_silent_nvml_are_told():
@@ -179,12 +222,21 @@ def test_links_without_peer_access_and_narrow_slots_are_warnings():
         (changed(GPU_FACTS, disk={"free_bytes": 4 * GIB}), GPU_PLAN, "disk", "warning", "--keep_checkpoints"),
         (changed(GPU_FACTS, disk={"fsync_s": 3.0}), GPU_PLAN, "disk", "warning", "slow disk"),
         (changed(GPU_FACTS, disk={"error": "Read-only file system"}), GPU_PLAN, "disk", "problem", "Read-only"),
-        (dataclasses.replace(FACTS, environment={"OMP_NUM_THREADS": "1"}), CPU_PLAN, "threads", "warning", "unset OMP"),
+        (with_threads("1"), CPU_PLAN, "threads", "warning", "unset OMP"),
+        (with_threads("abc"), CPU_PLAN, "threads", "warning", "=abc is no number"),
+        (with_threads("0"), CPU_PLAN, "threads", "warning", "=0 is no number"),
     ],
 )
 def test_a_host_that_is_short_of_something(facts, plan, name, verdict, words):
     found, text = verdicts(host_checks(facts, plan), name)
     assert found == verdict and words in text
+
+
+@pytest.mark.parametrize(("asked", "advised"), [("", True), ("2", True), ("1", False)])
+def test_on_a_busy_machine_fewer_threads_are_advised_and_no_more(asked, advised):
+    checks = host_checks(changed(with_threads(asked), host={"load": 7.0}), CPU_PLAN)
+    assert "threads" not in [check.name for check in checks]
+    assert ("OMP_NUM_THREADS=1" in verdicts(checks, "load")[1]) == advised
 
 
 def test_shared_memory_is_no_matter_without_nccl():
@@ -347,7 +399,7 @@ def reduced(ranks=2, latency_s=0.0005):
 @pytest.mark.parametrize(
     ("measured", "needed", "verdict", "words"),
     [
-        (reduced(), True, "ok", "two DDP steps end with equal parameters (2 ms for its gradient of 4 KiB)"),
+        (reduced(), True, "ok", "right, DDP steps end with equal parameters (2 ms for its gradient of 4 KiB)"),
         (reduced(latency_s=0.05), True, "warning", "wait for cores"),
         (reduced(ranks=1), False, "ok", "reduces with itself"),
         (None, True, "problem", "a rank hung"),
@@ -385,7 +437,19 @@ def test_a_dry_run_that_failed_is_a_problem():
 def test_memory_says_what_was_measured_and_how_far_off_the_computed_figure_is():
     tensors = memory_checks(dataclasses.replace(FIGURES, measured_peak=int(2.5 * GIB)))[0]
     assert "a dry run took 2.5 GiB (computed: -20%)" in tensors.measured
-    assert "not measured: it is long" in memory_checks(FIGURES)[0].measured
+    assert "not measured: it is long" in memory_checks(FIGURES)[0].measured and "far off" not in tensors.measured
+    assert "far off" in memory_checks(dataclasses.replace(FIGURES, measured_peak=5 * GIB))[0].measured
+
+
+def test_memory_on_a_gpu_says_what_is_a_guess():
+    on_gpu, on_cpu = (" ".join(c.measured for c in memory_checks(FIGURES, gpu)) for gpu in (True, False))
+    assert "guessed: 1 GiB for CUDA" in on_gpu and "cuDNN keeps is a guess" in on_gpu
+    assert "guess" not in on_cpu and "at least 3 GiB with the process, 10 GiB" in on_cpu
+
+
+def test_the_largest_sizes_say_what_they_come_from():
+    computed, tried = (memory_checks(dataclasses.replace(FIGURES, measured_peak=peak))[2] for peak in (None, GIB))
+    assert "computed;" in computed.measured and "scaled to the dry run;" in tried.measured
 
 
 TIME = TimeFigures(1.0, 0.3, 0.0, 1000, 50.0, 7200, "episodes", 1)
@@ -417,6 +481,7 @@ def test_the_command_keeps_what_was_given_and_changes_what_must_be():
         "python train_distributed.py --env=CartPole-v1 --env_kwargs '{\"a\": 1}' --num_gpus 2"
     )
     assert command_line([], {}, ["MASTER_PORT"]) == "env -u MASTER_PORT python train_distributed.py"
+    assert command_line([], {}, [], "/a b/train.py") == "python '/a b/train.py'"
 
 
 def test_the_worst_verdict_counts():
