@@ -6,30 +6,27 @@ at the sizes and with the threads that a rank would have. Reductions are measure
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_dist.launch import UserError
 from rl_dist.machines import LINKS, link_of_gpu
-from rl_dist.metrics import METRICS_FILE
 from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Link, Prediction, Scaled, Work, cluster_all_reduce_s, fit_link, predict
 from rl_dist.strategy import GRADIENT_BYTES_LOGGED
 from rl_dist.trial import Trial, run_trial, without
-from rl_dist.world import threads_per_rank
+from rl_dist.world import available_cores, threads_per_rank
 
 SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
 OF_RANKS = ("num_gpus", "strategy", "scaling", "lr_scaling", "device")  # chosen here for the short runs
-TRADING, OF_TRADING = "StockTrading-v0", ("data", "market", "trading")
+COPIES_PER_CORE = 4  # more of them measure only how the machine is overrun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +36,7 @@ class Point:
     ranks: int
     scaling: str
     work: Work | None = None
+    alone: Work | None = None  # the same share in one copy, none beside it; None: not asked for, or `work` is that
     communication: Communication = field(default_factory=Communication)
     copies: int = 1
     threads: int = 1
@@ -66,6 +64,7 @@ class Calibration:
     steps_per_episode: float  # nan: no episode ended
     one: Point
     points: list[Point]
+    cores: int = field(default_factory=available_cores)
 
     def scaled(self, point: Point) -> Scaled:
         """A point's prediction beside that of one rank."""
@@ -123,41 +122,6 @@ def steps_per_episode(records: Sequence[dict[str, Any]]) -> float:
     return steps / ended if ended else math.nan
 
 
-# ---- a run directory
-
-
-def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics.
-
-    Raises:
-        UserError: there are none.
-    """
-    path = run_dir / METRICS_FILE
-    if not (run_dir / "config.json").is_file() or not path.is_file():
-        raise UserError(f"{run_dir} is no run directory: it holds no config.json and {METRICS_FILE}")
-    lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-
-
-def flags_of_run(run_dir: Path) -> list[str]:
-    """The training flags of a run, without those that cannot take effect."""
-    read_records(run_dir)
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    trading = config["task"]["env"] == TRADING
-    flags = []
-    for section, values in config.items():
-        if section in OF_TRADING and (not trading or (section == "market" and config["data"]["data"] != "simulated")):
-            continue
-        for name, value in values.items():
-            if value == "" or (section == "task" and trading and name != "env"):
-                continue
-            flags.append(f"--{name}={'none' if value is None else value}")
-    return flags
-
-
 def gradient_bytes_of_log(log: str) -> int:
     """The size of the gradient, as a rank logged it."""
     found = re.findall(GRADIENT_BYTES_LOGGED.replace("%d", r"(\d+)"), log)
@@ -183,6 +147,7 @@ def calibrate(
     ranks_per_machine: int = 0,
     link: Link | None = None,
     between: Link | None = None,
+    uncontended: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Measure what the model needs for each number of ranks.
@@ -195,22 +160,21 @@ def calibrate(
         ranks_per_machine: 0: the GPUs here, or on the CPU all ranks.
         link: between ranks of one machine; None: measured, where two devices are here.
         between: between machines, needed where there are several.
+        uncontended: measure each share in one copy alone, too.
 
     Raises:
-        UserError: flags that training refuses, or a number of ranks that cannot be.
+        UserError: flags that training refuses, a number of ranks that cannot be, or too many for this machine.
     """
     gpus = sorted({1, *gpus})
     if gpus[0] < 1:
         raise UserError(f"--gpus {gpus[0]} must be at least 1")
     per_machine = ranks_per_machine or default_ranks_per_machine(device_type, gpus[-1])
-    if between is None and gpus[-1] > per_machine:
-        raise UserError(
-            f"--between: {gpus[-1]} GPUs are {-(-gpus[-1] // per_machine)} machines of {per_machine}; "
-            f"name the network between them: {', '.join(LINKS)}"
-        )
-    job = without(flags, OF_RANKS)
-    short = _Short(job, iterations, device_type, per_machine, say)
+    if between is None:
+        _check_one_machine(gpus[-1], per_machine)
+    short = _Short(without(flags, OF_RANKS), iterations, device_type, per_machine, say)
+    short.check_cores(gpus[-1])
     first = short.run(1, [])
+    short.check_memory(gpus[-1], first.copy_bytes, divided="weak" not in scalings)
     one = work_of(first.records)
     num_steps, batch_size = first.config["train"]["num_steps"], first.config["train"]["batch_size"]
     num_envs = one.env_steps // num_steps
@@ -228,12 +192,12 @@ def calibrate(
             if problem:
                 points.append(Point(ranks=ranks, scaling=scaling, problem=problem))
                 continue
-            work = work_of(short.run(ranks, share).records)
             points.append(
                 Point(
                     ranks=ranks,
                     scaling=scaling,
-                    work=work,
+                    work=work_of(short.run(ranks, share).records),
+                    alone=short.alone(ranks, share, one if scaling == "weak" else None) if uncontended else None,
                     communication=talk.of(ranks, link, between),
                     copies=short.copies(ranks),
                     threads=threads_per_rank(short.copies(ranks)),
@@ -252,6 +216,14 @@ def calibrate(
         one=points[0],
         points=points,
     )
+
+
+def _check_one_machine(ranks: int, per_machine: int) -> None:
+    if ranks > per_machine:
+        raise UserError(
+            f"--between: {ranks} GPUs are {-(-ranks // per_machine)} machines of {per_machine}; "
+            f"name the network between them: {', '.join(LINKS)}"
+        )
 
 
 def share_flags(num_envs: int, batch_size: int, ranks: int, scaling: str) -> tuple[list[str], str]:
@@ -279,15 +251,63 @@ class _Short:
         here = min(ranks, self.per_machine)
         return here if self.device_type == "cpu" else max(1, min(here, torch.cuda.device_count()))
 
+    def check_cores(self, ranks: int) -> None:
+        """Refuse far more copies than there are cores.
+
+        Raises:
+            UserError: names the cure.
+        """
+        copies, most = self.copies(ranks), COPIES_PER_CORE * available_cores()
+        if self.device_type == "cpu" and copies > most:
+            raise UserError(
+                f"--gpus {ranks}: {copies} trainings side by side are too many for {available_cores()} core(s), "
+                f"at most {most}: {_fewer(most)}"
+            )
+
+    def check_memory(self, ranks: int, copy_bytes: int, *, divided: bool) -> None:
+        """Refuse more copies than fit in what memory is left.
+
+        Args:
+            copy_bytes: that one copy of the whole job took.
+            divided: a rank's share is smaller than the job; the program itself (about as large as this one) is not.
+
+        Raises:
+            UserError: names the cure.
+        """
+        import psutil  # training imports this module, and goes without
+
+        copies, free = self.copies(ranks), psutil.virtual_memory().available
+        if divided:
+            program = min(copy_bytes, psutil.Process().memory_full_info().uss)
+            copy_bytes = program + (copy_bytes - program) // ranks
+        if copies > 1 and copies * copy_bytes > free:
+            raise UserError(
+                f"--gpus {ranks}: {copies} trainings side by side of about {copy_bytes / 2**30:.2g} GiB each do not "
+                f"fit in the {free / 2**30:.2g} GiB of memory available: {_fewer(max(1, free // copy_bytes))}"
+            )
+
+    def alone(self, ranks: int, share: list[str], same: Work | None) -> Work | None:
+        """A rank's share with nothing beside it; `same`: what is known to be equal; None: `run` measures that."""
+        if self.copies(ranks) == 1:
+            return None
+        return same or work_of(self._trial(1, threads_per_rank(1), share, "ddp").records)
+
     def run(self, ranks: int, share: list[str]) -> Trial:
         """As many copies as ranks would share this machine; those of several with DDP."""
-        copies = self.copies(ranks)
         threads = threads_per_rank(min(ranks, self.per_machine))
+        return self._trial(self.copies(ranks), threads, share, "ddp" if ranks > 1 else "auto")
+
+    def _trial(self, copies: int, threads: int, share: list[str], strategy: str) -> Trial:
         what = f"{copies} cop{'ies' if copies > 1 else 'y'} with {threads} thread(s)"
         self.say(f"{what}, {' '.join(share) or 'sizes as given'}")
         names = [flag[2:].partition("=")[0] for flag in share]
-        flags = [*without(self.job, names), *share, f"--strategy={'ddp' if ranks > 1 else 'auto'}"]
+        flags = [*without(self.job, names), *share, f"--strategy={strategy}"]
         return run_trial(flags, copies, threads, self.iterations, device_type=self.device_type)
+
+
+def _fewer(most: int) -> str:
+    """How to have at most so many copies."""
+    return f"give fewer --gpus, or --gpus_per_machine {most} (or fewer) and --between NAME"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_dist.calibration import read_records, spread
+from rl_dist.calibration import spread
+from rl_dist.job_of_run import read_records
 from rl_dist.scaling_model import Communication, Work, predict
 
 logger = logging.getLogger(__name__)

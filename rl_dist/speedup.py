@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from rl_dist.all_reduce_bench import BenchFailed
-from rl_dist.calibration import SCALINGS, Calibration, calibrate, flags_of_run, read_records
+from rl_dist.calibration import SCALINGS, calibrate
+from rl_dist.job_of_run import blame_config, budget_of, flags_of_run, measured_of
 from rl_dist.launch import UserError
 from rl_dist.machines import find_gpus, find_link
 from rl_dist.speedup_report import Budget, Report, markdown, report_of, table
@@ -37,12 +39,31 @@ examples:
   python -m rl_dist.speedup --gpus 8 --power_watts 700 --power_price 0.30
 
 How it is made: N copies of one rank's share train side by side without communicating (so they compete for cores and
-memory as N ranks do); ranks that only reduce tell what a reduction costs; what waiting for the slowest of N costs
-follows from the measured spread. Weak: --num_envs and --batch_size are per rank, so each step is taken from a larger
-batch; strong: they are totals, so each rank does less. Theoretical is N. The interval (95 %) is from the spread of
-the measured iterations; a machine that is busier later is not in it. Times are of training alone, without start,
-validation and checkpoints.
+memory as N ranks do; at most 4 per core, and what fits in memory); ranks that only reduce tell what a reduction
+costs; what waiting for the slowest of N costs follows from the measured spread. Cards one does not own are estimated
+from one copy alone, as if every rank there had cores of its own. Weak: --num_envs and --batch_size are per rank, so
+each step is taken from a larger batch; strong: they are totals, so each rank does less. Theoretical is N. The
+interval (95 %) is from the spread of the measured iterations; a machine that is busier later is not in it. Times are
+of training alone, without start, validation and checkpoints.
 exit codes: 0 done, 1 a short run failed, 2 bad usage"""
+
+
+_OWN, _ALONE = "it is an argument of its own", "leave it out: short runs train alone, without saving or judging"
+# Flags of training that mean nothing here, and what to do instead.
+IDLE = {
+    "run_dir": "RUN_DIR, the first word, stands for the flags of a run",
+    "resume": "RUN_DIR, the first word, stands for the flags of a run",
+    "num_gpus": "use --gpus",
+    "strategy": "leave it out: several ranks have ddp",
+    "lr_scaling": "leave it out: the learning rate changes no speed",
+    "seed": "leave it out: every short run has its own",
+    "validate_every": _ALONE,
+    "checkpoint_every": _ALONE,
+    "keep_best": _ALONE,
+    "max_restarts": _ALONE,
+    "on_event": _ALONE,
+    **dict.fromkeys(("scaling", "device", "num_episodes", "total_steps"), _OWN),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,22 +107,28 @@ def estimate_training_speedup(
         UserError: what cannot be, in one line.
         TrialFailed, BenchFailed: a short run failed.
     """
+    refuse_idle(flags)
     cards = [find_gpus(name) for name in gpu]
     inside, outside = (find_link(name) if name else None for name in (link, between))
-    base = flags_of_run(Path(run_dir)) if run_dir else []
+    folder = Path(run_dir) if run_dir else None
+    base = without(flags_of_run(folder), ("device",)) if folder else []
+    (episodes, steps), measured = budget_of(folder, num_episodes, total_steps), measured_of(folder)
     device_type = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    calibration = calibrate(
-        [*without(base, ("device",)), *flags],
-        gpus,
-        scalings=scalings,
-        iterations=iterations,
-        device_type=device_type,
-        ranks_per_machine=gpus_per_machine,
-        link=inside,
-        between=outside,
-        say=(lambda text: None) if quiet else _progress,
-    )
-    episodes, steps = budget_of(run_dir, num_episodes, total_steps)
+    try:
+        calibration = calibrate(
+            [*base, *flags],
+            gpus,
+            scalings=scalings,
+            iterations=iterations,
+            device_type=device_type,
+            ranks_per_machine=gpus_per_machine,
+            link=inside,
+            between=outside,
+            uncontended=bool(cards),
+            say=(lambda text: None) if quiet else _progress,
+        )
+    except UserError as error:
+        raise (blame_config(error, folder, base) if folder else error) from None
     budget = Budget(
         num_episodes=episodes,
         total_steps=steps,
@@ -110,7 +137,7 @@ def estimate_training_speedup(
         power_watts=power_watts,
         power_price=power_price,
     )
-    return report_of(calibration, budget, cards, measured_of(run_dir, calibration))
+    return report_of(calibration, budget, cards, measured)
 
 
 def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
@@ -119,13 +146,6 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
     print_training_speedup_estimates(["--env", "CartPole-v1"], gpus=[1, 2])
     """
     print(table(estimate_training_speedup(flags, **options)))
-
-
-def measured_of(run_dir: str | Path | None, calibration: Calibration) -> dict[int, float]:
-    """Steps/s that the run itself measured, by its number of ranks."""
-    records = read_records(Path(run_dir)) if run_dir else []
-    rates = sorted(record["time/sps"] for record in records[2:] or records)
-    return {len(records[-1]["ranks"]): rates[len(rates) // 2]} if rates else {}
 
 
 def _progress(text: str) -> None:
@@ -175,9 +195,6 @@ def check(args: argparse.Namespace, flags: list[str]) -> None:
     """
     if flags and not flags[0].startswith("-"):
         raise UserError(f"unexpected argument {flags[0]!r}: RUN_DIR comes first, values follow their flag")
-    for name in ("run_dir", "resume"):
-        if without(flags, [name]) != flags:
-            raise UserError(f"--{name} does nothing here: RUN_DIR, the first word, stands for the flags of a run")
     for name in ("price_per_hour", "power_watts", "power_price"):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:
@@ -198,26 +215,45 @@ def check(args: argparse.Namespace, flags: list[str]) -> None:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
 
 
-def budget_of(run_dir: str | Path | None, num_episodes: int | None, total_steps: int) -> tuple[int, int]:
-    """Episodes and steps to train: as given, or as the run's configuration has them."""
-    config: dict[str, Any] = {}
-    if run_dir:
-        config = json.loads(Path(run_dir, "config.json").read_text(encoding="utf-8"))["train"]
-    steps = total_steps or (0 if num_episodes else config.get("total_steps", 0))
-    return num_episodes or config.get("num_episodes", 5000), steps
+def refuse_idle(flags: Sequence[str]) -> None:
+    """Refuse flags of training that cannot take effect here.
+
+    Raises:
+        UserError: names the flag and the cure.
+    """
+    for name, cure in IDLE.items():
+        if without(flags, [name]) != list(flags):
+            raise UserError(f"--{name} does nothing here: {cure}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of --out, before anything is measured.
+
+    Raises:
+        UserError: files cannot be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--out {folder} cannot be written: {error.strerror or error}")
 
 
 def write(report: Report, folder: Path) -> list[Path]:
     """Write JSON, Markdown and plots; returns the files."""
     from rl_dist.speedup_plots import plot_report  # slow to import
 
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "speedup.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         (folder / "speedup.md").write_text(markdown(report) + "\n", encoding="utf-8")
         return [folder / "speedup.json", folder / "speedup.md", *plot_report(report.rows, folder)]
     except OSError as error:
-        raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
+        raise _unwritable(folder, error) from None
 
 
 def _leave(signum: int, frame: Any) -> NoReturn:
@@ -228,6 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
     try:
         args, flags = parse(sys.argv[1:] if argv is None else argv)
+        if args.out:
+            make_folder(Path(args.out))
         report = estimate_training_speedup(
             flags,
             run_dir=args.run_dir or None,

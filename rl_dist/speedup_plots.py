@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import matplotlib.pyplot as plt
 
 COLORS = ("#1f5fbf", "#d2691e", "#2e8b57", "#8b3fa0", "#c0392b", "#b8860b", "#555555")
 PARTS = {"rollouts": "#1f5fbf", "update": "#8fb3e6", "communication": "#d2691e", "waiting": "#c9c9c9"}
+MOST_INSIDE = 4  # lines whose names fit into the picture; more stand beside it
+GROUP, GAP = 3.0, 0.6  # least width of a group of bars, so that its name fits, and between groups
 Rows = Sequence[dict[str, Any]]
 
 
@@ -37,14 +40,23 @@ def lines_of(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     return lines
 
 
+def _styled(rows: Rows) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Each line and how it is drawn: a colour for every machine, weak scaling dashed."""
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    for name, line in lines_of(rows).items():
+        color = COLORS[machines.index(line[0]["machine"]) % len(COLORS)]
+        dashes = "--" if line[0]["scaling"] == "weak" else "-"
+        yield line, {"color": color, "linestyle": dashes, "marker": "o", "label": name}
+
+
 def _plot_time(rows: Rows, path: Path) -> None:
     figure, axis = _axis("training time, hours" if _timed(rows) else "seconds for a million steps", rows)
-    for color, (name, line) in zip(COLORS * 9, lines_of(rows).items(), strict=False):
+    for line, style in _styled(rows):
         values = [row["hours"] if _timed(rows) else 1e6 / row["steps_per_s"] for row in line]
-        axis.plot([row["gpus"] for row in line], values, "o-", color=color, label=name)
+        axis.plot([row["gpus"] for row in line], values, **style)
         if _timed(rows):
             low, high = zip(*(row["hours_interval"] for row in line), strict=True)
-            axis.fill_between([row["gpus"] for row in line], low, high, color=color, alpha=0.15, linewidth=0)
+            axis.fill_between([row["gpus"] for row in line], low, high, color=style["color"], alpha=0.15, linewidth=0)
     axis.set_ylim(bottom=0)
     _finish(figure, axis, path)
 
@@ -54,16 +66,16 @@ def _timed(rows: Rows) -> bool:
 
 
 def plot_speedup(rows: Rows, path: Path) -> None:
-    """Speedup with its interval, the ideal dashed."""
+    """Speedup with its interval, the ideal dotted."""
     figure, axis = _axis("speedup", rows)
     most = max(row["gpus"] for row in rows)
-    axis.plot([1, most], [1, most], "--", color="#999999", label="ideal")
-    for color, (name, line) in zip(COLORS * 9, lines_of(rows).items(), strict=False):
+    axis.plot([1, most], [1, most], ":", color="#999999", label="ideal")
+    for line, style in _styled(rows):
         gpus = [row["gpus"] for row in line]
-        axis.plot(gpus, [row["speedup"] for row in line], "o-", color=color, label=name)
+        axis.plot(gpus, [row["speedup"] for row in line], **style)
         if all(row.get("speedup_interval") for row in line):
             low, high = zip(*(row["speedup_interval"] for row in line), strict=True)
-            axis.fill_between(gpus, low, high, color=color, alpha=0.15, linewidth=0)
+            axis.fill_between(gpus, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axis.set_ylim(bottom=0)
     _finish(figure, axis, path)
 
@@ -71,9 +83,9 @@ def plot_speedup(rows: Rows, path: Path) -> None:
 def plot_efficiency(rows: Rows, path: Path) -> None:
     """Speedup per GPU."""
     figure, axis = _axis("efficiency, speedup / GPUs", rows)
-    for color, (name, line) in zip(COLORS * 9, lines_of(rows).items(), strict=False):
-        axis.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], "o-", color=color, label=name)
-    axis.axhline(1.0, color="#999999", linestyle="--")
+    for line, style in _styled(rows):
+        axis.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], **style)
+    axis.axhline(1.0, color="#999999", linestyle=":")
     axis.set_ylim(0, max(1.1, 1.05 * max(row["efficiency"] for row in rows)))
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     _finish(figure, axis, path)
@@ -82,23 +94,30 @@ def plot_efficiency(rows: Rows, path: Path) -> None:
 def plot_split(rows: Rows, path: Path) -> None:
     """Where an iteration's seconds go, a bar for each number of GPUs."""
     lines = lines_of(rows)
-    width = max(6.0, 1.6 + 0.55 * len(rows) + 0.5 * len(lines))
-    figure, axis = plt.subplots(figsize=(min(width, 14), 4.6), layout="constrained")
-    position, ticks, labels = 0.0, [], []
+    units = sum(max(GROUP, len(line)) + GAP for line in lines.values())
+    figure, axis = plt.subplots(figsize=(min(max(6.0, 2.2 + 0.42 * units), 40.0), 4.6), layout="constrained")
+    position, ticks, labels, middles = 0.0, [], [], []
     for line in lines.values():
-        for row in line:
+        for number, row in enumerate(line):
             bottom = 0.0
             for part, color in PARTS.items():
                 height = row["shares"][part] * row["iteration_s"]
-                axis.bar(position, height, bottom=bottom, color=color, width=0.8)
+                axis.bar(position + number, height, bottom=bottom, color=color, width=0.8)
                 bottom += height
-            ticks.append(position)
-            labels.append(f"{row['gpus']}\n{row['scaling']}" + ("" if len(lines) <= 2 else f"\n{row['machine']}"))
-            position += 1
-        position += 0.6
-    axis.set_xticks(ticks, labels, fontsize=8, rotation=0 if len(lines) <= 2 else 90)
+            ticks.append(position + number)
+            labels.append(str(row["gpus"]))
+        middles.append(position + (len(line) - 1) / 2)
+        position += max(GROUP, len(line)) + GAP
+    axis.set_xticks(ticks, labels, fontsize=8)
+    axis.margins(x=0.02)
+    names = axis.secondary_xaxis(location=0)  # a second row, below the numbers
+    rows_of_words = [re.sub(r" \+ |, | (?=\()", lambda found: found[0].rstrip(", ") + "\n", name) for name in lines]
+    names.set_xticks(middles, rows_of_words, fontsize=8)
+    names.tick_params("x", length=0, pad=18)
+    names.spines[:].set_visible(False)
+    names.set_xlabel("GPUs (ranks)")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in PARTS.values()]
-    axis.set(ylabel="seconds per iteration", xlabel="GPUs (ranks)")
+    axis.set(ylabel="seconds per iteration")
     axis.legend(handles, list(PARTS), frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _save(figure, axis, path)
 
@@ -106,16 +125,17 @@ def plot_split(rows: Rows, path: Path) -> None:
 def _plot_utilisation(rows: Rows, path: Path) -> None:
     """The share of the time in which a rank works, neither waiting nor reducing."""
     figure, axis = _axis("share of the time that a rank works", rows)
-    for color, (name, line) in zip(COLORS * 9, lines_of(rows).items(), strict=False):
+    for line, style in _styled(rows):
         busy = [row["shares"]["rollouts"] + row["shares"]["update"] for row in line]
-        axis.plot([row["gpus"] for row in line], busy, "o-", color=color, label=name)
+        axis.plot([row["gpus"] for row in line], busy, **style)
     axis.set_ylim(0, 1.05)
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     _finish(figure, axis, path)
 
 
 def _axis(label: str, rows: Rows) -> tuple[Any, Any]:
-    figure, axis = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+    width = 9.5 if len(lines_of(rows)) > MOST_INSIDE else 6.5
+    figure, axis = plt.subplots(figsize=(width, 4.2), layout="constrained")
     axis.set(xlabel="GPUs (ranks)", ylabel=label)
     axis.set_xscale("log", base=2)
     gpus = sorted({row["gpus"] for row in rows})
@@ -125,7 +145,9 @@ def _axis(label: str, rows: Rows) -> tuple[Any, Any]:
 
 
 def _finish(figure: Any, axis: Any, path: Path) -> None:
-    axis.legend(frameon=False, fontsize=8)
+    crowded = len(set(axis.get_legend_handles_labels()[1]) - {"ideal"}) > MOST_INSIDE
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axis.legend(frameon=False, fontsize=8, **(beside if crowded else {}))
     _save(figure, axis, path)
 
 

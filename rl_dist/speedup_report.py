@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from rl_dist.calibration import Calibration, Point, modelled_communication
 from rl_dist.machines import AS_OF, GPUS, LINKS, Gpu, slowest
-from rl_dist.scaling_model import Prediction, Scaled, bottleneck
+from rl_dist.scaling_model import Link, Prediction, Scaled, bottleneck
 
 HERE = "this machine"
+CARDS_PER_MACHINE, ASSUMED_NETWORK = 8, "InfiniBand NDR"  # of cards that one does not own
 COLUMNS = ("GPUs", "scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time", "cost")
 
 
@@ -72,41 +73,75 @@ class Report:
 
 
 def report_of(
-    calibration: Calibration, budget: Budget, cards: Sequence[list[Gpu]], measured: dict[int, float]
+    calibration: Calibration,
+    budget: Budget,
+    cards: Sequence[list[Gpu]],
+    measured: Mapping[tuple[int, str], float],
 ) -> Report:
-    """Rows for this machine, then for every card or mixture of cards."""
+    """Rows for this machine, then for every card or mixture of cards.
+
+    Args:
+        measured: steps/s of a real run, by number of ranks and scaling.
+    """
     rows = [_row(point, calibration, budget, HERE, [], measured) for point in calibration.points]
     notes = []
+    copies = max((point.copies for point in calibration.points if point.work), default=1)
+    if copies > calibration.cores:
+        notes.append(
+            f"{HERE} has {calibration.cores} core(s), which up to {copies} copies shared: its figures for more than "
+            f"{calibration.cores} ranks are those of ranks that compete for cores"
+        )
     if cards:
         here_tflops = device_tflops(calibration.device_type)
         notes.append(
-            f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as measured here, the rest "
-            f"scaled by peak fp32 rates from {here_tflops:.3g} TFLOP/s per thread or GPU here; small networks reach a "
-            "smaller share of a large card's peak"
+            f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as measured here by one "
+            f"copy with nothing beside it, so each rank needs {calibration.one.threads} such core(s) of its own; the "
+            f"rest scaled by peak fp32 rates from {here_tflops:.3g} TFLOP/s per thread or GPU here; small networks "
+            "reach a smaller share of a large card's peak"
         )
+        if note := _network_note(calibration):
+            notes.append(note)
         for names in cards:
             rows += _card_rows(calibration, budget, names, here_tflops)
     return Report(rows, _facts(calibration), budget.words, notes)
 
 
+def _card_machines(calibration: Calibration) -> tuple[int, Link]:
+    """Cards in one machine, and the network between machines."""
+    between = calibration.between if calibration.between.name in LINKS else LINKS[ASSUMED_NETWORK]
+    return max(1, min(CARDS_PER_MACHINE, calibration.ranks_per_machine)), between
+
+
+def _network_note(calibration: Calibration) -> str:
+    per_machine, between = _card_machines(calibration)
+    if all(point.ranks <= per_machine for point in calibration.points):
+        return ""
+    assumed = "" if between is calibration.between else " is assumed, --between names another"
+    return f"cards not owned: {per_machine} in a machine; between machines {between.name}{assumed}"
+
+
 def _card_rows(calibration: Calibration, budget: Budget, cards: list[Gpu], here_tflops: float) -> list[dict[str, Any]]:
     pace = slowest(cards)
     link = min((LINKS[card.link] for card in cards), key=lambda link: link.bytes_per_s)
+    per_machine, between = _card_machines(calibration)
 
     def moved(point: Point) -> Point:
         if point.work is None:
             return point
-        threads = point.threads if calibration.device_type == "cpu" else 1
-        work = point.work.scaled(update=here_tflops * threads / pace.fp32_tflops)
-        talk = modelled_communication(
-            calibration.gradient_bytes, point.ranks, max(1, min(8, calibration.ranks_per_machine)), link,
-            calibration.between if calibration.between.name in LINKS else LINKS["InfiniBand NDR"],
-        )  # fmt: skip
-        return Point(**{**point.__dict__, "work": work, "communication": talk})
+        measured, copies, threads = point.work, point.copies, point.threads
+        if point.alone is not None:
+            measured, copies, threads = point.alone, 1, calibration.one.threads
+        rate = here_tflops * (threads if calibration.device_type == "cpu" else 1)
+        return replace(
+            point,
+            work=measured.scaled(update=rate / pace.fp32_tflops),
+            communication=modelled_communication(calibration.gradient_bytes, point.ranks, per_machine, link, between),
+            copies=copies,
+            threads=threads,
+        )
 
     name = " + ".join(card.name for card in cards)
-    one = moved(calibration.one)
-    there = Calibration(**{**calibration.__dict__, "one": one})
+    there = replace(calibration, one=moved(calibration.one))
     return [_row(moved(point), there, budget, name, cards, {}) for point in calibration.points]
 
 
@@ -131,7 +166,12 @@ def device_tflops(device_type: str) -> float:
 
 
 def _row(
-    point: Point, calibration: Calibration, budget: Budget, machine: str, cards: list[Gpu], measured: dict[int, float]
+    point: Point,
+    calibration: Calibration,
+    budget: Budget,
+    machine: str,
+    cards: list[Gpu],
+    measured: Mapping[tuple[int, str], float],
 ) -> dict[str, Any]:
     head = {"machine": machine, "estimate": bool(cards), "gpus": point.ranks, "scaling": point.scaling}
     if point.work is None:
@@ -147,7 +187,7 @@ def _row(
         "copies": point.copies,
         "threads": point.threads,
         "bottleneck": bottleneck(scaled, point.scaling) if point.ranks > 1 else "one rank alone",
-        "measured_steps_per_s": measured.get(point.ranks),
+        "measured_steps_per_s": measured.get((point.ranks, point.scaling)),
         **prediction.to_dict(),
         **_bill(prediction, budget, cards),
     }
@@ -187,6 +227,7 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
         "gradient_bytes": calibration.gradient_bytes,
         "num_envs": calibration.num_envs,
         "batch_size": calibration.batch_size,
+        "cores": calibration.cores,
         "link": link,
         "points": points,
     }

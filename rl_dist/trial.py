@@ -73,6 +73,15 @@ class Copy:
         """Its log so far."""
         return (self.run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8", errors="replace")
 
+    def memory_bytes(self) -> int:
+        """Resident memory that it does not share with others; 0: unknown."""
+        import psutil  # training imports this module, and goes without
+
+        try:
+            return int(psutil.Process(self.job.pid).memory_full_info().uss)
+        except psutil.Error:
+            return 0
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -81,6 +90,7 @@ class Trial:
     records: list[list[dict[str, Any]]]  # by copy: its metrics of the iterations that all copies trained through
     config: dict[str, Any]  # of the first copy, by section
     log: str  # of the first copy
+    copy_bytes: int = 0  # of memory that the first copy alone takes; 0: unknown
 
 
 class SideBySide:
@@ -186,7 +196,7 @@ def run_trial(
         first = together.running[0]
         if warm_up:
             together.measure(warm_up - 1, timeout_s)
-        return Trial(together.measure(iterations, timeout_s), first.config(), first.log())
+        return Trial(together.measure(iterations, timeout_s), first.config(), first.log(), first.memory_bytes())
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:

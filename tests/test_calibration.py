@@ -5,7 +5,9 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from agents_ranks import make_job, world_of_one
@@ -16,7 +18,6 @@ from rl_dist.calibration import (
     SMALL_COLLECTIVES,
     Calibration,
     Point,
-    flags_of_run,
     modelled_communication,
     share_flags,
     steps_per_episode,
@@ -25,7 +26,7 @@ from rl_dist.launch import UserError
 from rl_dist.machines import LINKS
 from rl_dist.metrics import NullWriter
 from rl_dist.reduction_bench import Reductions, measure_reductions
-from rl_dist.scaling_model import Communication, Work
+from rl_dist.scaling_model import Communication, Link, Work
 from rl_dist.speedup_report import COLUMNS, Budget, duration, markdown, report_of, table
 from rl_dist.trial import Trial
 from rl_dist.world import StopFlag, threads_per_rank
@@ -35,7 +36,7 @@ TINY += ["--hidden_size", "8"]
 WORK = Work(env_steps=1000, gradient_steps=10, collect_s=1.0, forward_s=0.3, backward_s=0.6, optimizer_s=0.1)
 
 
-# ---- shares and flags
+# ---- shares and episodes
 
 
 def test_a_ranks_share_has_the_totals_divided_or_the_same():
@@ -43,38 +44,6 @@ def test_a_ranks_share_has_the_totals_divided_or_the_same():
     assert share_flags(64, 128, 2, "weak") == (["--num_envs=64"], "")
     flags, problem = share_flags(64, 128, 3, "strong")
     assert not flags and "do not divide over 3 ranks" in problem and "--scaling weak" in problem
-
-
-def write_run(folder, config, records=()):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "metrics.jsonl").write_text("".join(lines) + '{"torn')
-    return folder
-
-
-CONFIG = {
-    "launch": {"num_gpus": 2, "on_event": ""},
-    "train": {"num_envs": 0, "normalize_obs": True},
-    "ppo": {"target_kl": None},
-    "task": {"env": "Recall-v0", "env_kwargs": ""},
-    "data": {"data": "simulated"},
-    "market": {"num_worlds": 4},
-    "trading": {"fee_bps": 10.0},
-}
-
-
-def test_flags_of_a_run_leave_out_what_cannot_take_effect(tmp_path):
-    flags = flags_of_run(write_run(tmp_path / "gym", CONFIG))
-    assert flags == ["--num_gpus=2", "--num_envs=0", "--normalize_obs=True", "--target_kl=none", "--env=Recall-v0"]
-    trading = CONFIG | {"task": {"env": "StockTrading-v0", "vectorization": "auto"}, "data": {"data": "prices.csv"}}
-    flags = flags_of_run(write_run(tmp_path / "trading", trading))
-    assert flags[-3:] == ["--env=StockTrading-v0", "--data=prices.csv", "--fee_bps=10.0"]
-
-
-def test_a_folder_that_is_no_run_is_told(tmp_path):
-    with pytest.raises(UserError, match="is no run directory"):
-        flags_of_run(tmp_path)
 
 
 def test_steps_per_episode():
@@ -123,8 +92,8 @@ def test_modelled_communication_grows_with_ranks_and_machines():
 # ---- GPUs, with injected facts
 
 
-def gpu_trial(asked):
-    """Stands for run_trial on a machine with GPUs: remembers what was asked, gives plausible records."""
+def trial_of_any_size(asked, copy_bytes=0):
+    """Stands for run_trial on machines larger than this: remembers what was asked, gives plausible records."""
 
     def run(flags, copies, threads, iterations, *, device_type):
         asked.append((copies, threads, device_type, [flag for flag in flags if "num_envs" in flag or "batch" in flag]))
@@ -132,7 +101,7 @@ def gpu_trial(asked):
         record |= {"time/sync_s": 0.0, "time/gradient_wait_s": 0.0, "time/step_spread_s": 0.0, "optim/steps": 8.0}
         record |= {"time/sps": 8192 / 0.5, "global_step": 8192, "iteration": 1, "episode/count": 32}
         config = {"train": {"num_steps": 128, "batch_size": 128}}
-        return Trial([[record]] * copies, config, "gradients of 4000000 bytes")
+        return Trial([[record]] * copies, config, "gradients of 4000000 bytes", copy_bytes)
 
     return run
 
@@ -145,7 +114,7 @@ def calibrate_gpus(monkeypatch, here, gpus, **options):
         reduced.append((ranks, device_type))
         return Reductions(ranks, {size: 1e-5 + size * 1e-11 for size in sizes}, 1e-4)
 
-    monkeypatch.setattr(calibration, "run_trial", gpu_trial(asked))
+    monkeypatch.setattr(calibration, "run_trial", trial_of_any_size(asked))
     monkeypatch.setattr(calibration, "measure_reductions", reductions)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
@@ -170,6 +139,60 @@ def test_one_gpu_stands_for_a_machine_of_eight_by_the_link_of_its_kind(monkeypat
     assert [entry[0] for entry in asked] == [1, 1]
     assert asked[1][1] == max(1, threads_per_rank(8))
     assert found.points[1].communication.gradient_s == LINKS["NVLink 4"].all_reduce_s(4_000_000, 8)
+
+
+# ---- copies on this machine
+
+
+def calibrate_copies(monkeypatch, cores, gpus, copy_bytes=0, **options):
+    """Calibrate on a CPU machine of so many cores; what was asked of short runs."""
+    asked = []
+    monkeypatch.setattr(calibration, "run_trial", trial_of_any_size(asked, copy_bytes))
+    monkeypatch.setattr(calibration, "available_cores", lambda: cores)
+    link = LINKS["loopback"]
+    try:
+        return calibration.calibrate([], gpus, device_type="cpu", link=link, **options), asked
+    except UserError as error:
+        return str(error), asked
+
+
+def test_for_cards_each_share_is_measured_once_more_with_nothing_beside_it(monkeypatch):
+    found, asked = calibrate_copies(monkeypatch, 2, [2, 4], uncontended=True)
+    assert [entry[0] for entry in asked] == [1, 2, 1, 4, 1, 2, 4]  # a weak share is what one rank has
+    assert asked[2][1] == asked[4][1] == asked[0][1]  # threads
+    assert asked[2][3] == ["--num_envs=32", "--batch_size=64"] and asked[4][3] == ["--num_envs=16", "--batch_size=32"]
+    assert [point.alone is None for point in found.points] == [True, False, False] * 2
+    assert all(point.alone == found.one.work for point in found.points if point.scaling == "weak" and point.ranks > 1)
+
+
+def test_without_cards_or_with_one_copy_nothing_is_measured_twice(monkeypatch):
+    assert [entry[0] for entry in calibrate_copies(monkeypatch, 2, [2])[1]] == [1, 2, 2]
+    machines = {"ranks_per_machine": 1, "between": LINKS["loopback"], "uncontended": True}
+    found, asked = calibrate_copies(monkeypatch, 2, [2], **machines)
+    assert [entry[0] for entry in asked] == [1, 1, 1] and all(point.alone is None for point in found.points)
+
+
+def test_far_more_copies_than_cores_are_refused_before_anything_starts(monkeypatch):
+    told, asked = calibrate_copies(monkeypatch, 2, [2, 9])
+    assert not asked and "--gpus 9: 9 trainings side by side are too many for 2 core(s), at most 8" in told
+    assert "--gpus_per_machine 8" in told and "--between NAME" in told
+    machines = {"ranks_per_machine": 8, "between": LINKS["loopback"]}
+    assert [entry[0] for entry in calibrate_copies(monkeypatch, 2, [2, 9], **machines)[1]] == [1, 2, 2, 8]
+
+
+def test_more_copies_than_fit_in_memory_are_refused_after_the_first(monkeypatch):
+    half = psutil.virtual_memory().total // 2
+    told, asked = calibrate_copies(monkeypatch, 2, [4], copy_bytes=half)
+    assert [entry[0] for entry in asked] == [1]
+    assert "4 trainings side by side of about" in told and "do not fit in the" in told and "--between NAME" in told
+    _, asked = calibrate_copies(monkeypatch, 2, [4], copy_bytes=half // 10**4)
+    assert [entry[0] for entry in asked] == [1, 4, 4]
+
+
+def test_strong_shares_are_smaller_and_may_fit_where_weak_ones_do_not(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 * 2**30))
+    assert "about 10 GiB each" in calibrate_copies(monkeypatch, 2, [4], copy_bytes=10 * 2**30)[0]
+    assert len(calibrate_copies(monkeypatch, 2, [4], copy_bytes=10 * 2**30, scalings=["strong"])[1]) == 2
 
 
 # ---- reports
@@ -198,7 +221,7 @@ BUDGET = Budget(num_episodes=7200, steps_per_episode=50.0, price_per_hour=2.0)
 
 
 def test_rows_hold_speedup_time_and_cost():
-    one, two, three = report_of(calibration_of(ONE, TWO, THREE), BUDGET, [], {2: 750.0}).rows
+    one, two, three = report_of(calibration_of(ONE, TWO, THREE), BUDGET, [], {(2, "weak"): 750.0}).rows
     assert (one["speedup"], one["efficiency"]) == (1.0, 1.0)
     assert two["steps_per_s"] == pytest.approx(2000 / 2.5) and two["speedup"] == pytest.approx(1.6)
     assert two["efficiency"] == pytest.approx(0.8) and two["shares"]["communication"] == pytest.approx(0.2)
@@ -230,8 +253,38 @@ def test_cards_one_does_not_own_are_marked_and_unequal_ones_go_at_the_slowest():
     assert "estimate" in table(report) and report.notes
 
 
+def test_cards_are_estimated_from_a_share_that_nothing_competed_with():
+    """Four copies on too few cores are each four times slower, which no card's owner would see."""
+    slow, rollouts = replace(WORK, collect_s=4.0), replace(WORK, forward_s=0.0, backward_s=0.0, optimizer_s=0.0)
+    one = replace(ONE, work=rollouts)
+    four = Point(ranks=4, scaling="weak", work=slow, alone=rollouts, copies=4)
+    found = replace(calibration_of(one, four), ranks_per_machine=4, cores=1)
+    rows = report_of(found, BUDGET, [speedup.find_gpus("H100 SXM")], {}).rows
+    here, card = (row for row in rows if row["gpus"] == 4)
+    assert here["speedup"] < 1.0 and here["copies"] == 4
+    assert card["speedup"] == pytest.approx(4.0, rel=0.01) and card["copies"] == 1
+
+
+def test_notes_tell_of_cores_that_copies_shared_and_of_an_assumed_network():
+    crowded = replace(calibration_of(ONE, replace(TWO, ranks=16, copies=16)), cores=4, ranks_per_machine=16)
+    measured = replace(crowded, between=Link(name="measured"))
+    cards = [speedup.find_gpus("H100 SXM")]
+    notes = " ".join(report_of(measured, BUDGET, cards, {}).notes)
+    assert "4 core(s), which up to 16 copies shared" in notes
+    assert "8 in a machine; between machines InfiniBand NDR is assumed, --between names another" in notes
+    named = " ".join(report_of(replace(crowded, between=LINKS["Ethernet 25"]), BUDGET, cards, {}).notes)
+    assert "between machines Ethernet 25" in named and "is assumed" not in named
+    assert not report_of(calibration_of(ONE, TWO), BUDGET, [], {}).notes
+
+
+def test_a_runs_own_throughput_stands_beside_its_scaling_only():
+    both = calibration_of(ONE, replace(TWO, scaling="strong"), TWO)
+    rows = report_of(both, BUDGET, [], {(2, "strong"): 700.0}).rows
+    assert [row["measured_steps_per_s"] for row in rows] == [None, 700.0, None]
+
+
 def test_table_and_markdown_hold_every_column_and_remark():
-    report = report_of(calibration_of(ONE, TWO, THREE), BUDGET, [], {2: 750.0})
+    report = report_of(calibration_of(ONE, TWO, THREE), BUDGET, [], {(2, "weak"): 750.0})
     text, marked = table(report), markdown(report)
     for part in (*COLUMNS, "1.60x", "80%", "800", "cannot be, num_envs 64", "itself measured 750 steps/s"):
         assert part in text and part in marked
@@ -262,6 +315,18 @@ def test_durations(seconds, text):
         (["--price_per_hour", "-1"], "--price_per_hour must be a number from 0, got -1.0"),
         (["--iterations", "0"], "--iterations must be at least 1, got 0"),
         (["--resume", "runs/x"], "--resume does nothing here"),
+        (["--num_gpus", "banana"], "--num_gpus does nothing here: use --gpus"),
+        (["--strategy=none"], "--strategy does nothing here: leave it out"),
+        (["--lr-scaling", "sqrt"], "--lr_scaling does nothing here: leave it out"),
+        (["--env", "Recall-v0", "--seed", "3"], "--seed does nothing here: leave it out"),
+        (["--validate_every", "3"], "--validate_every does nothing here: leave it out"),
+        (["--checkpoint_every", "3"], "--checkpoint_every does nothing here: leave it out"),
+        (["--keep_best", "off"], "--keep_best does nothing here: leave it out"),
+        (["--max_restarts", "3"], "--max_restarts does nothing here: leave it out"),
+        (["--on_event", "true"], "--on_event does nothing here: leave it out"),
+        (["--device", "cpu", "--gpus", "100000"], "--gpus 100000: 100000 trainings side by side are too many"),
+        (["--out", __file__], f"--out {__file__} cannot be written: File exists"),
+        (["--out", f"{__file__}/folder"], "folder cannot be written: Not a directory"),
         (["--gpus", "4", "--gpus_per_machine", "2"], "--between: 4 GPUs are 2 machines of 2; name the network"),
         (["nowhere"], "nowhere is no run directory"),
         (["--device", "cuda"], "torch sees no CUDA GPU"),
@@ -278,6 +343,11 @@ def test_bad_usage_is_one_line(argv, told, capsys):
 def test_flags_that_training_refuses_are_told_in_its_words(capsys):
     assert speedup.main([*TINY, "--hidden_size", "none"]) == 2
     assert "hidden_size" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_python_callers_give_arguments_instead_of_flags():
+    with pytest.raises(UserError, match="--scaling does nothing here: it is an argument of its own"):
+        speedup.estimate_training_speedup(("--scaling", "weak"))
 
 
 def test_help_teaches(capsys):
