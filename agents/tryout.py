@@ -18,6 +18,7 @@ from agents.run import SECTIONS, RunConfig
 from agents.sizes import Sizes, TrainConfig, share_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.all_reduce_bench import BenchFailed, Measured, measure_all_reduce
+from rl_dist.calibration import steps_per_episode
 from rl_dist.hardware import Facts
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
@@ -205,10 +206,9 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
     collect = [statistics.median(record["time/collect_s"] for record in copy) for copy in trial.records]
     slowest = max(range(len(own)), key=own.__getitem__)
     records = [record for copy in trial.records for record in copy]
-    ended = sum(record["episode/count"] for record in records)
-    length = per_rank * len(records) / ended if ended else None
-    if length is None and shapes.episode_lengths:
-        length = statistics.mean(shapes.episode_lengths)
+    length: float | None = steps_per_episode(records)
+    if math.isnan(length):
+        length = statistics.mean(shapes.episode_lengths) if shapes.episode_lengths else None
     by_steps = config.train.total_steps
     return TimeFigures(
         iteration_s=own[slowest],

@@ -47,9 +47,9 @@ def test_a_ranks_share_has_the_totals_divided_or_the_same():
 
 
 def test_steps_per_episode():
-    records = [{"episode/count": 2, "global_step": 100 * n, "iteration": n} for n in (3, 4)]
-    assert steps_per_episode(records) == 50.0
-    assert math.isnan(steps_per_episode([records[0] | {"episode/count": 0}]))
+    records = [{"episode/count": 1, "episode/length": 40.0}, {"episode/count": 3, "episode/length": 60.0}]
+    assert steps_per_episode(records) == 55.0
+    assert math.isnan(steps_per_episode([{"episode/count": 0, "episode/length": None}]))
 
 
 # ---- what ranks say to each other
