@@ -206,16 +206,15 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
     collect = [statistics.median(record["time/collect_s"] for record in copy) for copy in trial.records]
     slowest = max(range(len(own)), key=own.__getitem__)
     records = [record for copy in trial.records for record in copy]
-    length: float | None = steps_per_episode(records)
-    if math.isnan(length):
-        length = statistics.mean(shapes.episode_lengths) if shapes.episode_lengths else None
+    seen = steps_per_episode(records)
+    tried = statistics.mean(shapes.episode_lengths) if shapes.episode_lengths else None
     by_steps = config.train.total_steps
     return TimeFigures(
         iteration_s=own[slowest],
         collect_s=collect[slowest],
         reduction_s=question.gradient_steps * reductions.ddp.reduction_s if reductions and reductions.ddp else 0.0,
         steps_per_iteration=sizes.global_num_envs * config.train.num_steps,
-        steps_per_episode=length,
+        steps_per_episode=tried if math.isnan(seen) else seen,
         budget=by_steps or config.train.num_episodes,
         unit="steps" if by_steps else "episodes",
         iterations_measured=min(len(copy) for copy in trial.records),

@@ -234,7 +234,7 @@ def _state(
     config_at, metrics_at = (_mtime(run_dir / name) or 0.0 for name in ("config.json", "metrics.jsonl"))
     logged_at = max((log.modified for log in logs), default=0.0)
     now = time.time()
-    if not summary and not facts["iteration"] and config_at > logged_at and now - config_at < STARTING_S:
+    if not summary and config_at > logged_at and now - config_at < STARTING_S:
         return "starting", f"begun {now - config_at:.0f} s ago, its ranks have not come yet"
     if (_number(summary.get("iteration")) or 0) >= max(1, facts["iteration"]):  # the last line of metrics may be torn
         return "finished", ""

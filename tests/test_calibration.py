@@ -99,7 +99,8 @@ def trial_of_any_size(asked, copy_bytes=0):
         asked.append((copies, threads, device_type, [flag for flag in flags if "num_envs" in flag or "batch" in flag]))
         record = {f"time/{name}_s": 0.1 for name in ("collect", "forward", "backward", "optimizer")}
         record |= {"time/sync_s": 0.0, "time/gradient_wait_s": 0.0, "time/step_spread_s": 0.0, "optim/steps": 8.0}
-        record |= {"time/sps": 8192 / 0.5, "global_step": 8192, "iteration": 1, "episode/count": 32}
+        record |= {"time/sps": 8192 / 0.5, "global_step": 8192, "iteration": 1}
+        record |= {"episode/count": 32, "episode/length": 256.0}
         config = {"train": {"num_steps": 128, "batch_size": 128}}
         return Trial([[record]] * copies, config, "gradients of 4000000 bytes", copy_bytes)
 

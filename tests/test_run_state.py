@@ -172,12 +172,11 @@ def test_before_its_ranks_come_it_is_starting_for_a_while(run):
     assert run.how() == ("dead", "no rank has ever started; it has no checkpoint to go on from")
 
 
-def test_what_has_trained_is_not_starting_however_new_its_configuration_is(run):
-    """As in a copy of a run directory."""
+def test_a_run_whose_configuration_is_newer_than_its_logs_starts_again_unless_it_has_finished(run):
     run.logs(BEGAN, age_s=5)
     assert run.how()[0] == "starting"  # its logs are of a life that left nothing
-    run.metrics(record(1), age_s=5)
-    assert run.how()[0] == "dead"
+    run.metrics(record(1), age_s=5)  # resumed
+    assert run.how()[0] == "starting"
     run.summary(1)
     run.age("summary.json", 5)
     assert run.how()[0] == "finished"
