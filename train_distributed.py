@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from agents.evaluate import judge_run, validation
-from agents.report import plot_learning_curve
 from agents.run import (
     OWNERS,
     SECTIONS,
@@ -269,6 +268,8 @@ def judge(config: RunConfig, task: TradingTask | GymTask, training: Training, ru
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
     """Write summary.json and the learning curve, and print the result."""
+    from agents.report import plot_learning_curve  # matplotlib: half a second, needed at the end only
+
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
     scaling = outcome_of(run_dir)

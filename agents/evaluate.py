@@ -22,7 +22,6 @@ from agents.clstm import Policy
 from agents.judge import MAX_EPISODE_STEPS, Controller, PolicyController, judge_episodes, judge_markets
 from agents.judgement import EQUAL_WEIGHT, Judgement, text_table
 from agents.normalize import Normalizer
-from agents.report import plot_equity
 from agents.run import LoadedAgent, RunConfig, load_agent
 from agents.statistics import performance
 from envs.faults import EnvironmentFault
@@ -161,6 +160,8 @@ def _episode_text(figures: dict[str, float]) -> str:
 
 def plot_judgement(judged: Judgement, path: Path) -> None:
     """Equity curves of all policies."""
+    from agents.report import plot_equity  # matplotlib: half a second, needed at the end only
+
     what = "SIMULATED markets never trained on" if judged.simulated else "real prices"
     title = f"Test span {judged.dates[0]} to {judged.dates[-1]}, {what}"
     plot_equity(judged.records, judged.dates, path, title, judged.simulated)
