@@ -70,6 +70,7 @@ def test_what_it_measured_is_what_was_asked(two_ranks):
     assert time["total_s"] == pytest.approx(128 / time["steps_per_second"])
 
 
+@pytest.mark.slow
 def test_the_command_it_ends_with_runs(two_ranks, tmp_path):
     words = shlex.split(two_ranks[1]["command"])
     assert words[:2] == ["python", "train_distributed.py"] and "--json" not in words
@@ -103,9 +104,9 @@ def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_p
     [
         (["--num_env", "4"], "did you mean --num_envs?"),
         (["--env", "NoSuchThing-v0"], "unknown environment"),
-        (["--num_envs", "3", "--batch_size", "64"], "try --num_envs"),
-        (["--resume", "auto"], "give the flags"),
-        (["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env"),
+        pytest.param(["--num_envs", "3", "--batch_size", "64"], "try --num_envs", marks=pytest.mark.slow),
+        pytest.param(["--resume", "auto"], "give the flags", marks=pytest.mark.slow),
+        pytest.param(["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env", marks=pytest.mark.slow),
     ],
 )
 def test_bad_flags_are_one_line_and_exit_code_2(argv, words):

@@ -188,7 +188,7 @@ def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(flags, ex
 @pytest.mark.parametrize(
     ("misdeed", "problem"),
     [
-        ("hang", "did not come back within 1 s (--env_timeout)"),
+        pytest.param("hang", "did not come back within 1 s (--env_timeout)", marks=pytest.mark.slow),
         pytest.param("raise", "raised KeyError: 'no such price'", marks=pytest.mark.slow),
         pytest.param("nan", "observation is nan at position 0", marks=pytest.mark.slow),
         pytest.param("reward", "reward is inf", marks=pytest.mark.slow),

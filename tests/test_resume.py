@@ -100,6 +100,7 @@ def test_an_environment_of_another_size_is_refused_before_anything_is_written(ki
     assert tree_hash(killed) == before
 
 
+@pytest.mark.slow
 def test_a_weak_run_goes_on_with_its_totals_on_another_number_of_ranks(killed, tmp_path, monkeypatch):
     run_dir = tmp_path / "weak"
     shutil.copytree(killed, run_dir)

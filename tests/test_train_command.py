@@ -177,8 +177,9 @@ def wait_for_lines(job, run_dir, count):
 
 @pytest.mark.parametrize(
     ("signum", "send"),
-    [(signal.SIGTERM, os.kill), pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.slow)],
+    [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)],
 )
+@pytest.mark.slow
 def test_a_stop_signal_saves_and_resume_goes_on_without_repeated_or_missing_iterations(
     signum, send, tmp_path, monkeypatch, capsys
 ):

@@ -28,6 +28,7 @@ def trained(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_a_training_that_succeeds_tells_what_came_of_it(trained):
     assert trained.success and trained.exit_code == 0 and trained.error == ""
     assert trained.run_dir.is_absolute() and trained.iterations == 8 and 0 < trained.seconds < 600
@@ -38,6 +39,7 @@ def test_a_training_that_succeeds_tells_what_came_of_it(trained):
     assert found.checkpoint_checked and found.done == found.total == 512
 
 
+@pytest.mark.slow
 def test_use_is_in_the_metrics_and_changes_nothing_else(trained, tmp_path, monkeypatch):
     sampled = [line["ranks"][0] for line in records(trained.run_dir)]
     assert any(one["cpu/percent"] is not None for one in sampled)

@@ -45,6 +45,7 @@ def test_the_memory_of_one_copy_is_measured(trial):
     assert 20 * 2**20 < trial.copy_bytes < psutil.virtual_memory().total
 
 
+@pytest.mark.slow
 def test_bad_flags_are_told_in_the_scripts_words():
     with pytest.raises(UserError, match="batch_size must be 1"):
         run_trial([*TINY, "--batch_size", "0"], copies=1, threads=1, iterations=1)
