@@ -116,10 +116,13 @@ def spread(values: Sequence[float]) -> float:
 
 
 def steps_per_episode(records: Sequence[dict[str, Any]]) -> float:
-    """Mean length of the episodes that ended; nan if none did."""
-    ended = [(record["episode/length"], record["episode/count"]) for record in records if record["episode/count"]]
-    count = sum(number for _, number in ended)
-    return sum(length * number for length, number in ended) / count if count else math.nan
+    """Environment steps per ended episode; nan if none ended.
+
+    Not the mean length: the first episodes begin at a random age, so those that end soon are short.
+    """
+    ended = sum(record["episode/count"] for record in records)
+    steps = sum(record["global_step"] / record["iteration"] for record in records)
+    return steps / ended if ended else math.nan
 
 
 def gradient_bytes_of_log(log: str) -> int:

@@ -47,9 +47,9 @@ def test_a_ranks_share_has_the_totals_divided_or_the_same():
 
 
 def test_steps_per_episode():
-    records = [{"episode/count": 1, "episode/length": 40.0}, {"episode/count": 3, "episode/length": 60.0}]
-    assert steps_per_episode(records) == 55.0
-    assert math.isnan(steps_per_episode([{"episode/count": 0, "episode/length": None}]))
+    records = [{"episode/count": 2, "global_step": 100 * n, "iteration": n} for n in (3, 4)]
+    assert steps_per_episode(records) == 50.0
+    assert math.isnan(steps_per_episode([records[0] | {"episode/count": 0}]))
 
 
 # ---- what ranks say to each other
@@ -76,6 +76,7 @@ def reductions():
     return measure_reductions(2, [4096, 2**20], repeats=8)
 
 
+@pytest.mark.slow
 def test_reductions_are_measured_between_ranks(reductions):
     assert reductions.ranks == 2 and set(reductions.gradients_s) == {4096, 2**20}
     assert all(1e-6 < seconds < 5.0 for seconds in (*reductions.gradients_s.values(), reductions.small_s))

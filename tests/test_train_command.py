@@ -342,7 +342,7 @@ def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(tmp_path
 @pytest.mark.parametrize(
     ("env", "code", "expected"),
     [
-        ("faulty_envs:NanAtForty-v0", 1, "at its step 8: observation is nan"),
+        pytest.param("faulty_envs:NanAtForty-v0", 1, "at its step 8: observation is nan", marks=pytest.mark.slow),
         pytest.param("Nope-v9", 2, "unknown environment", marks=pytest.mark.slow),
     ],
 )
