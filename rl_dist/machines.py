@@ -1,6 +1,7 @@
 """GPUs and links that one does not own: data-sheet rates, for estimates.
 
-Rates are the makers' peaks, without sparsity. Prices are the lowest and highest list prices per GPU-hour seen on
+Rates are the makers' peaks, without sparsity, written down without the named pages at hand: check before you
+rely on one. Prices are the lowest and highest list prices per GPU-hour seen on
 providers' pages from August to November 2026; None: none was seen, so give --price_per_hour.
 """
 
