@@ -181,7 +181,7 @@ def test_published_scaling_of_isaac_lab(name, ranks):
 
 def test_published_scaling_of_two_rtx_5090():
     """mjlab, https://github.com/mujocolab/mjlab/pull/330 (2025-11): 125K frames/s on one RTX 5090 with 4096
-    environments, 245K on two with 4096 each; RSL-RL's usual 24 steps, 4 minibatches, 5 epochs, 512-256-128 are assumed."""
+    environments, 245K on two with 4096 each; assumed: RSL-RL's usual 24 steps, 4 minibatches, 5 epochs, 512-256-128."""
     frames = 4096 * 24
     work = Work(env_steps=frames, gradient_steps=20, collect_s=0.0, forward_s=frames / 125_000)
     reduction_s = LINKS["PCIe 4 through the host"].all_reduce_s(4 * 0.7e6, 2)  # no peer access on RTX cards
