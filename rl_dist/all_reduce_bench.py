@@ -10,13 +10,10 @@ inside NCCL) can take the caller along.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,14 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_dist.child_process import errors_of, kill_group, start
 from rl_dist.collectives import agree_max, check_in_sync, gather_json
 from rl_dist.launch import UserError, launch
-from rl_dist.rendezvous import ADDRESS_VARIABLES
-from rl_dist.resume_check import kill_group
 from rl_dist.strategy import parameter_hash, wrap
-from rl_dist.world import World, close_world, die_with_parent, open_world
+from rl_dist.world import World, close_world, open_world
 
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RL_DIST_JOB_DIR", *ADDRESS_VARIABLES)
 WARM_UP, LEAST_REPEATS = 2, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
 DDP_STEPS = 8
@@ -103,7 +98,7 @@ def measure_all_reduce(
         sizes_bytes: multiples of 4 (float32).
         repeats: at most; long ones are repeated less often.
         threads: of each rank; 0: as many as training would use.
-        gradient_bytes: also take two DDP steps of a module of this size and compare the parameters; 0: no.
+        gradient_bytes: also take DDP steps with a module of this size and compare the parameters; 0: no.
         timeout_s: for everything, the start of the ranks included, `meanwhile` not.
         meanwhile: called while the ranks start; they do not measure before it has returned.
 
@@ -140,19 +135,14 @@ def run_to_end(
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Start `run` with `asked` as JSON in a subprocess, and wait for its end."""
-    root = str(Path(__file__).resolve().parents[1])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
     errors = Path(folder, "stderr")
     with errors.open("wb") as stderr:
-        job = subprocess.Popen(
-            [sys.executable, "-c", run, json.dumps(asked)],
-            env=environment | {"PYTHONPATH": paths, "TMPDIR": folder},
-            stdin=subprocess.DEVNULL,
+        job = start(
+            ["-c", run, json.dumps(asked)],
+            path=Path(__file__).resolve().parents[1],
+            variables={"TMPDIR": folder},
             stdout=stderr,
             stderr=stderr,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     try:
         if meanwhile is not None:
@@ -166,7 +156,7 @@ def run_to_end(
     if code == 0:
         return
     lines = [line.strip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    told = errors_of(lines)
     if code == 2 and told:
         raise UserError(told[-1])
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]  # more than "see the traceback"

@@ -8,9 +8,7 @@ end, and resumed. Both runs have the same budget, and so the same schedule of th
 from __future__ import annotations
 
 import argparse
-import functools
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -25,11 +23,11 @@ from typing import Any, NoReturn
 import torch
 
 from rl_dist.checkpoint import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
+from rl_dist.child_process import SCRIPT, errors_of, kill_group, start
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.run_comparison import differences, flatten, parameter_sha256, result_of
-from rl_dist.world import UserError, die_with_parent
+from rl_dist.world import UserError
 
-SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 # Sizes of training that are not given are small; the totals of the run follow from them.
 SIZES = {"num_envs": 8, "num_steps": 32, "bptt_steps": 8, "batch_size": 8}
 # What is saved and judged has no part in the proof, unless asked for.
@@ -81,8 +79,8 @@ class Plan:
         return self.num_gpus == self.resume_on
 
     def command(self, *flags: str | Path | int) -> list[str]:
-        """A command line of the training script."""
-        return [sys.executable, str(self.script), *map(str, flags)]
+        """The training script and its flags."""
+        return [str(self.script), *map(str, flags)]
 
     def fresh(self, run_dir: Path) -> list[str]:
         """The command line of a run from the beginning."""
@@ -159,39 +157,17 @@ def _given(flags: Sequence[str]) -> dict[str, str]:
 
 def _start(command: list[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
     """Start a run in its own process group; its output goes to files, it ends when we do."""
-    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with open(folder / f"{name}.out", "wb") as out, open(folder / f"{name}.err", "wb") as err:
-        return subprocess.Popen(
-            command,
-            env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
-
-
-def kill_group(job: subprocess.Popen[Any], patience_s: float = 5.0) -> None:
-    """End a run and all its ranks by SIGKILL, and wait until they are gone."""
-    deadline_s = time.monotonic() + patience_s
-    try:
-        while time.monotonic() < deadline_s:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.poll()
-            time.sleep(0.01)
-    except (ProcessLookupError, PermissionError):  # nobody is left
-        pass
-    job.wait()
+        return start(command, variables={"TMPDIR": str(folder)}, stdout=out, stderr=err)
 
 
 def _require_success(job: subprocess.Popen[bytes], folder: Path, name: str) -> None:
     if job.returncode == 0:
         return
     lines = (folder / f"{name}.err").read_text(errors="replace").splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
+    errors = errors_of(lines)
     if job.returncode == 2 and errors:
-        raise UserError(errors[-1].removeprefix("error: "))
+        raise UserError(errors[-1])
     raise CheckFailed("\n".join([*lines[-20:], f"error: the {name} run ended with code {job.returncode}, see above"]))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from rl_dist.child_process import SCRIPT, errors_of, kill_group, start
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.rank_logs import tail
-from rl_dist.resume_check import kill_group
-from rl_dist.trial import RANK_VARIABLES, SCRIPT
-from rl_dist.world import die_with_parent
 
 _RUN_DIR = re.compile(r"run directory: (.+?)(?:, going on from .*)?\n")  # as the script announces it
 KEPT_LINES = 50  # of what the script says
@@ -60,20 +56,14 @@ def launch_distributed_training(
         script: the training script.
         named: flags by name: True is --name, False --no-name, None leaves the flag out, a dict becomes JSON.
     """
-    command = [sys.executable, str(script), *flags, *as_flags(named)]
-    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
     started_s = time.monotonic()
-    job = subprocess.Popen(
-        command,
-        env=environment | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
+    job = start(
+        [script, *flags, *as_flags(named)],
+        variables={"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,
-        preexec_fn=functools.partial(die_with_parent, os.getpid()),
     )
     assert job.stdout and job.stderr
     out, err = _Listener(job.stdout, sys.stdout if echo else None), _Listener(job.stderr, sys.stderr if echo else None)
@@ -158,9 +148,8 @@ def _error(code: int, out: Sequence[str], err: Sequence[str]) -> str:
     """Why it did not succeed, in a line."""
     if code == 0:
         return ""
-    errors = [line.removeprefix("error: ").strip() for line in err if line.startswith("error: ")]
     stopped = [line.strip() for line in out if line.startswith("stopped by ")]
     said = [line.strip() for line in err if line.strip()]
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    return (errors or stopped or said or [f"ended with code {code} without a word"])[-1]
+    return (errors_of(err) or stopped or said or [f"ended with code {code} without a word"])[-1]

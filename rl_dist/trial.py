@@ -1,6 +1,6 @@
 """Short runs of the training script side by side, which do not communicate.
 
-    records = run_copies(["--num_envs", "32", "--batch_size", "64"], copies=2, threads=1, iterations=5)
+    trial = run_trial(["--num_envs", "32", "--batch_size", "64"], copies=2, threads=1, iterations=5)
 
 As many independent one-rank trainings as a run would have ranks on this machine, each with a rank's threads or a GPU
 of its own: what they cost each other (cores, caches, memory) is seen, and waiting for each other is not. All are
@@ -9,12 +9,10 @@ killed at the end, and when the caller dies.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,13 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_dist.all_reduce_bench import RANK_VARIABLES
+from rl_dist.child_process import SCRIPT, errors_of, kill_group, start
 from rl_dist.launch import UserError
 from rl_dist.metrics import METRICS_FILE
-from rl_dist.resume_check import kill_group
-from rl_dist.world import die_with_parent
 
-SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 # Seeds differ, so that the copies' episodes do not end together. Nothing is saved or judged.
 CHOSEN = {
     "total_steps": "1000000000000000",
@@ -165,11 +160,6 @@ class SideBySide:
             os.killpg(copy.job.pid, signal.SIGCONT)
 
 
-def run_copies(flags: Sequence[str], copies: int, threads: int, iterations: int, **options: Any) -> list[list[dict]]:
-    """The metrics records of each copy; see `run_trial`."""
-    return run_trial(flags, copies, threads, iterations, **options).records
-
-
 def run_trial(
     flags: Sequence[str],
     copies: int,
@@ -215,21 +205,16 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
 def _start(flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path) -> Copy:
     run_dir, errors = folder / f"copy_{number}", folder / f"copy_{number}.err"
     chosen = [f"--{name}={value}" for name, value in CHOSEN.items()]
-    command = [sys.executable, str(script), *flags, *chosen]
-    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    variables = {"OMP_NUM_THREADS": str(threads)}
     if device_type == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = _gpu(number)
+        variables["CUDA_VISIBLE_DEVICES"] = _gpu(number)
     with errors.open("wb") as stderr:
-        job = subprocess.Popen(
-            [*command, "--device", device_type, "--run_dir", str(run_dir)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
+        job = start(
+            [script, *flags, *chosen, "--device", device_type, "--run_dir", run_dir],
+            variables=variables,
+            own_session=False,  # N ranks have one session, too
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            process_group=0,  # in our session: Linux shares out cores by session, and N ranks have one, too
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     return Copy(job, run_dir, errors)
 
@@ -256,7 +241,7 @@ def _wait(copies: list[Copy], least: list[int], deadline_s: float) -> list[int]:
 
 def _failure(copy: Copy) -> Exception:
     lines = copy.errors.read_text(errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = errors_of(lines)
     if copy.job.returncode == 2 and errors:
         return UserError(errors[-1])
     said = "; ".join(errors[-1:] or lines[-3:]) or "it said nothing"

@@ -73,7 +73,7 @@ def test_copies_have_gpus_of_their_own_out_of_those_that_are_visible(monkeypatch
     assert [trial_module._gpu(number) for number in range(2)] == ["GPU-aa", "GPU-bb"]
 
 
-TRAINING = f"from rl_dist.trial import run_copies; run_copies({TINY!r}, 2, 1, 10**6)"
+TRAINING = f"from rl_dist.trial import run_trial; run_trial({TINY!r}, 2, 1, 10**6)"
 HALTED = f"""
 import time
 from rl_dist.trial import SideBySide
