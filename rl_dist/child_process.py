@@ -1,4 +1,4 @@
-"""Children that are whole programs: started as nobody's rank, ended with their parent."""
+"""Children that are whole programs: nobody's rank, gone with their parent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def start(
     own_session: bool = True,
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start this Python with arguments, in a process group of its own, without a stdin.
+    """Start this Python with arguments, in a process group of its own.
+
+    It has no stdin.
 
     Args:
         path: where it looks for modules first; None: the current directory.
