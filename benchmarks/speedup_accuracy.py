@@ -4,8 +4,9 @@
 
 The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that do not communicate,
 and ranks that only reduce. The measured run trains on two ranks. Both are started once; then they take turns, the
-other being halted, for a few iterations each: what the machine does meanwhile hits both alike. One JSON line per job
-and scaling: the error of each round's prediction and their median. Machines are noisy: run it with nothing beside.
+other being halted: what the machine does meanwhile hits both alike, if turns are long (a core of a shared host may
+change its speed by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One JSON line per job and
+scaling: the error of each round's prediction and their median. Machines are noisy: run it with nothing beside.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
@@ -47,7 +48,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, Any]:
+def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, Any]:
     """Errors of predicted against measured steps/s, by round."""
     flags, (num_envs, batch_size) = JOBS[name], SIZES[name]
     share, problem = share_flags(num_envs, batch_size, RANKS, scaling)
@@ -61,8 +62,9 @@ def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, 
         alone.measure(1)
         alone.halt()
         together.go_on()
-        together.measure(1)
+        first = together.measure(1)[0][0]
         together.halt()
+        iterations = max(3, round(turn_s / seconds_of(first)))
         num_bytes = gradient_bytes_of_log(alone.running[0].log())
         talk = measure_reductions(RANKS, [num_bytes], threads=threads)
         communication = Communication(gradient_s=talk.gradients_s[num_bytes], small_s=talk.small_s)
@@ -73,7 +75,7 @@ def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, 
                 records[side] = side.measure(iterations)
                 side.halt()
             prediction = predict(work_of(records[alone]), RANKS, communication)
-            measured = median(record["time/sps"] for record in records[together][0])
+            measured = harmonic_mean([record["time/sps"] for record in records[together][0]])  # steps over time
             error = prediction.steps_per_s / measured - 1
             found.append({"predicted": prediction.steps_per_s, "measured": measured, "error": error})
             say(f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured {measured:,.0f} "
@@ -81,12 +83,18 @@ def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, 
     errors = [entry["error"] for entry in found]
     return {
         "job": name, "scaling": scaling, "ranks": RANKS, "threads": threads, "rounds": rounds,
-        "median_error": round(median(errors), 4), "errors": [round(error, 4) for error in errors],
+        "iterations": iterations, "median_error": round(median(errors), 4),
+        "errors": [round(error, 4) for error in errors],
         "predicted": round(median(entry["predicted"] for entry in found)),
         "measured": round(median(entry["measured"] for entry in found)),
         "gradient_bytes": num_bytes, "reduction_s": round(communication.gradient_s, 6),
         "small_s": round(communication.small_s, 6),
     }  # fmt: skip
+
+
+def seconds_of(record: dict[str, Any]) -> float:
+    """Of one iteration."""
+    return record["global_step"] / record["iteration"] / record["time/sps"]
 
 
 def split(shares: dict[str, float]) -> str:
@@ -97,9 +105,9 @@ def split(shares: dict[str, float]) -> str:
 def own(records: list[dict[str, Any]]) -> str:
     """Parts of the measured time, of the mean rank."""
     parts = {"collect": "time/collect_s", "own update": "time/update_own_s", "gradient wait": "time/gradient_wait_s"}
-    total = median(record["global_step"] / record["iteration"] / record["time/sps"] for record in records)
+    total = fmean(map(seconds_of, records))
     means = {
-        name: median(sum(rank[key] for rank in record["ranks"]) / len(record["ranks"]) for record in records)
+        name: fmean(sum(rank[key] for rank in record["ranks"]) / len(record["ranks"]) for record in records)
         for name, key in parts.items()
     }
     return "measured " + ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in means.items())
@@ -111,13 +119,13 @@ def main() -> int:
     parser.add_argument("--job", choices=(*JOBS, "both"), default="both")
     parser.add_argument("--scaling", choices=("strong", "weak", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=3, help="of each turn (default: 3)")
+    parser.add_argument("--turn_s", type=float, default=15.0, help="seconds of each turn (default: 15)")
     args = parser.parse_args()
     print(json.dumps({"torch": torch.__version__, "cores": available_cores(), "date": time.strftime("%Y-%m-%d")}))
     for job in JOBS if args.job == "both" else (args.job,):
         for scaling in ("strong", "weak") if args.scaling == "both" else (args.scaling,):
             started_s = time.monotonic()
-            found = compare(job, scaling, args.rounds, args.iterations)
+            found = compare(job, scaling, args.rounds, args.turn_s)
             print(json.dumps(found | {"seconds": round(time.monotonic() - started_s)}), flush=True)
     return 0
 

@@ -26,6 +26,7 @@ from rl_dist.world import available_cores, threads_per_rank
 SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
 OF_RANKS = ("num_gpus", "strategy", "scaling", "lr_scaling", "device")  # chosen here for the short runs
+PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
 COPIES_PER_CORE = 4  # more of them measure only how the machine is overrun
 
 
@@ -75,44 +76,55 @@ class Calibration:
 
 
 def work_of(copies: Sequence[Sequence[dict[str, Any]]]) -> Work:
-    """One rank's own work: medians over the metrics of independent one-rank runs."""
+    """One rank's own work, from the metrics of independent one-rank runs."""
     records = [record for records in copies for record in records]
     if not records:
         raise UserError("no iteration was measured: give more --iterations")
     rows = [_own_seconds(record) for record in records]
+    return work_of_rows(
+        rows,
+        env_steps=round(records[0]["global_step"] / records[0]["iteration"]),
+        gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
+        step_spread_s=root_mean_square([record["time/step_spread_s"] for record in records]),
+    )
 
-    def middle(name: str) -> float:
-        return statistics.median(row[name] for row in rows)
 
+def work_of_rows(
+    rows: Sequence[dict[str, float]], *, env_steps: int, gradient_steps: int, step_spread_s: float
+) -> Work:
+    """Means and deviations of own seconds by part; a row is an iteration of a rank.
+
+    Not medians: cores of shared hosts have two speeds, which take turns; the middle is one of them.
+    """
+    updates_s = [row["forward"] + row["backward"] + row["optimizer"] for row in rows]
     own_s = [sum(row.values()) for row in rows]
     return Work(
-        env_steps=round(records[0]["global_step"] / records[0]["iteration"]),
-        gradient_steps=round(statistics.median(record["optim/steps"] for record in records)),
-        collect_s=middle("collect"),
-        forward_s=middle("forward"),
-        backward_s=middle("backward"),
-        optimizer_s=middle("optimizer"),
-        rest_s=middle("rest"),
+        env_steps=env_steps,
+        gradient_steps=gradient_steps,
+        **{f"{name}_s": statistics.fmean(row[name] for row in rows) for name in rows[0]},
         collect_spread_s=spread([row["collect"] for row in rows]),
-        step_spread_s=statistics.median(record["time/step_spread_s"] for record in records),
-        relative_error=spread(own_s) / statistics.median(own_s) / math.sqrt(len(own_s)),
+        step_spread_s=step_spread_s,
+        update_spread_s=math.sqrt(max(0.0, spread(updates_s) ** 2 - gradient_steps * step_spread_s**2)),
+        relative_error=spread(own_s) / statistics.fmean(own_s) / math.sqrt(len(own_s)),
     )
 
 
 def _own_seconds(record: dict[str, Any]) -> dict[str, float]:
     """An iteration of a one-rank run by part, without its collectives."""
-    parts = {name: record[f"time/{name}_s"] for name in ("collect", "forward", "backward", "optimizer")}
+    parts = {name: record[f"time/{name}_s"] for name in PARTS}
     elapsed_s = record["global_step"] / record["iteration"] / record["time/sps"]
     own_s = elapsed_s - record["time/sync_s"] - record["time/gradient_wait_s"]
     return parts | {"rest": max(0.0, own_s - sum(parts.values()))}
 
 
 def spread(values: Sequence[float]) -> float:
-    """Standard deviation by absolute deviations: a hiccup does not decide it."""
-    if len(values) < 2:
-        return 0.0
-    middle = statistics.median(values)
-    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+    """Standard deviation; of a single value, 0."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def root_mean_square(spreads: Sequence[float]) -> float:
+    """One standard deviation out of those of several iterations."""
+    return math.sqrt(statistics.fmean(value**2 for value in spreads))
 
 
 def steps_per_episode(records: Sequence[dict[str, Any]]) -> float:

@@ -4,7 +4,8 @@
                 + rest + small collectives
 
 Ranks meet after the rollout and in every gradient step, and wait there for the slowest. Own parts are those of one
-rank at the sizes, threads and neighbours that it has among N; reductions follow latency and bandwidth.
+rank at the sizes, threads and neighbours that it has among N: means, as time adds up. What varies is taken for normal
+and independent between ranks; steps of one iteration may be slow together. Reductions follow latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Work:
     optimizer_s: float = 0.0
     rest_s: float = 0.0  # advantages, statistics, metrics
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
-    step_spread_s: float = 0.0  # the same of one gradient step
+    step_spread_s: float = 0.0  # of one gradient step within an iteration
+    update_spread_s: float = 0.0  # of all gradient steps of an iteration, beyond what its single steps explain
     relative_error: float = 0.0  # standard error of an iteration's seconds, as a share
 
     @property
@@ -55,6 +57,7 @@ class Work:
             optimizer_s=self.optimizer_s * update,
             rest_s=self.rest_s * update,
             step_spread_s=self.step_spread_s * update,
+            update_spread_s=self.update_spread_s * update,
         )
 
 
@@ -175,7 +178,7 @@ def predict(work: Work, ranks: int, communication: Communication) -> Prediction:
         update_s=work.forward_s + work.backward_s + work.optimizer_s,
         rest_s=work.rest_s,
         communication_s=steps * exposed_s + (0.0 if alone else communication.small_s),
-        waiting_s=excess * (work.collect_spread_s + steps * work.step_spread_s),
+        waiting_s=excess * (work.collect_spread_s + math.hypot(steps * work.step_spread_s, work.update_spread_s)),
         relative_error=work.relative_error,
     )
 

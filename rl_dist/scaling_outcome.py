@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_dist.calibration import spread
+from rl_dist.calibration import PARTS, root_mean_square, work_of_rows
 from rl_dist.job_of_run import read_records
 from rl_dist.scaling_model import Communication, Work, predict
 
@@ -41,7 +41,7 @@ def outcome(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ranks = len(records[0]["ranks"])
     work, communication = _terms(records)
     prediction = predict(work, ranks, communication)
-    measured = statistics.median(record["time/sps"] for record in records)
+    measured = statistics.harmonic_mean([record["time/sps"] for record in records])  # steps over time
     return {
         "ranks": ranks,
         "iterations": len(records),
@@ -63,25 +63,16 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def _terms(records: Sequence[dict[str, Any]]) -> tuple[Work, Communication]:
-    """The model's terms: medians over iterations and ranks."""
+    """The model's terms, from what each rank did in each iteration."""
     entries = [entry for record in records for entry in record["ranks"]]
-
-    def middle(name: str) -> float:
-        return statistics.median(entry[f"time/{name}_s"] for entry in entries)
-
-    parts = [sum(entry[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")) for entry in entries]
-    rest_s = statistics.median(e["time/update_own_s"] - p for e, p in zip(entries, parts, strict=True))
-    steps = round(statistics.median(record["optim/steps"] for record in records))
-    work = Work(
+    rows = [{name: entry[f"time/{name}_s"] for name in PARTS} for entry in entries]
+    for row, entry in zip(rows, entries, strict=True):
+        row["rest"] = max(0.0, entry["time/update_own_s"] - sum(row[name] for name in PARTS[1:]))
+    work = work_of_rows(
+        rows,
         env_steps=_env_steps(records) // len(records[0]["ranks"]),
-        gradient_steps=steps,
-        collect_s=middle("collect"),
-        forward_s=middle("forward"),
-        backward_s=middle("backward"),
-        optimizer_s=middle("optimizer"),
-        rest_s=max(0.0, rest_s),
-        collect_spread_s=spread([entry["time/collect_s"] for entry in entries]),
-        step_spread_s=middle("step_spread"),
+        gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
+        step_spread_s=root_mean_square([entry["time/step_spread_s"] for entry in entries]),
     )
     reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
     small_s = min(record["time/sync_s"] for record in records)  # of the iteration in which nobody waited for others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from statistics import pstdev
+from statistics import stdev
 
 import torch
 
@@ -69,7 +69,7 @@ class StepClock:
             **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
             "time/gradient_wait_s": sum(waits),
             "time/reduction_s": min(waits, default=0.0),
-            "time/step_spread_s": pstdev(changes) if changes else 0.0,
+            "time/step_spread_s": stdev(changes) if len(changes) > 1 else 0.0,
         }
 
 

@@ -31,7 +31,7 @@ def simulated(ranks, iterations=100, seed=1):
                 "time/optimizer_s": 0.1 * own[:, rank].sum(),
                 "time/gradient_wait_s": waits[:, rank].sum(),
                 "time/reduction_s": waits[:, rank].min(),
-                "time/step_spread_s": own[:, rank].std(),
+                "time/step_spread_s": own[:, rank].std(ddof=1),
             }
             for rank in range(ranks)
         ]
