@@ -85,7 +85,7 @@ def work_of(copies: Sequence[Sequence[dict[str, Any]]]) -> Work:
         rows,
         env_steps=round(records[0]["global_step"] / records[0]["iteration"]),
         gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
-        step_spread_s=root_mean_square([record["time/step_spread_s"] for record in records]),
+        step_spread_s=statistics.fmean(record["time/step_spread_s"] for record in records),
     )
 
 
@@ -120,11 +120,6 @@ def _own_seconds(record: dict[str, Any]) -> dict[str, float]:
 def spread(values: Sequence[float]) -> float:
     """Standard deviation; of a single value, 0."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def root_mean_square(spreads: Sequence[float]) -> float:
-    """One standard deviation out of those of several iterations."""
-    return math.sqrt(statistics.fmean(value**2 for value in spreads))
 
 
 def steps_per_episode(records: Sequence[dict[str, Any]]) -> float:

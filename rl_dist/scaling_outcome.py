@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_dist.calibration import PARTS, root_mean_square, work_of_rows
+from rl_dist.calibration import PARTS, work_of_rows
 from rl_dist.job_of_run import read_records
 from rl_dist.scaling_model import Communication, Work, predict
 
@@ -72,7 +72,7 @@ def _terms(records: Sequence[dict[str, Any]]) -> tuple[Work, Communication]:
         rows,
         env_steps=_env_steps(records) // len(records[0]["ranks"]),
         gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
-        step_spread_s=root_mean_square([entry["time/step_spread_s"] for entry in entries]),
+        step_spread_s=statistics.fmean(entry["time/step_spread_s"] for entry in entries),
     )
     reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
     small_s = min(record["time/sync_s"] for record in records)  # of the iteration in which nobody waited for others

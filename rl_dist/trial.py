@@ -120,6 +120,7 @@ class SideBySide:
         self._how = flags, copies, threads, num_gpus, device_type, script
         self._folder = tempfile.TemporaryDirectory(prefix="trial_")
         self.running: list[Copy] = []
+        self._under_way = 1  # iterations that do not count at the next measurement
 
     def __enter__(self) -> SideBySide:
         flags, copies, threads, num_gpus, device_type, script = self._how
@@ -141,7 +142,8 @@ class SideBySide:
     def measure(self, iterations: int, timeout_s: float = 600.0) -> list[list[dict[str, Any]]]:
         """The records of each copy's next whole iterations, so many of the slowest."""
         deadline_s = time.monotonic() + timeout_s
-        begun = [copy.num_iterations() + 1 for copy in self.running]  # the one under way began before
+        begun = [copy.num_iterations() + self._under_way for copy in self.running]
+        self._under_way = 1
         ended = _wait(self.running, [count + iterations for count in begun], deadline_s)
         found = [copy.records() for copy in self.running]
         return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
@@ -158,6 +160,7 @@ class SideBySide:
         """Let all go on after `halt`."""
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGCONT)
+        self._under_way = 2  # the one that was halted; and the spread of the next compares its steps with that
 
 
 def run_trial(

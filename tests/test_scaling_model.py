@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_dist.calibration import root_mean_square, spread, work_of
+from rl_dist.calibration import spread, work_of
 from rl_dist.machines import GPUS, LINKS, find_gpus, find_link, link_of_gpu, slowest
 from rl_dist.scaling_model import (
     Communication,
@@ -153,9 +153,8 @@ def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
     assert predict(work_of(copies), 2, talk).iteration_s == pytest.approx(simulated_s, rel=0.02)
 
 
-def test_spreads_of_a_single_value_are_none():
+def test_a_single_value_has_no_spread():
     assert spread([1.0]) == 0.0
-    assert root_mean_square([3.0, 4.0]) == pytest.approx(12.5**0.5)
 
 
 # ---- published scaling, from published inputs; no constant is fitted to the efficiency that is reproduced
