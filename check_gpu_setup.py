@@ -136,8 +136,8 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         return *nearest(launch, facts), []  # told under Host
     if launch.strategy == "none":
         with suppress(ValueError, RuntimeError):
-            resolved = resolve(dataclasses.replace(launch, strategy="auto"))
-            problem = Check("Plan", "ranks", PROBLEM, told, "--strategy auto")
+            resolved = resolve(dataclasses.replace(launch, strategy="default"))
+            problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
             return resolved.num_ranks, resolved.device_type, [problem]
     ranks, device_type = nearest(launch, facts)
     cure = f"--num_gpus {ranks}" if device_type == "cuda" else "--device cpu, or see Software and GPUs"
@@ -209,7 +209,7 @@ def recommend(
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
     if launch.strategy == "none" and question.num_ranks > 1:
-        changes["strategy"] = "auto"
+        changes["strategy"] = "default"
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
     elif memory and memory.needed > memory.limit and memory.largest_batch_size:

@@ -181,7 +181,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             ppo=config.ppo,
             make_env=lambda count, first: task.training_env(count, first, str(world.device)),
             run_dir=run_dir,
-            strategy=config.launch.strategy,
+            strategy=config.launch.strategy_config,
             dtype=config.launch.dtype,
             validate=validation(task, config, world),
             config=config.to_dict(),

@@ -135,13 +135,14 @@ def _minibatch_bytes(
     policy: PolicyConfig, train: TrainConfig, sizes: Sizes, shapes: Shapes, itemsize: int, device_type: str
 ) -> tuple[int, int, int]:
     """Bytes of a minibatch, of what its forward pass keeps, and of what the backward pass adds at first."""
-    size, length, columns = policy.hidden_size, train.bptt_steps, sizes.batch_size
+    size, length, columns = policy.hidden_size, train.bptt_steps, sizes.batch_size // sizes.num_parts
     window = policy.feature_window
     cells = length * columns
     seen = max(window, 1) * shapes.num_obs * itemsize
     action = 8 if shapes.discrete else shapes.num_actions * itemsize
     num_states = 0 if policy.policy == "mlp" else 4 if window else 6
     fixed = cells * (seen + action + 4 * itemsize + 1) + columns * num_states * size * itemsize
+    fixed *= sizes.num_parts  # the whole step's batch is picked out at once
     fixed += cells * itemsize * (LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions)
     if policy.policy == "mlp":
         return fixed, cells * itemsize * 4 * size, cells * itemsize * 3 * size

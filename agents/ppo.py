@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from agents.clstm import Evaluation
-from agents.rollout import Minibatch, minibatches, slot_order
+from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
 from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
 from rl_dist.step_clock import StepClock
+from rl_dist.strategy import Strategy
 from rl_dist.world import UserError, World
 
 logger = logging.getLogger(__name__)
@@ -141,8 +142,8 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
 
 def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
     """What all ranks hold alike: parameters, optimizer state, statistics."""
-    named = list(getattr(ppo.wrapped, "module", ppo.wrapped).named_parameters())
-    found = dict(named)
+    named = list(ppo.policy.named_parameters())
+    found: dict[str, Tensor] = dict(named)
     for name, parameter in named:
         values = ppo.optimizer.state.get(parameter, {})
         found |= {f"optimizer {key} of {name}": value for key, value in values.items() if isinstance(value, Tensor)}
@@ -156,15 +157,16 @@ class NonFiniteGradient(UserError):
 
 
 class PPO:
-    """The optimizer and the update of a wrapped policy."""
+    """The optimizer and the update of a policy that a strategy trains."""
 
-    def __init__(self, wrapped: nn.Module, config: PPOConfig, world: World) -> None:
-        self.wrapped, self.config, self.world = wrapped, config, world
-        self.parameters = list(wrapped.parameters())
+    def __init__(self, policy: nn.Module, config: PPOConfig, strategy: Strategy, grad_accumulation: int = 1) -> None:
+        self.policy, self.config, self.strategy, self.world = policy, config, strategy, strategy.world
+        self.num_parts = grad_accumulation  # of a minibatch
+        self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
-        self.clock = StepClock(world.device)
-        fused = world.device.type == "cuda"
-        self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
+        self.clock = StepClock(self.world.device)
+        fused = self.world.device.type == "cuda"
+        self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=fused)
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""
@@ -230,10 +232,24 @@ class PPO:
         Returns:
             Losses, norm of the reduced gradient before clipping, and whether the step was taken.
         """
-        evaluation = self.wrapped(
-            minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
-        )
-        parts = ppo_loss(
+        self.optimizer.zero_grad(set_to_none=True)
+        losses, waited_s = [], self.world.gradient_seconds
+        for number, part in enumerate(equal_parts(minibatch, self.num_parts), 1):
+            with self.strategy.accumulating(last=number == self.num_parts):
+                losses.append(self._loss(part))
+                self.clock.mark("forward")
+                self.strategy.backward(losses[-1].total / self.num_parts)
+            self.clock.mark("backward")
+        self.clock.waited(self.world.gradient_seconds - waited_s)
+        grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
+        self.clock.mark("optimizer")
+        parts = LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
+        self._count_bad(stepped, parts.total)
+        return parts, grad_norm, stepped
+
+    def _loss(self, minibatch: Minibatch) -> LossParts:
+        evaluation = self.wrapped(minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start)
+        return ppo_loss(
             evaluation,
             minibatch.logprobs,
             minibatch.values,
@@ -241,21 +257,6 @@ class PPO:
             minibatch.returns,
             self.config,
         )
-        self.optimizer.zero_grad(set_to_none=True)
-        one = torch.ones_like(parts.total)
-        self.clock.mark("forward")
-        waited_s = self.world.gradient_seconds
-        with self.world.reducing():  # a loss that is not finite spoils the gradient, which tells the other ranks
-            parts.total.backward(torch.where(torch.isfinite(parts.total), one, one * torch.nan))
-        self.clock.waited(self.world.gradient_seconds - waited_s)
-        self.clock.mark("backward")
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
-        if stepped:
-            self.optimizer.step()
-        self.clock.mark("optimizer")
-        self._count_bad(stepped, parts.total)
-        return parts, grad_norm, stepped
 
     def _count_bad(self, stepped: bool, loss: Tensor) -> None:
         self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1

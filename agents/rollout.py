@@ -200,6 +200,21 @@ class Minibatch:
     lstm_state: Tensor  # [N, S, H]
 
 
+def equal_parts(minibatch: Minibatch, count: int) -> Iterator[Minibatch]:
+    """A minibatch in so many parts of equally many slots: views, one after the other."""
+    if count == 1:
+        yield minibatch
+        return
+    size = minibatch.obs.shape[1] // count
+    for first in range(0, size * count, size):
+        yield Minibatch(
+            **{
+                item.name: getattr(minibatch, item.name).narrow(0 if item.name == "lstm_state" else 1, first, size)
+                for item in fields(Minibatch)
+            }
+        )
+
+
 def stratum_size(num_minibatches: int, slots_per_env: int) -> int:
     """How many neighbouring global environments shuffle their slots together.
 

@@ -19,6 +19,9 @@ class TrainConfig:
     num_episodes: int = flag(5000, "training episodes, total over all ranks", "episodes")
     total_steps: int = flag(0, "stop by environment steps of all ranks instead; 0 = by episodes", "steps")
     batch_size: int = flag(128, "slots (sequences of bptt_steps) per minibatch", "slots")
+    grad_accumulation: int = flag(
+        1, "minibatches whose gradients add up to one step: as with a batch_size this many times larger, in less memory"
+    )
     num_envs: int = flag(0, "environments; 0 = two minibatches per epoch", "environments")
     num_steps: int = flag(128, "rollout length", "steps")
     bptt_steps: int = flag(32, "length of truncated backpropagation through time", "steps")
@@ -74,6 +77,7 @@ class TrainConfig:
             ("num_episodes", 1, 10**12),
             ("total_steps", 0, 10**15),
             ("batch_size", 1, 10**7),
+            ("grad_accumulation", 1, 10**6),
             ("num_envs", 0, 10**7),
             ("num_steps", 1, 10**6),
             ("bptt_steps", 1, 10**6),
@@ -97,6 +101,11 @@ class TrainConfig:
             )
 
     @property
+    def slots_per_step(self) -> int:
+        """Slots of one gradient step, in the unit of the flags."""
+        return self.batch_size * self.grad_accumulation
+
+    @property
     def best_metrics(self) -> tuple[str, ...]:
         """The metrics of which the first that a run reports chooses best.pt."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(self.keep_best, (self.keep_best,))
@@ -108,12 +117,13 @@ class Sizes:
 
     num_envs: int
     first_env: int  # global index of this rank's first environment
-    batch_size: int  # slots of this rank in each minibatch
+    batch_size: int  # slots of this rank in each gradient step
     slots_per_env: int
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
     learning_rate_factor: float = 1.0  # of lr_scaling
+    num_parts: int = 1  # of a gradient step's batch, one after the other
 
 
 def _nearest_multiple(value: int, of: int) -> int:
@@ -131,22 +141,22 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: in
         UserError: something that must divide does not; the message names the nearest sizes that do.
     """
     slots_per_env = config.num_steps // config.bptt_steps
-    unit_envs = config.num_envs or _default_num_envs(config.batch_size, slots_per_env)
+    unit_envs = config.num_envs or _default_num_envs(config.slots_per_step, slots_per_env)
     unit = 1  # totals per unit of the flags
     if config.scaling == "weak":
         unit = saved_num_envs // unit_envs or num_ranks
-    batch_size, num_envs = config.batch_size * unit, unit_envs * unit
+    batch_size, num_envs = config.slots_per_step * unit, unit_envs * unit
     if saved_num_envs not in (0, num_envs):
         raise UserError(f"the checkpoint holds {saved_num_envs} environments, not {num_envs}")
-    if not _fits(num_envs, batch_size, slots_per_env, num_ranks):
+    if config.batch_size * unit % num_ranks or not _fits(num_envs, batch_size, slots_per_env, num_ranks):
         if saved_num_envs:
-            raise UserError(_other_ranks(num_envs, batch_size, num_ranks))
-        if batch_size % num_ranks:
-            what = f"batch_size {batch_size} does not divide over {_ranks(num_ranks)}"
+            raise UserError(_other_ranks(num_envs, config.batch_size * unit, num_ranks))
+        if config.batch_size * unit % num_ranks:
+            what = f"batch_size {config.batch_size * unit} does not divide over {_ranks(num_ranks)}"
         else:
             what = (
                 f"num_envs {num_envs // unit} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, "
-                f"batch_size {config.batch_size} does not divide into whole minibatches over {_ranks(num_ranks)}"
+                f"batch_size {_asked_batch(config)} does not divide into whole minibatches over {_ranks(num_ranks)}"
             )
         raise UserError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
     return Sizes(
@@ -157,8 +167,15 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: in
         num_minibatches=num_envs * slots_per_env // batch_size,
         global_num_envs=num_envs,
         global_batch_size=batch_size,
+        num_parts=config.grad_accumulation,
         learning_rate_factor={"none": 1.0, "sqrt": math.sqrt(unit), "linear": float(unit)}[config.lr_scaling],
     )
+
+
+def _asked_batch(config: TrainConfig) -> str:
+    """The batch of a gradient step, as an error names it."""
+    parts = config.grad_accumulation
+    return str(config.batch_size) + (f" times grad_accumulation {parts}" if parts > 1 else "")
 
 
 def _ranks(number: int) -> str:
@@ -202,8 +219,9 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int) -> list[str]:
     found: list[str] = []
     for batch_size in sorted({asked // num_ranks * num_ranks, -(-asked // num_ranks) * num_ranks} - {0}):
         change = f"--batch_size {batch_size} " if batch_size != asked else ""  # never with weak scaling
-        wanted = unit * (config.num_envs or _default_num_envs(batch_size // unit, slots_per_env))
-        near = _nearest_num_envs(wanted, batch_size, slots_per_env, num_ranks)
+        step = batch_size * config.grad_accumulation
+        wanted = unit * (config.num_envs or _default_num_envs(step // unit, slots_per_env))
+        near = _nearest_num_envs(wanted, step, slots_per_env, num_ranks)
         if change and near == [wanted]:
             found.append(change.strip())
         else:
@@ -215,12 +233,13 @@ def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfi
     """What one rank does and what all do together, as printed at the start."""
     steps = ppo.update_epochs * sizes.num_minibatches
     length, slot = config.num_steps, config.bptt_steps
+    batch = "minibatch" if sizes.num_parts == 1 else f"{sizes.num_parts} minibatches"
     rows = [
         ("", "each rank", f"all {_ranks(num_ranks)}"),
         ("environments", sizes.num_envs, sizes.global_num_envs),
         ("environment steps per iteration", sizes.num_envs * length, sizes.global_num_envs * length),
-        (f"minibatch, slots of {slot} steps", sizes.batch_size, sizes.global_batch_size),
-        ("minibatch, environment steps", sizes.batch_size * slot, sizes.global_batch_size * slot),
+        (f"{batch}, slots of {slot} steps", sizes.batch_size, sizes.global_batch_size),
+        (f"{batch}, environment steps", sizes.batch_size * slot, sizes.global_batch_size * slot),
         ("gradient steps per iteration", steps, f"{steps} (together)"),
     ]
     lines = [f"  {name:<34}{each!s:>12}{together!s:>16}" for name, each, together in rows]
@@ -231,7 +250,7 @@ def _describe_rate(config: TrainConfig, sizes: Sizes, ppo: PPOConfig) -> str:
     """The learning rate in words: scaled, rising, falling."""
     words = f"{ppo.learning_rate:g}"
     if config.lr_scaling != "none":
-        growth = sizes.global_batch_size // config.batch_size
+        growth = sizes.global_batch_size // config.slots_per_step
         peak = learning_rate(ppo, max(ppo.warmup, 1), 1.0, sizes.learning_rate_factor)
         words += f" x {sizes.learning_rate_factor:.4g} ({config.lr_scaling} of a {growth}-fold batch) = {peak:.4g}"
     if ppo.warmup:

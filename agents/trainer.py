@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_j
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
 from rl_dist.stragglers import Stragglers
-from rl_dist.strategy import wrap
+from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import StopFlag, World
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Job:
     ppo: PPOConfig
     make_env: MakeEnv
     run_dir: Path
-    strategy: str = "auto"
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
@@ -69,7 +69,7 @@ class Training:
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
-        self.ppo = PPO(wrap(self.policy, world, job.strategy), job.ppo, world)
+        self.ppo = PPO(self.policy, job.ppo, Strategy(job.strategy, world), job.train.grad_accumulation)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rl_dist.child_process import errors_of, kill_group, start
 from rl_dist.collectives import agree_max, check_in_sync, gather_json
 from rl_dist.launch import UserError, launch
-from rl_dist.strategy import parameter_hash, wrap
+from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
 from rl_dist.world import World, close_world, open_world
 
 WARM_UP, LEAST_REPEATS = 2, 5
@@ -268,7 +268,7 @@ class _Weights(nn.Module):
 def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
     """Take steps whose result is known: every step subtracts the mean of the ranks' gradients, 1..N."""
     module = _Weights(gradient_bytes // 4).to(world.device)
-    wrapped = wrap(module, world, "ddp")
+    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     steps, waits = [], []
     for _ in range(DDP_STEPS):

@@ -305,7 +305,7 @@ class _Short:
     def run(self, ranks: int, share: list[str]) -> Trial:
         """As many copies as ranks would share this machine; those of several with DDP."""
         threads = threads_per_rank(min(ranks, self.per_machine))
-        return self._trial(self.copies(ranks), threads, share, "ddp" if ranks > 1 else "auto")
+        return self._trial(self.copies(ranks), threads, share, "ddp" if ranks > 1 else "default")
 
     def _trial(self, copies: int, threads: int, share: list[str], strategy: str) -> Trial:
         what = f"{copies} cop{'ies' if copies > 1 else 'y'} with {threads} thread(s)"

@@ -26,7 +26,7 @@ from rl_dist.agent import Job, say
 from rl_dist.flags import flag
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import STRATEGIES
+from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -40,7 +40,7 @@ class LaunchConfig:
         -1, "ranks on this machine, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one", "ranks"
     )
     device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
-    strategy: str = flag("auto", "gradients over ranks; auto = ddp on several ranks", choices=STRATEGIES)
+    strategy: str = flag("default", "how ranks train together; default: ddp on several, none on one", choices=MODES)
     precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
@@ -58,11 +58,16 @@ class LaunchConfig:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
             ("device", ("auto", "cpu", "cuda")),
-            ("strategy", STRATEGIES),
+            ("strategy", MODES),
             ("precision", ("auto", "fp32", "fp64")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+    @property
+    def strategy_config(self) -> StrategyConfig:
+        """What the flags say of the strategy."""
+        return StrategyConfig(mode=self.strategy)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,8 +106,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = max(1, config.num_gpus)
     if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
-    if config.strategy == "none" and num_ranks > 1:
-        raise ValueError(f"strategy none works with one rank only, got {num_ranks}; use ddp or auto")
+    resolve_mode(config.strategy, num_ranks)
     message = _describe(num_ranks, on_gpu, gpus)
     if "RANK" in os.environ:
         if config.max_restarts:

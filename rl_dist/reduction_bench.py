@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rl_dist.all_reduce_bench import run_to_end
 from rl_dist.collectives import agree_max, gather_json, sum_over_ranks
 from rl_dist.launch import launch
-from rl_dist.strategy import wrap
+from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import World, close_world, open_world
 
 RUN = "import sys; from rl_dist.reduction_bench import run; sys.exit(run(sys.argv[1]))"
@@ -107,7 +107,7 @@ class _Weights(nn.Module):
 
 
 def _gradient_s(num_bytes: int, repeats: int, world: World) -> float:
-    wrapped = wrap(_Weights(num_bytes // 4).to(world.device), world, "ddp")
+    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(_Weights(num_bytes // 4).to(world.device))
     value = torch.ones((), device=world.device)
 
     def reduce() -> None:

@@ -23,7 +23,7 @@ from rl_dist.collectives import (
 )
 from rl_dist.launch import UserError, launch
 from rl_dist.metrics import close_logging, open_writer, setup_logging
-from rl_dist.strategy import parameter_hash, wrap
+from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
 from rl_dist.world import close_world, open_world, stop_flag
 
 
@@ -91,10 +91,10 @@ def use_ddp(world):
     results = {"apart": error_of(lambda: check_in_sync(dict(module.named_parameters()), world))}
     more = {"x": torch.zeros(2)} | ({"y": torch.zeros(2)} if world.rank else {})
     results["more"] = error_of(lambda: check_in_sync(more, world))
-    wrapped = wrap(module, world, "auto")
+    wrapped = Strategy(StrategyConfig(), world).wrap(module)
     results["together"] = error_of(lambda: check_in_sync(dict(module.named_parameters()), world))
     results["start"] = parameter_hash(module)
-    results["none_refused"] = error_of(lambda: wrap(module, world, "none"))
+    results["none_refused"] = error_of(lambda: Strategy(StrategyConfig(mode="none"), world))
     loss_of(wrapped, world.rank).backward()
     results["gradient"] = [p.grad.clone() for p in module.parameters()]
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)

@@ -140,10 +140,10 @@ def command(launch, num_ranks, facts, *given):
 def test_a_strategy_that_cannot_be_is_told_and_replaced(facts):
     asked = LaunchConfig(num_gpus=2, device="cpu", strategy="none")
     ranks, device_type, (check,) = decide_ranks(asked, facts)
-    assert (ranks, device_type, check.verdict, check.cure) == (2, "cpu", "problem", "--strategy auto")
+    assert (ranks, device_type, check.verdict, check.cure) == (2, "cpu", "problem", "--strategy default")
     assert "strategy none" in check.measured
     words = shlex.split(command(asked, 2, facts, "--num_gpus", "2", "--strategy", "none"))
-    assert words == ["python", "train_distributed.py", "--num_gpus", "2", "--strategy", "auto"]
+    assert words == ["python", "train_distributed.py", "--num_gpus", "2", "--strategy", "default"]
 
 
 def test_the_command_works_from_other_directories(facts, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from agents.rollout import Minibatch
 from agents.trainer import train
 from rl_dist import events
 from rl_dist.metrics import NullWriter
+from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import StopFlag
 
 
@@ -148,14 +149,18 @@ def slots(num_slots=8, length=2, returns=1.0):
     )
 
 
+def alone(world):
+    return Strategy(StrategyConfig(), world)
+
+
 def update(ppo, some_slots, num_envs=4, num_minibatches=2):
     return ppo.update(some_slots, (1, 1), 0, num_envs, num_minibatches)
 
 
 def test_every_epoch_takes_one_step_per_minibatch(world):
-    ppo = PPO(Line(), PPOConfig(update_epochs=3), world)
+    ppo = PPO(Line(), PPOConfig(update_epochs=3), alone(world))
     assert update(ppo, slots())["optim/steps"] == 6
-    assert int(ppo.optimizer.state[ppo.parameters[0]]["step"]) == 6
+    assert int(ppo.optimizer.state[ppo.policy.value]["step"]) == 6
 
 
 def test_every_epoch_uses_every_slot_once_in_an_order_of_its_own(world):
@@ -163,7 +168,7 @@ def test_every_epoch_uses_every_slot_once_in_an_order_of_its_own(world):
     marked.obs = torch.arange(32.0).double().expand(2, 32)[..., None]
     line, seen = Line(), []
     line.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0, :, 0]))
-    update(PPO(line, PPOConfig(update_epochs=4), world), marked)
+    update(PPO(line, PPOConfig(update_epochs=4), alone(world)), marked)
     epochs = torch.stack(seen).view(4, 32)
     assert epochs.sort(dim=1).values.unique(dim=0).tolist() == [list(range(32))]
     assert len(epochs.unique(dim=0)) == 4
@@ -172,7 +177,7 @@ def test_every_epoch_uses_every_slot_once_in_an_order_of_its_own(world):
 def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
     """Gradient of vf_coef * 0.5 * (value - 1000)^2 at 0 is -500."""
     line = Line()
-    ppo = PPO(line, PPOConfig(update_epochs=1, max_grad_norm=0.25), world)
+    ppo = PPO(line, PPOConfig(update_epochs=1, max_grad_norm=0.25), alone(world))
     metrics = update(ppo, slots(returns=1000.0), num_minibatches=1)
     assert metrics["optim/grad_norm"] == pytest.approx(500.0)
     assert gradient(line) == pytest.approx(-0.25, rel=1e-6)
@@ -180,13 +185,13 @@ def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
 
 def test_a_small_gradient_is_not_scaled_up(world):
     line = Line()
-    update(PPO(line, PPOConfig(update_epochs=1, max_grad_norm=10.0), world), slots(), num_minibatches=1)
+    update(PPO(line, PPOConfig(update_epochs=1, max_grad_norm=10.0), alone(world)), slots(), num_minibatches=1)
     assert gradient(line) == pytest.approx(-0.5)
 
 
 def test_the_users_command_hears_of_skipped_steps(world, tmp_path):
     events.configure(f"cat > {tmp_path}/event", tmp_path)
-    update(PPO(Line(2.0), PPOConfig(), world), slots(returns=float("nan")), num_minibatches=1)
+    update(PPO(Line(2.0), PPOConfig(), alone(world)), slots(returns=float("nan")), num_minibatches=1)
     events.close()
     event = json.loads((tmp_path / "event").read_text())
     assert (event["event"], event["skipped"]) == ("bad_steps", 4)
@@ -195,7 +200,7 @@ def test_the_users_command_hears_of_skipped_steps(world, tmp_path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_until_there_are_too_many(world, bad):
     line = Line(2.0)
-    ppo = PPO(line, PPOConfig(max_bad_steps=10), world)
+    ppo = PPO(line, PPOConfig(max_bad_steps=10), alone(world))
     metrics = update(ppo, slots(returns=bad), num_minibatches=1)
     assert metrics["optim/skipped_steps"] == ppo.bad_in_a_row == 4 and metrics["optim/steps"] == 0
     assert line.value.item() == 2.0 and not ppo.optimizer.state
@@ -211,11 +216,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_until_there_are_to
 
 def test_no_bad_step_is_skipped_if_none_is_allowed(world):
     with pytest.raises(NonFiniteGradient, match="in 1 steps in a row"):
-        update(PPO(Line(), PPOConfig(max_bad_steps=0), world), slots(returns=float("nan")))
+        update(PPO(Line(), PPOConfig(max_bad_steps=0), alone(world)), slots(returns=float("nan")))
 
 
 def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
-    ppo = PPO(Line(2.0), PPOConfig(vf_coef=0.0, update_epochs=1), world)
+    ppo = PPO(Line(2.0), PPOConfig(vf_coef=0.0, update_epochs=1), alone(world))
 
     def infinite(*args):
         parts = ppo_loss(*args)
@@ -226,7 +231,7 @@ def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
 
 
 def test_the_optimizer_gets_the_learning_rate_of_the_schedule(world):
-    ppo = PPO(Line(), PPOConfig(learning_rate=0.1, warmup=4), world)
+    ppo = PPO(Line(), PPOConfig(learning_rate=0.1, warmup=4), alone(world))
     assert ppo.set_learning_rate(2, 0.25) == pytest.approx(0.1 * 2 / 4 * 0.25)
     assert ppo.optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
 

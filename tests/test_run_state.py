@@ -52,7 +52,7 @@ class Run:
         self.path = path
         path.mkdir()
         self.config = {
-            "launch": {"strategy": "auto", "max_restarts": 0},
+            "launch": {"strategy": "default", "max_restarts": 0},
             "train": {"num_episodes": 100, "total_steps": 0} | train,
             "task": {"env": "Recall-v0"},
         }
