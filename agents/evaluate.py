@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
 from envs.task import GymTask
 from envs.trading import first_tradable_day
 from envs.trading_task import TradingTask, prepare_task
+from rl_dist.flags import CommandParser
 from rl_dist.launch import UserError, launch
 from rl_dist.watchdog import end_rank
 from rl_dist.world import World, close_world, end_at_signals, open_world
@@ -270,7 +270,6 @@ def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
 
 def _rank_main(args: argparse.Namespace) -> int:
     """What every rank of the command does."""
-    logging.getLogger("rl_dist.launch").addHandler(logging.NullHandler())  # the console hears of errors already
     world = open_world("cpu")
     end_at_signals()
     try:
@@ -291,15 +290,9 @@ def _rank_main(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of `python -m agents.evaluate`."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m agents.evaluate",
         description="Judge a trained policy, without noise, beside equal weight under the same costs.",
         epilog="examples:\n  python -m agents.evaluate runs/my_run\n"

@@ -15,7 +15,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from rl_dist.checkpoint_folder import (
     load_latest,
     save_checkpoint,
 )
+from rl_dist.flags import CommandParser
 
 __all__ = [
     "BEST_FILE",
@@ -183,14 +184,8 @@ def _digest_of_best(path: Path) -> str:
         return ""  # its own row says why
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print("error: " + " ".join(message.split()), file=sys.stderr)
-        sys.exit(2)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m rl_dist.checkpoint",
         description="Look at checkpoints; nothing is changed, and nothing in them can run.",
         epilog=EPILOG,

@@ -68,7 +68,7 @@ def parse_flags(
         argv: without the program's name; None is the process's own.
         extra: adds further flags to the parser, returned in `.extra`.
     """
-    parser = _Parser(
+    parser = CommandParser(
         description=description,
         epilog=epilog,
         allow_abbrev=False,
@@ -90,10 +90,11 @@ def parse_flags(
     return ParsedFlags(configs=configs, given=given, extra=argparse.Namespace(**known))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line, whatever their kind."""
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line on stderr, whatever their kind; exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        """Print and exit."""
         print("error: " + " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
@@ -168,7 +169,7 @@ def _converter(kind: type, optional: bool) -> Callable[[str], Any]:
     return convert
 
 
-def _parse_known(parser: _Parser, argv: list[str]) -> argparse.Namespace:
+def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
     options = {name[2:].replace("-", "_"): name for name in parser._option_string_actions if name[:2] == "--"}
     namespace, unknown = parser.parse_known_args(_canonical(argv, options))
     if unknown and unknown[0].startswith("-"):

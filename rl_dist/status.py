@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from rl_dist.flags import CommandParser
 from rl_dist.run_state import RECENT, NoRunError, RunState, newest_run, read_run
 
 RUNS = Path("runs")
@@ -189,14 +190,8 @@ def wait_for(run_dir: Path) -> None:
         time.sleep(0.2)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print("error: " + " ".join(message.split()), file=sys.stderr)
-        sys.exit(2)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m rl_dist.status",
         description="Show how a run is doing: state, progress, speed, checkpoint, use of each rank, last warnings.",
         epilog=EPILOG,
