@@ -13,15 +13,17 @@ from typing import Any
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from agents.memory import MemoryNeed, Shapes, compute_memory, count_parameters, dry_run, largest_sizes
-from agents.run import SECTIONS, RunConfig
+from agents.memory import MemoryNeed, Shapes, compute_memory, count_parameters, dry_run, largest_sizes, probe
+from agents.run import RunConfig
 from agents.sizes import Sizes, TrainConfig, share_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.all_reduce_bench import BenchFailed, Measured, measure_all_reduce
 from rl_dist.calibration import steps_per_episode
 from rl_dist.hardware import Facts
+from rl_dist.job_of_run import flags_of
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
+from rl_dist.monitor import clear_gpu_memory
 from rl_dist.trial import run_trial
 from rl_dist.world import close_world, open_world, threads_per_rank
 
@@ -32,7 +34,6 @@ MOST_OF_MEMORY = 0.9  # of what is free now
 LONG_WORK = 4e10  # steps of one rank's rollout times bytes of parameters: no dry run beyond, without --full
 QUICK_WORK = 1e9  # the same: a dry run is done up to here even where memory is ample
 TRIAL_S, FULL_TRIAL_S = 60.0, 600.0
-OTHER_DEFAULTS = ("train", "ppo")  # sections whose defaults a task may replace by its own
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,6 @@ def share_config(question: Question) -> TrainConfig:
         scaling="strong",
         lr_scaling="none",
     )
-
-
-def flags_of(config: RunConfig) -> list[str]:
-    """Flags that configure a copy alike: all but shared defaults."""
-    words = []
-    for name, section in SECTIONS.items():
-        for item in dataclasses.fields(section):
-            value = getattr(getattr(config, name), item.name)
-            if value == item.default and name not in OTHER_DEFAULTS:
-                continue
-            on_off = f"--{'' if value else 'no-'}{item.name}"
-            words.append(on_off if isinstance(value, bool) else f"--{item.name}={value}")
-    return words
 
 
 def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
@@ -184,6 +172,40 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
     return dataclasses.replace(figures, measured_peak=peak, not_measured="")
 
 
+class Trying:
+    """Memory of a training, computed and tried out, once."""
+
+    def __init__(self, question: Question, make_env: MakeEnv, facts: Facts) -> None:
+        self._parts = question, make_env, facts
+        self._found: tuple[Shapes, MemoryFigures] | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Try it, unless that has been done; errors wait for `result`."""
+        if self._found or self._error:
+            return
+        question, make_env, facts = self._parts
+        try:
+            shapes = probe(make_env)
+            memory = measure_memory(question, make_env, look_at_memory(question, shapes, facts))
+            self._found = shapes, add_largest(question, shapes, memory)
+            clear_gpu_memory()  # ranks and short runs need it
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> tuple[Shapes, MemoryFigures]:
+        """What was found.
+
+        Raises:
+            Exception: whatever trying it raised.
+        """
+        self.run()
+        if self._error:
+            raise self._error
+        assert self._found
+        return self._found
+
+
 def measure_time(question: Question, reductions: Measured | None, shapes: Shapes) -> TimeFigures:
     """Train one rank's share for a few iterations, all ranks' shares side by side.
 
@@ -193,7 +215,7 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
     config, sizes = question.config, question.sizes
     share = dataclasses.replace(config, train=share_config(question))
     trial = run_trial(
-        flags_of(share),
+        flags_of(share.to_dict()),
         question.num_ranks,
         threads_per_rank(question.num_ranks),
         5 if question.full else 1,

@@ -35,7 +35,7 @@ WARM_UP, LEAST_REPEATS = 2, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
 DDP_STEPS = 8
 GO = "go"  # the file that lets the ranks begin
-RUN = "import sys; from rl_dist.all_reduce_bench import run; sys.exit(run(sys.argv[1]))"
+RUN = "import sys; from {0} import run_rank; from {1} import run; sys.exit(run(run_rank, sys.argv[1]))"
 
 
 class BenchFailed(Exception):
@@ -131,14 +131,14 @@ def run_to_end(
     asked: dict[str, Any],
     folder: str,
     timeout_s: float,
-    run: str = RUN,
+    module: str = __name__,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Start `run` with `asked` as JSON in a subprocess, and wait for its end."""
+    """Let ranks do `run_rank` of a module with `asked` in a subprocess, and wait for their end."""
     errors = Path(folder, "stderr")
     with errors.open("wb") as stderr:
         job = start(
-            ["-c", run, json.dumps(asked)],
+            ["-c", RUN.format(module, __name__), json.dumps(asked)],
             path=Path(__file__).resolve().parents[1],
             variables={"TMPDIR": folder},
             stdout=stderr,
@@ -174,10 +174,10 @@ def _read(found: dict[str, Any]) -> Measured:
 # ---- in the subprocess
 
 
-def run(asked: str) -> int:
-    """Start the ranks, as asked in JSON; returns the exit code."""
+def run(rank_main: Callable[[dict[str, Any]], None], asked: str) -> int:
+    """Start ranks, as asked in JSON; returns the exit code."""
     parameters = json.loads(asked)
-    return launch(run_rank, (parameters,), parameters["num_ranks"])
+    return launch(rank_main, (parameters,), parameters["num_ranks"])
 
 
 def run_rank(asked: dict[str, Any]) -> None:
@@ -253,21 +253,22 @@ def _verify(buffer: Tensor, world: World) -> None:
         )
 
 
-class _Weights(nn.Module):
-    """As many parameters as asked for; the gradient of each is the input."""
+class Weights(nn.Module):
+    """As many parameters as asked for, in so many tensors; the gradient of each is the input."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, parts: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count))
+        sizes = [len(part) for part in torch.arange(count).tensor_split(parts) if len(part)]
+        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
 
     def forward(self, value: Tensor) -> Tensor:
         """The loss."""
-        return (self.weight * value).sum()
+        return torch.stack([(weight * value).sum() for weight in self.weights]).sum()
 
 
 def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
     """Take steps whose result is known: every step subtracts the mean of the ranks' gradients, 1..N."""
-    module = _Weights(gradient_bytes // 4).to(world.device)
+    module = Weights(gradient_bytes // 4).to(world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     steps, waits = [], []
@@ -286,8 +287,9 @@ def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
         waits.append(world.gradient_seconds)
     check_in_sync(dict(module.named_parameters()), world)
     expected = -DDP_STEPS * (world.size + 1) / 2
-    if not torch.allclose(module.weight, torch.full_like(module.weight, expected), rtol=1e-6):
-        got = module.weight.flatten()[0].item()
+    weight = module.weights[0]
+    if not torch.allclose(weight, torch.full_like(weight, expected), rtol=1e-6):
+        got = weight.flatten()[0].item()
         raise RuntimeError(f"rank {world.rank}: DDP made parameters of {got:g}, {expected:g} is right")
     step_s = statistics.median(max(of_ranks) for of_ranks in zip(*gather_json(steps, world), strict=True))
     reduction_s = statistics.median(min(of_ranks) for of_ranks in zip(*gather_json(waits, world), strict=True))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,22 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def flags_of_run(run_dir: Path) -> list[str]:
-    """The training flags of a run, without those that cannot take effect."""
-    config = read_config(run_dir)
+    """The training flags of a run."""
+    return flags_of(read_config(run_dir))
+
+
+def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Flags that make a configuration by section, without those that cannot take effect."""
     trading = config["task"]["env"] == TRADING
     simulated = config.get("data", {}).get("data") == "simulated"
+    by_steps = config["train"].get("total_steps")
     flags = []
     for section, values in config.items():
         if section in OF_TRADING and (not trading or (section == "market" and not simulated)):
             continue
         for name, value in values.items():
-            if value == "" or (section == "task" and trading and name != "env"):
+            idle = (section == "task" and trading and name != "env") or (name == "num_episodes" and by_steps)
+            if value == "" or idle:
                 continue
             flags.append(f"--{name}={'none' if value is None else value}")
     return flags

@@ -121,15 +121,22 @@ def find_gpus(name: str) -> list[Gpu]:
     return [GPUS[_known(part.strip(), list(GPUS), "--gpu")] for part in name.split("+")]
 
 
+def gpu_named(device_name: str) -> Gpu | None:
+    """The card that torch gives this name; None: not one of ours."""
+    for gpu in GPUS.values():
+        if all(word in device_name for word in gpu.name.replace("SXM", "").split()):
+            return gpu
+    return None
+
+
 def link_of_gpu(device_name: str) -> Link:
     """The link between cards of this kind, by the name that torch gives it.
 
     Raises:
         UserError: it is not known.
     """
-    for gpu in GPUS.values():
-        if all(word in device_name for word in gpu.name.replace("SXM", "").split()):
-            return LINKS[gpu.link if "PCIe" not in device_name else "PCIe 4"]
+    if gpu := gpu_named(device_name):
+        return LINKS[gpu.link if "PCIe" not in device_name else "PCIe 4"]
     raise UserError(f"--link: name the link between GPUs like {device_name}: {', '.join(LINKS)}")
 
 

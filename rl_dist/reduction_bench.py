@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from rl_dist.all_reduce_bench import run_to_end
+from rl_dist.all_reduce_bench import Weights, run_to_end
 from rl_dist.collectives import agree_max, gather_json, sum_over_ranks
-from rl_dist.launch import launch
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import World, close_world, open_world
 
-RUN = "import sys; from rl_dist.reduction_bench import run; sys.exit(run(sys.argv[1]))"
+PARTS = 16  # tensors of a module, a few as a network has them
 WORK_S, WARM_UP = 0.004, 3
 # An iteration of training, besides its gradients; tests/test_calibration.py counts them in a real one.
 SUMS, GATHERS, AGREEMENTS = 4, 1, 1
@@ -66,18 +64,12 @@ def measure_reductions(
             "repeats": repeats,
             "out": out,
         }
-        run_to_end(asked, folder, timeout_s, RUN)
+        run_to_end(asked, folder, timeout_s, __name__)
         found = json.loads(Path(out).read_text())
     return Reductions(ranks, {int(size): seconds for size, seconds in found["gradients"].items()}, found["small"])
 
 
 # ---- in the subprocess
-
-
-def run(asked: str) -> int:
-    """Start the ranks, as `asked` in JSON; returns the exit code."""
-    parameters = json.loads(asked)
-    return launch(run_rank, (parameters,), parameters["num_ranks"])
 
 
 def run_rank(asked: dict[str, Any]) -> None:
@@ -93,21 +85,8 @@ def run_rank(asked: dict[str, Any]) -> None:
     close_world(world)
 
 
-class _Weights(nn.Module):
-    """As many parameters as asked for, in a few tensors as a network has them."""
-
-    def __init__(self, count: int, parts: int = 16) -> None:
-        super().__init__()
-        sizes = [len(part) for part in torch.arange(count).tensor_split(parts) if len(part)]
-        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
-
-    def forward(self, value: Tensor) -> Tensor:
-        """The loss."""
-        return torch.stack([(weight * value).sum() for weight in self.weights]).sum()
-
-
 def _gradient_s(num_bytes: int, repeats: int, world: World) -> float:
-    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(_Weights(num_bytes // 4).to(world.device))
+    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(Weights(num_bytes // 4, PARTS).to(world.device))
     value = torch.ones((), device=world.device)
 
     def reduce() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_dist.calibration import Calibration, Point, modelled_communication
-from rl_dist.machines import AS_OF, GPUS, LINKS, Gpu, slowest
+from rl_dist.machines import AS_OF, LINKS, Gpu, gpu_named, slowest
 from rl_dist.scaling_model import Link, Prediction, Scaled, bottleneck
 
 HERE = "this machine"
@@ -148,10 +148,9 @@ def _card_rows(calibration: Calibration, budget: Budget, cards: list[Gpu], here_
 def device_tflops(device_type: str) -> float:
     """fp32 rate of one thread here, or of the GPU by its data sheet, else measured."""
     if device_type == "cuda":
-        name = torch.cuda.get_device_name(0)
-        for gpu in GPUS.values():
-            if all(word in name for word in gpu.name.replace("SXM", "").split()):
-                return gpu.fp32_tflops
+        gpu = gpu_named(torch.cuda.get_device_name(0))
+        if gpu:
+            return gpu.fp32_tflops
     threads = torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)

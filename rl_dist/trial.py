@@ -40,6 +40,10 @@ class TrialFailed(Exception):
     """A copy failed or made no progress; the message is for the user."""
 
 
+class TrialTooLong(TrialFailed):
+    """The copies work, but did not end in time."""
+
+
 @dataclass
 class Copy:
     """One running training."""
@@ -238,7 +242,8 @@ def _wait(copies: list[Copy], least: list[int], deadline_s: float) -> list[int]:
             if copy.job.poll() is not None:
                 raise _failure(copy)
         if time.monotonic() > deadline_s:
-            raise TrialFailed(f"a short run took too long: {min(counts)} iterations of {max(least)}; try smaller sizes")
+            told = f"{min(counts)} iterations of {max(least)}"
+            raise TrialTooLong(f"a short run took too long: {told}; try smaller sizes")
         time.sleep(POLL_S)
 
 

@@ -16,9 +16,9 @@ import torch
 from train_runs import REPO, only_error, records, start
 
 from agents.run import RunConfig
+from agents.setup_report import decide_ranks, recommend
 from agents.sizes import TrainConfig, share_out
 from agents.tryout import Question
-from check_gpu_setup import decide_ranks, recommend
 from rl_dist.hardware import read_facts
 from rl_dist.launch import LaunchConfig
 

@@ -9,9 +9,10 @@ import pytest
 from agents.memory import Shapes
 from agents.run import SECTIONS, RunConfig
 from agents.sizes import TrainConfig, share_out
-from agents.tryout import Question, add_largest, compute, flags_of, look_at_memory
+from agents.tryout import Question, add_largest, compute, look_at_memory
 from rl_dist.flags import parse_flags
 from rl_dist.hardware import read_facts
+from rl_dist.job_of_run import flags_of
 from rl_dist.launch import LaunchConfig
 from train_distributed import add_run_flags, choose_run
 
@@ -31,12 +32,13 @@ def config_from(argv, monkeypatch):
         [],
         ["--preset", "paper", "--quick"],
         ["--learning_rate", "3e-4", "--gamma", "0.99", "--gae_lambda", "0.95"],  # defaults, but not of this task
+        ["--total_steps", "4096", "--target_kl", "0.02"],
         ["--env", "CartPole-v1", "--hidden_size", "32", "--no-anneal_lr", "--strategy", "ddp"],
     ],
 )
 def test_flags_of_a_configuration_make_the_same_one(flags, monkeypatch):
     config = config_from(flags, monkeypatch)
-    assert config_from(flags_of(config), monkeypatch) == config
+    assert config_from(flags_of(config.to_dict()), monkeypatch) == config
 
 
 def test_what_fits_is_scaled_to_what_a_dry_run_took(tmp_path):

@@ -1,0 +1,144 @@
+"""The report of check_gpu_setup.py: its sections, and the command it ends in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agents.memory import Shapes
+from agents.sizes import TrainConfig, share_out
+from agents.tryout import TRIAL_S, Question, measure_time, reduce_over
+from rl_dist.all_reduce_bench import Measured
+from rl_dist.hardware import Facts
+from rl_dist.launch import LaunchConfig, UserError, resolve
+from rl_dist.measured_checks import SCRIPT, MemoryFigures, command_line, communication_check, time_checks
+from rl_dist.setup_checks import OK, PROBLEM, WARNING, Check
+from rl_dist.trial import TrialFailed, TrialTooLong
+
+
+@dataclass
+class Report:
+    """What was found so far; prints each section when it is complete."""
+
+    quiet: bool  # --json: everything at the end
+    checks: list[Check] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=lambda: {"communication": [], "memory": None, "time": None})
+
+    def add(self, title: str, checks: Sequence[Check]) -> None:
+        """Add a section."""
+        self.checks += checks
+        if self.quiet or not checks:
+            return
+        print(f"\n{title}")
+        for check in checks:
+            print(f"  {check.verdict:<8} {check.name:<14} {check.measured}")
+            if check.cure:
+                print(f"  {'':<8} {'':<14} -> {check.cure}")
+        sys.stdout.flush()
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, for a line of the report."""
+    return " ".join(str(error).split())
+
+
+def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Check]]:
+    """Ranks and device as training would choose them, or what is nearest."""
+    try:
+        resolved = resolve(launch)
+        return resolved.num_ranks, resolved.device_type, [Check("Plan", "ranks", OK, resolved.message)]
+    except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA does not start
+        told = one_line(error)
+    if told == facts.host.address_error:
+        return *nearest(launch, facts), []  # told under Host
+    if launch.strategy == "none":
+        with suppress(ValueError, RuntimeError):
+            resolved = resolve(dataclasses.replace(launch, strategy="default"))
+            problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
+            return resolved.num_ranks, resolved.device_type, [problem]
+    ranks, device_type = nearest(launch, facts)
+    cure = f"--num_gpus {ranks}" if device_type == "cuda" else "--device cpu, or see Software and GPUs"
+    return ranks, device_type, [Check("Plan", "ranks", PROBLEM, told, cure)]
+
+
+def nearest(launch: LaunchConfig, facts: Facts) -> tuple[int, str]:
+    """Ranks and device where what was asked for cannot be."""
+    usable, asked = len(facts.gpu.usable), launch.num_gpus
+    if launch.device != "cpu" and usable and asked != 0:
+        return (usable if asked < 1 else min(asked, usable)), "cuda"
+    return max(1, asked), "cpu"
+
+
+def exercise_ranks(question: Question, report: Report, meanwhile: Callable[[], None]) -> Measured | None:
+    """Let real ranks reduce; returns figures of the backend of training."""
+    used, checks = None, []
+    for backend in ("nccl", "gloo") if question.device_type == "cuda" else ("gloo",):
+        needed = question.num_ranks > 1 and (backend == "nccl") == (question.device_type == "cuda")
+        measured, problem = reduce_over(question, backend, meanwhile)
+        checks.append(communication_check(backend, measured, problem, needed))
+        if measured is not None:
+            report.figures["communication"].append(dataclasses.asdict(measured))
+        used = measured if needed else used
+    report.add("Communication", checks)
+    return used
+
+
+def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes, report: Report) -> None:
+    """Measure a few iterations."""
+    try:
+        figures = measure_time(question, reductions, shapes)
+    except TrialTooLong as error:
+        told = str(error) if question.full else f"two iterations did not end within {TRIAL_S:.0f} s"
+        cure = "--full waits ten times as long; or choose smaller sizes"
+        report.add("Time", [Check("Time", "pace", WARNING, told, cure)])
+        return
+    except TrialFailed as error:
+        cure = "train with these flags for the whole error"
+        report.add("Time", [Check("Time", "pace", PROBLEM, str(error), cure)])
+        return
+    report.add("Time", time_checks(figures, question.device_type == "cuda"))
+    derived = {"steps_per_second": figures.steps_per_second, "total_s": figures.total_s}
+    report.figures["time"] = dataclasses.asdict(figures) | derived
+
+
+def recommend(
+    question: Question, given: Sequence[str], facts: Facts, memory: MemoryFigures | None, checks: Sequence[Check]
+) -> str:
+    """The command line to copy: what was asked, made to work as far as flags can."""
+    launch = question.config.launch
+    changes: dict[str, str | int] = {}
+    broken = launch.device == "auto" and launch.num_gpus and any(g.torch_index is not None for g in facts.gpu.gpus)
+    if question.device_type == "cpu" and (launch.device == "cuda" or broken):
+        changes["device"] = "cpu"
+    if question.device_type == "cuda" and launch.num_gpus > question.num_ranks:
+        changes["num_gpus"] = question.num_ranks
+    cores = facts.host.cores
+    if question.device_type == "cpu" and question.num_ranks > cores:
+        fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
+        changes |= {"num_gpus": fitting[0]} if fitting else {}
+    if launch.strategy == "none" and question.num_ranks > 1:
+        changes["strategy"] = "default"
+    if memory and memory.needed > memory.limit and memory.largest_num_envs:
+        changes["num_envs"] = memory.largest_num_envs
+    elif memory and memory.needed > memory.limit and memory.largest_batch_size:
+        changes |= {"num_envs": 0, "batch_size": memory.largest_batch_size}
+    unset = [check.name for check in checks if check.section == "Environment" and check.verdict != OK]
+    if facts.host.address_error:
+        unset += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    script = Path(__file__).resolve().parents[1] / SCRIPT
+    return command_line(given, changes, unset, SCRIPT if script.parent == Path.cwd() else str(script))
+
+
+def divides(train: TrainConfig, ranks: int) -> bool:
+    """Whether these sizes can be shared out over so many ranks."""
+    try:
+        share_out(train, 0, ranks)
+    except UserError:
+        return False
+    return True
