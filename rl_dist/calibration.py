@@ -286,7 +286,9 @@ class _Short:
         """
         import psutil  # training imports this module, and goes without
 
-        copies, free = self.copies(ranks), psutil.virtual_memory().available
+        from rl_dist.host_memory import host_memory
+
+        copies, free = self.copies(ranks), host_memory().available
         if divided:
             program = min(copy_bytes, psutil.Process().memory_full_info().uss)
             copy_bytes = program + (copy_bytes - program) // ranks

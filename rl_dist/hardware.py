@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from rl_dist.gpu_facts import Gpu, GpuInfo, read_gpus
+from rl_dist.host_memory import host_memory
 from rl_dist.nvml import Nvml
 from rl_dist.rendezvous import asked_for_address, check_address
 from rl_dist.world import available_cores
@@ -218,9 +219,7 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def _host() -> Host:
-    memory = psutil.virtual_memory()
-    limit, used = _container_memory()
-    total = min(memory.total, limit or memory.total)
+    memory = host_memory()
     shm = Path("/dev/shm")
     shm_usage = shutil.disk_usage(shm) if shm.is_dir() else None
     address, address_error = _address()
@@ -231,8 +230,8 @@ def _host() -> Host:
         machine_cores=os.cpu_count() or 1,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         threads=torch.get_num_threads(),
-        memory_total_bytes=total,
-        memory_available_bytes=min(memory.available, total - used if limit else memory.available),
+        memory_total_bytes=memory.total,
+        memory_available_bytes=memory.available,
         process_bytes=psutil.Process().memory_info().rss,
         shm_total_bytes=shm_usage and shm_usage.total,
         shm_free_bytes=shm_usage and shm_usage.free,
@@ -241,20 +240,6 @@ def _host() -> Host:
         address=address,
         address_error=address_error,
     )
-
-
-def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Limit and use of the control group in bytes; (0, 0): there is none.
-
-    Files that were read once (inactive_file) are no use: the kernel drops them when somebody wants memory.
-    """
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = int(stat.get("inactive_file", 0))
-        return (int(limit), max(0, int(used) - cached)) if limit.isdecimal() else (0, 0)
-    except (OSError, ValueError):
-        return 0, 0
 
 
 def _name_error() -> str:

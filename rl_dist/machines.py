@@ -1,7 +1,7 @@
 """GPUs and links that one does not own: data-sheet rates, for estimates.
 
-Rates are the makers' peaks, without sparsity, written down without the named pages at hand: check before you
-rely on one. Prices are the lowest and highest list prices per GPU-hour seen on
+Rates are the makers' peaks, without sparsity. `source` is the maker's page; `seen` tells which figures were read in
+November 2026, and where. What is not in `seen` was written down from memory: check it before you rely on it. Prices are the lowest and highest list prices per GPU-hour seen on
 providers' pages from August to November 2026; None: none was seen, so give --price_per_hour.
 """
 
@@ -28,6 +28,7 @@ class Gpu:
     link: str  # between cards of one machine, a name in LINKS
     usd_per_hour: tuple[float, float] | None  # lowest and highest
     source: str
+    seen: str
 
 
 GPUS = {
@@ -37,41 +38,55 @@ GPUS = {
             name="A100", fp32_tflops=19.5, bf16_tflops=312, memory_gib=80, memory_gb_s=2039, power_w=400,
             link="NVLink 3", usd_per_hour=(1.39, 3.43),
             source="https://www.nvidia.com/en-us/data-center/a100/ (SXM, 80 GB)",
+            seen="https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200: 19.49 and 311.9 TFLOPS, "
+            "80 GB, 2.04 TB/s, 400 W",
         ),
         Gpu(
             name="H100 SXM", fp32_tflops=67, bf16_tflops=989, memory_gib=80, memory_gb_s=3350, power_w=700,
             link="NVLink 4", usd_per_hour=(2.40, 12.29),
             source="https://www.nvidia.com/en-us/data-center/h100/",
+            seen="https://glennklockwood.com/garden/processors/h100: 66.9 and 989.4 TFLOPS, "
+            "80 GB, 3.35 TB/s, 700 W, NVLink 900 GB/s",
         ),
         Gpu(
             name="H200", fp32_tflops=67, bf16_tflops=989, memory_gib=141, memory_gb_s=4800, power_w=700,
             link="NVLink 4", usd_per_hour=(3.45, 6.31),
             source="https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
+            seen="https://www.saulelectric.com/nvidia-h200.html: 141 GB, 4.8 TB/s, 700 W, NVLink 900 GB/s",
         ),
         Gpu(
             name="B200", fp32_tflops=75, bf16_tflops=2250, memory_gib=180, memory_gb_s=8000, power_w=1000,
             link="NVLink 5", usd_per_hour=(5.00, 6.79),
             source="https://www.nvidia.com/en-us/data-center/dgx-b200/ (one of eight)",
+            seen="https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200: 75.02 and 2250 TFLOPS, 1000 W; "
+            "https://glennklockwood.com/garden/processors/B200: 80 and 2250 TFLOPS, 8 TB/s, 1000 W, NVLink 1800 GB/s",
         ),
         Gpu(
             name="RTX 4090", fp32_tflops=82.6, bf16_tflops=165, memory_gib=24, memory_gb_s=1008, power_w=450,
             link="PCIe 4 through the host", usd_per_hour=(0.29, 0.88),
             source="NVIDIA Ada GPU Architecture white paper, appendix A",
+            seen="https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation: 82.6 TFLOPS "
+            "fp32, 24 GB, 1008 GB/s, 450 W",
         ),
         Gpu(
             name="RTX 6000 Ada", fp32_tflops=91.1, bf16_tflops=364, memory_gib=48, memory_gb_s=960, power_w=300,
             link="PCIe 4", usd_per_hour=None,
             source="https://www.nvidia.com/en-us/design-visualization/rtx-6000/",
+            seen="https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation: 91.1 TFLOPS "
+            "fp32, 48 GB, 960 GB/s, 300 W",
         ),
         Gpu(
             name="MI300X", fp32_tflops=163.4, bf16_tflops=1307, memory_gib=192, memory_gb_s=5300, power_w=750,
             link="Infinity Fabric", usd_per_hour=(2.59, 2.59),
             source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+            seen="https://www.emergentmind.com/topics/amd-instinct-mi300x-gpus: 192 GB, 5.3 TB/s; MLCommons' "
+            "inference_results_v4.1, AMD/systems/8xMI300X_2xEPYC-9374F.json: 192 GB, 750 W",
         ),
         Gpu(
             name="MI325X", fp32_tflops=163.4, bf16_tflops=1307, memory_gib=256, memory_gb_s=6000, power_w=1000,
             link="Infinity Fabric", usd_per_hour=None,
             source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
+            seen="https://wiaix.com/amd-instincttm-mi325x-accelerators: 256 GB (eight are 2 TB), 6 TB/s",
         ),
     )
 }  # fmt: skip

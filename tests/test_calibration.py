@@ -5,15 +5,13 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from agents_ranks import make_job, world_of_one
 
 from agents.trainer import Training, train
-from rl_dist import calibration, reduction_bench, speedup
+from rl_dist import calibration, host_memory, reduction_bench, speedup
 from rl_dist.calibration import (
     SMALL_COLLECTIVES,
     Calibration,
@@ -22,6 +20,7 @@ from rl_dist.calibration import (
     share_flags,
     steps_per_episode,
 )
+from rl_dist.host_memory import HostMemory
 from rl_dist.launch import UserError
 from rl_dist.machines import LINKS
 from rl_dist.metrics import NullWriter
@@ -183,7 +182,8 @@ def test_far_more_copies_than_cores_are_refused_before_anything_starts(monkeypat
 
 
 def test_more_copies_than_fit_in_memory_are_refused_after_the_first(monkeypatch):
-    half = psutil.virtual_memory().total // 2
+    monkeypatch.setattr(host_memory, "host_memory", lambda: HostMemory(2**36, 2**35))  # a container's share
+    half = 2**34
     told, asked = calibrate_copies(monkeypatch, 2, [4], copy_bytes=half)
     assert [entry[0] for entry in asked] == [1]
     assert "4 trainings side by side of about" in told and "do not fit in the" in told and "--between NAME" in told
@@ -192,7 +192,7 @@ def test_more_copies_than_fit_in_memory_are_refused_after_the_first(monkeypatch)
 
 
 def test_strong_shares_are_smaller_and_may_fit_where_weak_ones_do_not(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 * 2**30))
+    monkeypatch.setattr(host_memory, "host_memory", lambda: HostMemory(2**36, 30 * 2**30))
     assert "about 10 GiB each" in calibrate_copies(monkeypatch, 2, [4], copy_bytes=10 * 2**30)[0]
     assert len(calibrate_copies(monkeypatch, 2, [4], copy_bytes=10 * 2**30, scalings=["strong"])[1]) == 2
 

@@ -166,15 +166,6 @@ def test_a_gpu_that_does_not_answer_torch_has_no_bf16(monkeypatch):
     assert hardware._precision(GPUS).bf16 is False and hardware._software().cudnn is None
 
 
-def test_files_read_once_do_not_count_as_used_memory(tmp_path):
-    files = {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 300\ninactive_file 500\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert hardware._container_memory(tmp_path) == (1000, 400)
-    (tmp_path / "memory.max").write_text("max")
-    assert hardware._container_memory(tmp_path) == hardware._container_memory(tmp_path / "none") == (0, 0)
-
-
 def test_unequal_models_and_a_silent_nvml_are_told():
     unequal = with_first_gpu(name="NVIDIA A100")
     assert "unequal: NVIDIA A100, NVIDIA H100" in verdicts(gpu_checks(unequal, GPU_PLAN), "models")[1]
