@@ -1,8 +1,9 @@
 """GPUs and links that one does not own: data-sheet rates, for estimates.
 
 Rates are the makers' peaks, without sparsity. `source` is the maker's page; `seen` tells which figures were read in
-November 2026, and where. What is not in `seen` was written down from memory: check it before you rely on it. Prices are the lowest and highest list prices per GPU-hour seen on
-providers' pages from August to November 2026; None: none was seen, so give --price_per_hour.
+November 2026, and where. What is not in `seen` was written down from memory: check it before you rely on it.
+Prices are the lowest and highest list prices per GPU-hour seen on providers' pages from August to November 2026; None:
+none was seen, so give --price_per_hour.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ import math
 import os
 import struct
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +15,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rl_dist.progress import open_progress
 from rl_dist.world import World, unwritable
 
 logger = logging.getLogger(__name__)
-# tqdm's own lock has a semaphore, which a failed rank, leaving at once, would leak with a warning.
-tqdm.set_lock(threading.RLock())
 
 METRICS_FILE = "metrics.jsonl"
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
-PLAIN_LINE_EVERY_S = 5.0  # progress lines where stderr is no terminal
-SHOWN = {"steps/s": "time/sps", "return": "episode/return"}  # in the progress display
 
 
 class NullWriter:
@@ -79,7 +74,7 @@ class MetricsWriter(NullWriter):
             self._board: Any = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=10)
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
-        self._progress = _Bar(total, unit, start) if sys.stderr.isatty() else _Lines(total, unit, start)
+        self._progress = open_progress(total, unit, start)
         self._closed = False
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
@@ -312,66 +307,6 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.rank":
             tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
-
-
-class _Bar:
-    """One tqdm bar, for terminals."""
-
-    def __init__(self, total: int | None, unit: str, start: int) -> None:
-        tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes
-        self._bar = tqdm(total=total, unit=f" {unit}", initial=start, dynamic_ncols=True, smoothing=0.05)
-        self._last: dict[str, float] = {}
-
-    def show(self, record: dict[str, Any], done: int) -> None:
-        self._last |= {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
-        self._bar.set_postfix({name: _short(value) for name, value in self._last.items()}, refresh=False)
-        self._bar.update(done - self._bar.n)
-        self._bar.refresh()
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _Lines:
-    """A plain line every few seconds, for log files and pipes."""
-
-    def __init__(self, total: int | None, unit: str, start: int) -> None:
-        self._total, self._unit, self._start = total, unit, start
-        self._started_s = time.monotonic()
-        self._printed_s = -math.inf
-        self._pending = ""
-        self._last: dict[str, float] = {}
-
-    def show(self, record: dict[str, Any], done: int) -> None:
-        self._last |= {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
-        now = time.monotonic()
-        self._pending = self._line(record, done, now - self._started_s)
-        if now - self._printed_s >= PLAIN_LINE_EVERY_S:
-            self._print(now)
-
-    def _line(self, record: dict[str, Any], done: int, elapsed_s: float) -> str:
-        parts = [f"iteration {record['iteration']}"]
-        if self._total:
-            parts.append(f"{done:,}/{self._total:,} {self._unit} ({min(1.0, done / self._total):.0%})")
-        else:
-            parts.append(f"{done:,} {self._unit}")
-        parts += [f"{name} {_short(value)}" for name, value in self._last.items()]
-        if self._total and done > self._start:
-            left_s = elapsed_s * max(0, self._total - done) / (done - self._start)
-            parts.append(f"ETA {tqdm.format_interval(left_s)}")
-        return " | ".join(parts)
-
-    def _print(self, now: float) -> None:
-        print(self._pending, file=sys.stderr, flush=True)
-        self._pending, self._printed_s = "", now
-
-    def close(self) -> None:
-        if self._pending:
-            self._print(time.monotonic())
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dis
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
 PRINTERS = {
     f"rl_dist/{name}.py"
-    for name in ("agent", "checkpoint", "flags", "hardware", "metrics", "resume_check", "speedup", "status")
+    for name in ("agent", "checkpoint", "flags", "hardware", "progress", "resume_check", "speedup", "status")
 }
 SPECIAL_LENGTH = {"update": 65, "collect": 65}  # lines, in agents; `train` and all others: MAX_FUNCTION
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 400, 80, 15, 79

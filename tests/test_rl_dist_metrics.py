@@ -97,6 +97,15 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(tmp_path, capsys):
     assert last.startswith("iteration 10 | 2,000/2,000 episodes (100%) | steps/s 7,123 | return 0.25")
 
 
+def test_the_throughput_shown_is_the_median_of_the_latest_iterations(tmp_path, capsys):
+    writer = MetricsWriter(tmp_path, world_of_rank(0), total=2000, unit="episodes")
+    rates = [9000.0, *[100.0] * 3, 900.0, 110.0, 120.0, 130.0, 95.0, 5000.0, None]
+    for iteration, rate in enumerate(rates, 1):
+        writer.write(record(iteration, **{"time/sps": rate}), done=iteration)
+    writer.close()
+    assert "| steps/s 110 |" in capsys.readouterr().err.splitlines()[-1]  # of nine; the first has been forgotten
+
+
 def test_progress_on_a_terminal_is_one_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     writer = MetricsWriter(tmp_path, world_of_rank(0), total=20, unit="episodes", start=5)

@@ -1,0 +1,105 @@
+"""How far a run is: a bar on terminals, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from tqdm import tqdm
+
+# tqdm's own lock has a semaphore, which a failed rank, leaving at once, would leak with a warning.
+tqdm.set_lock(threading.RLock())
+
+PLAIN_LINE_EVERY_S = 5.0  # where stderr is no terminal
+SHOWN = {"steps/s": "time/sps", "return": "episode/return"}
+LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
+
+
+def open_progress(total: int | None, unit: str, start: int) -> _Bar | _Lines:
+    """What suits stderr; `total` may be unknown, `start` is above 0 on resume."""
+    return _Bar(total, unit, start) if sys.stderr.isatty() else _Lines(total, unit, start)
+
+
+class _Figures:
+    """What is shown of the latest iterations."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._rates: deque[float] = deque(maxlen=LATEST)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take an iteration's metrics."""
+        self._last |= {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
+        if record.get("time/sps") is not None:
+            self._rates.append(record["time/sps"])
+            self._last["steps/s"] = statistics.median(self._rates)
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """Text by name."""
+        return {name: _short(value) for name, value in self._last.items()}
+
+
+class _Bar:
+    """One tqdm bar, for terminals."""
+
+    def __init__(self, total: int | None, unit: str, start: int) -> None:
+        tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes
+        self._bar = tqdm(total=total, unit=f" {unit}", initial=start, dynamic_ncols=True, smoothing=0.05)
+        self._figures = _Figures()
+
+    def show(self, record: dict[str, Any], done: int) -> None:
+        self._figures.add(record)
+        self._bar.set_postfix(self._figures.shown, refresh=False)
+        self._bar.update(done - self._bar.n)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """A plain line every few seconds, for log files and pipes."""
+
+    def __init__(self, total: int | None, unit: str, start: int) -> None:
+        self._total, self._unit, self._start = total, unit, start
+        self._started_s = time.monotonic()
+        self._printed_s = -math.inf
+        self._pending = ""
+        self._figures = _Figures()
+
+    def show(self, record: dict[str, Any], done: int) -> None:
+        self._figures.add(record)
+        now = time.monotonic()
+        self._pending = self._line(record, done, now - self._started_s)
+        if now - self._printed_s >= PLAIN_LINE_EVERY_S:
+            self._print(now)
+
+    def _line(self, record: dict[str, Any], done: int, elapsed_s: float) -> str:
+        parts = [f"iteration {record['iteration']}"]
+        if self._total:
+            parts.append(f"{done:,}/{self._total:,} {self._unit} ({min(1.0, done / self._total):.0%})")
+        else:
+            parts.append(f"{done:,} {self._unit}")
+        parts += [f"{name} {text}" for name, text in self._figures.shown.items()]
+        if self._total and done > self._start:
+            left_s = elapsed_s * max(0, self._total - done) / (done - self._start)
+            parts.append(f"ETA {tqdm.format_interval(left_s)}")
+        return " | ".join(parts)
+
+    def _print(self, now: float) -> None:
+        print(self._pending, file=sys.stderr, flush=True)
+        self._pending, self._printed_s = "", now
+
+    def close(self) -> None:
+        if self._pending:
+            self._print(time.monotonic())
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
