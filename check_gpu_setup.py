@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from agents.run import SECTIONS
 from agents.setup_report import Report, decide_ranks, exercise_ranks, look_at_time, one_line, recommend
 from agents.sizes import share_out
-from agents.tryout import Question, Trying, gradient_bytes
+from agents.tryout import Question, Trying, gradient_bytes, short_runs
 from envs.faults import EnvironmentFault
 from envs.task import GymTask
 from envs.trading_task import TradingTask
@@ -43,10 +43,7 @@ from rl_dist.console import outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.hardware import as_dict, read_facts
 from rl_dist.launch import UserError
-from rl_dist.measured_checks import (
-    memory_checks,
-    worst,
-)
+from rl_dist.measured_checks import MemoryFigures, memory_checks, worst
 from rl_dist.rendezvous import check_variables
 from rl_dist.setup_checks import (
     PROBLEM,
@@ -59,7 +56,7 @@ from rl_dist.setup_checks import (
     link_checks,
     software_checks,
 )
-from rl_dist.trial import without
+from rl_dist.trial import SideBySide, without
 from train_distributed import RUNS, add_run_flags, choose_run
 
 OWN_FLAGS = ("json", "full", "strict")
@@ -74,14 +71,14 @@ exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a w
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The training script's flags that belong to no component, and our own."""
-    add_run_flags(parser)
+    """Our own flags, and the training script's that belong to no component."""
     group = parser.add_argument_group("check")
     group.add_argument(
         "--json", action="store_true", help="print one JSON object, see docs/check_gpu_setup.schema.json"
     )
     group.add_argument("--full", action="store_true", help="measure longer, and always try the memory out in a dry run")
     group.add_argument("--strict", action="store_true", help="exit with 1 on a warning, too")
+    add_run_flags(parser)
 
 
 def small_env(task: TradingTask | GymTask) -> Any:
@@ -100,6 +97,7 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
     with ExitStack() as held:
         config, run_dir, _ = choose_run(parsed, held)
     extra = parsed.extra
+    report.say("this machine")
     task = config.prepare_task()
     facts = read_facts(run_dir or RUNS)
     num_ranks, device_type, decided = decide_ranks(config.launch, facts)
@@ -118,11 +116,31 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
     report.add("Links", link_checks(facts, plan))
     report.add("Host", host_checks(facts, plan))
     report.add("Environment", environment_checks(facts))
+    report.say("memory")
     tried = Trying(question, make_env, facts)
     if device_type == "cuda":
         tried.run()  # alone on the GPU
-    reductions = exercise_ranks(question, report, tried.run)
     told = {"plan": dataclasses.asdict(plan), "facts": as_dict(facts)}
+    with ExitStack() as held:
+        memory = measure(question, tried, held, report)
+    return told, recommend(question, given, facts, memory, report.checks)
+
+
+def measure(question: Question, tried: Trying, held: ExitStack, report: Report) -> MemoryFigures | None:
+    """Let ranks reduce, try memory and short runs; None: memory could not be tried.
+
+    Args:
+        held: ends the short runs.
+    """
+    on_gpu = question.device_type == "cuda"
+    runs: list[SideBySide] = []
+
+    def meanwhile() -> None:
+        tried.run()
+        if not on_gpu and question.num_ranks == 1 and tried.fits:  # no reduction is timed that they could disturb
+            runs.append(held.enter_context(short_runs(question)))
+
+    reductions = exercise_ranks(question, report, meanwhile)
     try:
         shapes, memory = tried.result()
     except EnvironmentFault:
@@ -130,14 +148,15 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
     except RuntimeError as error:  # CUDA, where environments are made on a GPU
         problem = Check("Memory", "tensors", PROBLEM, one_line(error)[:300], "see Software and GPUs, and nvidia-smi")
         report.add("Memory", [problem])
-        return told, recommend(question, given, facts, None, report.checks)
-    report.add("Memory", memory_checks(memory, device_type == "cuda"))
+        return None
+    report.add("Memory", memory_checks(memory, on_gpu))
     report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
-    if memory.needed > memory.limit:
-        report.add("Time", [Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")])
+    if tried.fits:
+        running = runs[0] if runs else held.enter_context(short_runs(question))
+        look_at_time(question, running, reductions, shapes, report)
     else:
-        look_at_time(question, reductions, shapes, report)
-    return told, recommend(question, given, facts, memory, report.checks)
+        report.add("Time", [Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")])
+    return memory
 
 
 @contextmanager
@@ -172,7 +191,7 @@ def main() -> int:
     verdict = worst(report.checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
     if parsed.extra.json:
-        found = {"version": 1, "verdict": verdict, "exit_code": code, "command": command}
+        found = {"version": 2, "verdict": verdict, "exit_code": code, "command": command}
         checks = [dataclasses.asdict(check) for check in report.checks]
         print(json.dumps(found | {"checks": checks} | told | report.figures, indent=2))
         return code

@@ -13,13 +13,13 @@ from typing import Any
 
 from agents.memory import Shapes
 from agents.sizes import TrainConfig, share_out
-from agents.tryout import TRIAL_S, Question, measure_time, reduce_over
+from agents.tryout import TRIAL_S, Question, measure_time, over_backend, reduce_over
 from rl_dist.all_reduce_bench import Measured
 from rl_dist.hardware import Facts
 from rl_dist.launch import LaunchConfig, UserError, resolve
 from rl_dist.measured_checks import SCRIPT, MemoryFigures, command_line, communication_check, time_checks
 from rl_dist.setup_checks import OK, PROBLEM, WARNING, Check
-from rl_dist.trial import TrialFailed, TrialTooLong
+from rl_dist.trial import SideBySide, TrialFailed, TrialTooLong
 
 
 @dataclass
@@ -29,6 +29,11 @@ class Report:
     quiet: bool  # --json: everything at the end
     checks: list[Check] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=lambda: {"communication": [], "memory": None, "time": None})
+
+    def say(self, text: str) -> None:
+        """Tell who waits at a terminal what is done now."""
+        if sys.stderr.isatty():
+            print(f"checking: {text} ...", file=sys.stderr, flush=True)
 
     def add(self, title: str, checks: Sequence[Check]) -> None:
         """Add a section."""
@@ -79,7 +84,8 @@ def exercise_ranks(question: Question, report: Report, meanwhile: Callable[[], N
     """Let real ranks reduce; returns figures of the backend of training."""
     used, checks = None, []
     for backend in ("nccl", "gloo") if question.device_type == "cuda" else ("gloo",):
-        needed = question.num_ranks > 1 and (backend == "nccl") == (question.device_type == "cuda")
+        needed = over_backend(question, backend)
+        report.say(f"ranks that reduce over {backend}")
         measured, problem = reduce_over(question, backend, meanwhile)
         checks.append(communication_check(backend, measured, problem, needed))
         if measured is not None:
@@ -89,10 +95,13 @@ def exercise_ranks(question: Question, report: Report, meanwhile: Callable[[], N
     return used
 
 
-def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes, report: Report) -> None:
-    """Measure a few iterations."""
+def look_at_time(
+    question: Question, running: SideBySide, reductions: Measured | None, shapes: Shapes, report: Report
+) -> None:
+    """Measure a few iterations of short runs."""
+    report.say("iterations of this training")
     try:
-        figures = measure_time(question, reductions, shapes)
+        figures = measure_time(question, running, reductions, shapes)
     except TrialTooLong as error:
         told = str(error) if question.full else f"two iterations did not end within {TRIAL_S:.0f} s"
         cure = "--full waits ten times as long; or choose smaller sizes"
@@ -103,7 +112,7 @@ def look_at_time(question: Question, reductions: Measured | None, shapes: Shapes
         report.add("Time", [Check("Time", "pace", PROBLEM, str(error), cure)])
         return
     report.add("Time", time_checks(figures, question.device_type == "cuda"))
-    derived = {"steps_per_second": figures.steps_per_second, "total_s": figures.total_s}
+    derived = {name: getattr(figures, name) for name in ("iteration_s", "steps_per_second", "total_s")}
     report.figures["time"] = dataclasses.asdict(figures) | derived
 
 

@@ -24,11 +24,12 @@ from rl_dist.job_of_run import flags_of
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
 from rl_dist.monitor import clear_gpu_memory
-from rl_dist.trial import run_trial
+from rl_dist.trial import SideBySide
 from rl_dist.world import close_world, open_world, threads_per_rank
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 BENCH_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
+FEW_SIZES = (KIB, MIB)  # where it only matters that ranks can reduce
 GPU_RESERVE = GIB  # CUDA context, cuDNN and NCCL buffers of a process, not measured
 MOST_OF_MEMORY = 0.9  # of what is free now
 LONG_WORK = 4e10  # steps of one rank's rollout times bytes of parameters: no dry run beyond, without --full
@@ -74,15 +75,21 @@ def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
     return count_parameters(config.policy, num_obs, num_actions, discrete) * config.launch.dtype.itemsize
 
 
+def over_backend(question: Question, backend: str) -> bool:
+    """Whether several ranks of this training will reduce over a backend."""
+    return question.num_ranks > 1 and (backend == "nccl") == (question.device_type == "cuda")
+
+
 def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None]) -> tuple[Measured | None, str]:
     """Let ranks reduce over a backend, or say why they could not.
 
-    `meanwhile` runs while they start.
+    `meanwhile` runs while they start. What the training does not need is only tried, not timed at length.
     """
     device_type = "cuda" if backend == "nccl" else "cpu"
     ranks = question.num_ranks if device_type == question.device_type else 2
     ranks = ranks if device_type == "cuda" else max(2, ranks)
-    sizes = sorted({*BENCH_SIZES, question.gradient_bytes})
+    needed = over_backend(question, backend) or question.full
+    sizes = sorted({*(BENCH_SIZES if needed else FEW_SIZES), question.gradient_bytes})
     repeats = 50 if question.full else 10
     more: dict[str, Any] = {"gradient_bytes": question.gradient_bytes, "meanwhile": meanwhile}
     try:
@@ -193,6 +200,11 @@ class Trying:
         except Exception as error:
             self._error = error
 
+    @property
+    def fits(self) -> bool:
+        """Whether it was tried, and there is enough memory."""
+        return self._found is not None and self._found[1].needed <= self._found[1].limit
+
     def result(self) -> tuple[Shapes, MemoryFigures]:
         """What was found.
 
@@ -206,38 +218,39 @@ class Trying:
         return self._found
 
 
-def measure_time(question: Question, reductions: Measured | None, shapes: Shapes) -> TimeFigures:
-    """Train one rank's share for a few iterations, all ranks' shares side by side.
+def short_runs(question: Question) -> SideBySide:
+    """All ranks' shares side by side, to be entered and then measured."""
+    share = dataclasses.replace(question.config, train=share_config(question))
+    ranks = question.num_ranks
+    return SideBySide(flags_of(share.to_dict()), ranks, threads_per_rank(ranks), device_type=question.device_type)
+
+
+def measure_time(question: Question, running: SideBySide, reductions: Measured | None, shapes: Shapes) -> TimeFigures:
+    """The pace of what `short_runs` started, from a few iterations.
 
     Raises:
         TrialFailed: it failed or took too long.
     """
     config, sizes = question.config, question.sizes
-    share = dataclasses.replace(config, train=share_config(question))
-    trial = run_trial(
-        flags_of(share.to_dict()),
-        question.num_ranks,
-        threads_per_rank(question.num_ranks),
-        5 if question.full else 1,
-        warm_up=2 if question.full else 0,
-        device_type=question.device_type,
-        timeout_s=FULL_TRIAL_S if question.full else TRIAL_S,
-    )
+    timeout_s = FULL_TRIAL_S if question.full else TRIAL_S
+    if question.full:
+        running.measure(1, timeout_s)  # to warm up
+    copies = running.measure(5 if question.full else 1, timeout_s)
     per_rank = sizes.num_envs * config.train.num_steps
-    own = [statistics.median(per_rank / record["time/sps"] for record in copy) for copy in trial.records]
-    collect = [statistics.median(record["time/collect_s"] for record in copy) for copy in trial.records]
+    own = [statistics.median(per_rank / record["time/sps"] for record in copy) for copy in copies]
+    collect = [statistics.median(record["time/collect_s"] for record in copy) for copy in copies]
     slowest = max(range(len(own)), key=own.__getitem__)
-    records = [record for copy in trial.records for record in copy]
+    records = [record for copy in copies for record in copy]
     seen = steps_per_episode(records)
     tried = statistics.mean(shapes.episode_lengths) if shapes.episode_lengths else None
     by_steps = config.train.total_steps
     return TimeFigures(
-        iteration_s=own[slowest],
+        own_s=own[slowest],
         collect_s=collect[slowest],
         reduction_s=question.gradient_steps * reductions.ddp.reduction_s if reductions and reductions.ddp else 0.0,
         steps_per_iteration=sizes.global_num_envs * config.train.num_steps,
         steps_per_episode=tried if math.isnan(seen) else seen,
         budget=by_steps or config.train.num_episodes,
         unit="steps" if by_steps else "episodes",
-        iterations_measured=min(len(copy) for copy in trial.records),
+        iterations_measured=min(len(copy) for copy in copies),
     )

@@ -134,7 +134,7 @@ def run_to_end(
     module: str = __name__,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Let ranks do `run_rank` of a module with `asked` in a subprocess, and wait for their end."""
+    """Let ranks do a module's `run_rank` with `asked`, in a subprocess; wait."""
     errors = Path(folder, "stderr")
     with errors.open("wb") as stderr:
         job = start(
@@ -254,7 +254,7 @@ def _verify(buffer: Tensor, world: World) -> None:
 
 
 class Weights(nn.Module):
-    """As many parameters as asked for, in so many tensors; the gradient of each is the input."""
+    """Parameters in a few tensors; the gradient of each is the input."""
 
     def __init__(self, count: int, parts: int = 1) -> None:
         super().__init__()

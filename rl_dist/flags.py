@@ -66,17 +66,18 @@ def parse_flags(
         sections: dataclass by heading. Fields are int, float, str or bool, optionally None;
             metadata: "help", "unit", "choices".
         argv: without the program's name; None is the process's own.
-        extra: adds further flags to the parser, returned in `.extra`.
+        extra: adds further flags to the parser, first in --help and returned in `.extra`.
     """
     parser = CommandParser(
+        usage="%(prog)s [--flag value ...]",
         description=description,
         epilog=epilog,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    owners = _add_fields(parser, sections)
     if extra:
         extra(parser)
+    owners = _add_fields(parser, sections)
     known = vars(_parse_known(parser, list(sys.argv[1:] if argv is None else argv)))
     configs = {}
     for section, cls in sections.items():

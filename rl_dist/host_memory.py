@@ -1,4 +1,4 @@
-"""Memory that this process can have: the machine's, cut to the limits of its container."""
+"""Memory that this process can have, within the limits of its container."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def flags_of_run(run_dir: Path) -> list[str]:
 
 
 def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Flags that make a configuration by section, without those that cannot take effect."""
+    """Flags that make a configuration, without those that cannot take effect."""
     trading = config["task"]["env"] == TRADING
     simulated = config.get("data", {}).get("data") == "simulated"
     by_steps = config["train"].get("total_steps")

@@ -55,7 +55,7 @@ def communication_check(backend: str, measured: Measured | None, error: str, nee
     if measured.num_ranks > 1:
         told += f"; {gib(smallest.size_bytes)} in {seconds(smallest.median_s)}"
         told += f", {gib(largest.size_bytes)} at {rate:.3g} GB/s"
-        if smallest.median_s > SLOW_LATENCY_S[measured.device_type]:
+        if needed and smallest.median_s > SLOW_LATENCY_S[measured.device_type]:
             cure = "ranks wait for cores: stop other programs, or use fewer ranks"
             return Check("Communication", backend, WARNING, told, cure)
     return Check("Communication", backend, OK, told)
@@ -125,7 +125,7 @@ def memory_checks(figures: MemoryFigures, on_gpu: bool = False) -> list[Check]:
 class TimeFigures:
     """From real iterations of one rank's share, all ranks' shares side by side."""
 
-    iteration_s: float  # of the slowest
+    own_s: float  # of an iteration of the slowest, without reductions
     collect_s: float
     reduction_s: float  # of all gradient steps of an iteration, from the all-reduce measured; 0 for one rank
     steps_per_iteration: int  # environment steps of all ranks
@@ -135,9 +135,14 @@ class TimeFigures:
     iterations_measured: int
 
     @property
+    def iteration_s(self) -> float:
+        """A whole iteration."""
+        return self.own_s + self.reduction_s
+
+    @property
     def steps_per_second(self) -> float:
         """Of all ranks."""
-        return self.steps_per_iteration / (self.iteration_s + self.reduction_s)
+        return self.steps_per_iteration / self.iteration_s
 
     @property
     def total_s(self) -> float | None:
@@ -150,7 +155,7 @@ class TimeFigures:
 def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
     """How long training takes, and what it waits for."""
     told = f"{figures.steps_per_second:,.0f} steps/s: an iteration of {figures.steps_per_iteration:,} steps takes "
-    told += f"{seconds(figures.iteration_s + figures.reduction_s)} ({figures.iterations_measured} measured)"
+    told += f"{seconds(figures.iteration_s)} ({figures.iterations_measured} measured)"
     checks = [Check("Time", "pace", OK, told)]
     total = figures.total_s
     if total is None:
@@ -163,7 +168,7 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
             else ""
         )
         checks.append(Check("Time", "training", OK, f"{seconds(total)} for {figures.budget:,} {figures.unit}{length}"))
-    whole = figures.iteration_s + figures.reduction_s
+    whole = figures.iteration_s
     rollout, waiting = figures.collect_s / whole, figures.reduction_s / whole
     told = f"rollouts {rollout:.0%}, updates {1 - rollout - waiting:.0%}"
     told += f", reducing gradients {waiting:.0%}" if figures.reduction_s else ""

@@ -67,6 +67,7 @@ def test_what_it_measured_is_what_was_asked(two_ranks):
     assert memory["measured_peak"] > 3 * parameters and memory["needed"] == memory["process"] + memory["measured_peak"]
     assert memory["largest_num_envs"] > 4 and memory["largest_batch_size"] > 4
     assert time["steps_per_iteration"] == 64 and time["reduction_s"] > 0
+    assert time["iteration_s"] == pytest.approx(time["own_s"] + time["reduction_s"])
     assert time["total_s"] == pytest.approx(128 / time["steps_per_second"])
 
 
@@ -218,3 +219,5 @@ def test_help_names_the_training_flags_and_its_own():
     code, out, _ = check("--help")
     assert code == 0
     assert all(flag in out for flag in ("--num_envs", "--full", "--strict", "--json", "exit codes"))
+    assert out.startswith("usage: check_gpu_setup.py [--flag value ...]\n\n")
+    assert out.index("--strict") < out.index("--run_dir") < out.index("--num_envs")

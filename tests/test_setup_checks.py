@@ -392,6 +392,7 @@ def reduced(ranks=2, latency_s=0.0005):
     [
         (reduced(), True, "ok", "right, DDP steps end with equal parameters (2 ms for its gradient of 4 KiB)"),
         (reduced(latency_s=0.05), True, "warning", "wait for cores"),
+        (reduced(latency_s=0.05), False, "ok", "sums are right"),  # not timed alone, and not needed
         (reduced(ranks=1), False, "ok", "reduces with itself"),
         (None, True, "problem", "a rank hung"),
         (None, False, "warning", "a rank hung"),
@@ -449,7 +450,7 @@ TIME = TimeFigures(1.0, 0.3, 0.0, 1000, 50.0, 7200, "episodes", 1)
 def test_time_follows_from_pace_length_and_budget():
     assert TIME.total_s == 360.0
     assert dataclasses.replace(TIME, unit="steps").total_s == 7.2
-    assert dataclasses.replace(TIME, iteration_s=0.75, reduction_s=0.25).total_s == 360.0
+    assert dataclasses.replace(TIME, own_s=0.75, reduction_s=0.25).total_s == 360.0
     assert "6 min for 7,200 episodes, at 50 steps" in verdicts(time_checks(TIME, False), "training")[1]
 
 
@@ -457,7 +458,7 @@ def test_time_follows_from_pace_length_and_budget():
     ("fields", "on_gpu", "name", "words"),
     [
         ({"steps_per_episode": None}, False, "training", "--total_steps"),
-        ({"iteration_s": 0.5, "reduction_s": 0.5}, False, "spent on", "raise --batch_size"),
+        ({"own_s": 0.5, "reduction_s": 0.5}, False, "spent on", "raise --batch_size"),
         ({"collect_s": 0.9}, True, "spent on", "raise --num_envs"),
     ],
 )
