@@ -7,6 +7,7 @@ at the sizes and with the threads that a rank would have. Reductions are measure
 from __future__ import annotations
 
 import math
+import os
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
 OF_RANKS = ("num_gpus", "strategy", "scaling", "lr_scaling", "device")  # chosen here for the short runs
 PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
+BUSY_SHARE = 0.5  # of the cores, that others may want while copies are measured
 COPIES_PER_CORE = 4  # more of them measure only how the machine is overrun
 
 
@@ -58,7 +60,7 @@ class Calibration:
     device_type: str
     ranks_per_machine: int
     link: Link  # between ranks of one machine
-    between: Link  # between machines
+    between: Link | None  # between machines; None: not named
     gradient_bytes: int
     num_envs: int
     batch_size: int
@@ -66,6 +68,13 @@ class Calibration:
     one: Point
     points: list[Point]
     cores: int = field(default_factory=available_cores)
+    load: float | None = None  # processes that wanted a core before anything was measured; None: not told
+    env: str = ""  # what is trained
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether others used the machine."""
+        return self.load is not None and self.load > BUSY_SHARE * self.cores
 
     def scaled(self, point: Point) -> Scaled:
         """A point's prediction beside that of one rank."""
@@ -142,6 +151,11 @@ def gradient_bytes_of_log(log: str) -> int:
 # ---- measuring
 
 
+def machine_load() -> float | None:
+    """Processes that wanted a core in the last minute; None: this system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def default_ranks_per_machine(device_type: str, most: int) -> int:
     """GPUs here; on the CPU all ranks share this machine."""
     return torch.cuda.device_count() if device_type == "cuda" else most
@@ -175,7 +189,7 @@ def calibrate(
     Raises:
         UserError: flags that training refuses, a number of ranks that cannot be, or too many for this machine.
     """
-    gpus = sorted({1, *gpus})
+    gpus, load = sorted({1, *gpus}), machine_load()
     if gpus[0] < 1:
         raise UserError(f"--gpus {gpus[0]} must be at least 1")
     per_machine = ranks_per_machine or default_ranks_per_machine(device_type, gpus[-1])
@@ -191,7 +205,6 @@ def calibrate(
     gradient_bytes = gradient_bytes_of_log(first.log)
     talk = _Talk(gradient_bytes, short)
     link = link or talk.link(gpus[-1])
-    between = between or link
     points = []
     for scaling in scalings:
         for ranks in gpus:
@@ -208,7 +221,7 @@ def calibrate(
                     scaling=scaling,
                     work=work_of(short.run(ranks, share).records),
                     alone=short.alone(ranks, share, one if scaling == "weak" else None) if uncontended else None,
-                    communication=talk.of(ranks, link, between),
+                    communication=talk.of(ranks, link, between or link),
                     copies=short.copies(ranks),
                     threads=threads_per_rank(short.copies(ranks)),
                 )
@@ -225,6 +238,8 @@ def calibrate(
         steps_per_episode=steps_per_episode(first.records[0]),
         one=points[0],
         points=points,
+        load=load,
+        env=first.config["task"]["env"],
     )
 
 
@@ -334,7 +349,9 @@ class _Talk:
         """Reductions over ranks of this machine, of the gradient and of sizes around it."""
         if ranks not in self.found:
             sizes = sorted({max(4, int(self.gradient_bytes * factor) // 4 * 4) for factor in FIT_FACTORS})
-            self.short.say(f"reductions of {sizes} bytes over {ranks} ranks")
+            from rl_dist.hardware import gib  # with psutil, which training goes without
+
+            self.short.say(f"reductions of {', '.join(map(gib, sizes))} over {ranks} ranks")
             self.found[ranks] = measure_reductions(ranks, sizes, self.short.device_type, threads_per_rank(ranks))
         return self.found[ranks]
 

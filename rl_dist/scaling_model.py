@@ -213,29 +213,38 @@ class Scaled:
         return self.speedup / self.many.ranks
 
 
-def bottleneck(scaled: Scaled, scaling: str) -> str:
+LOST_IN = {
+    "rollouts": "in rollouts",
+    "update": "in the update",
+    "communication": "reducing gradients",
+    "waiting": "waiting for the slowest rank",
+}
+CURES = {  # by part and scaling
+    ("rollouts", "strong"): "A rollout of fewer environments is hardly shorter: raise --num_envs, or try weak scaling",
+    ("rollouts", "weak"): "Ranks slow each other's environments down: give each rank cores of its own",
+    ("update", "strong"): "Smaller minibatches do not pay: raise --batch_size and --num_envs",
+    ("update", "weak"): "Ranks slow each other down: give each rank cores or a GPU of its own",
+    ("communication", "strong"): "Raise --batch_size for fewer, larger gradient steps, or use a faster link",
+    ("waiting", "strong"): "Environments differ in speed: raise --num_steps, or level out what slows some down",
+}
+
+
+def bottleneck(scaled: Scaled, scaling: str, unit: str = "ranks") -> str:
     """What keeps N ranks from being N times as fast, and what to do, in words."""
     many, one = scaled.many, scaled.one
-    name, share = max(many.shares.items(), key=lambda item: item[1])
-    head = f"{many.ranks} ranks give {scaled.speedup:.2f}x: {name} {'are' if name == 'rollouts' else 'is'} {share:.0%}"
+    head = f"{many.ranks} {unit} give {scaled.speedup:.2f}x"
     if scaled.efficiency > 0.9:
-        return f"{head}; they scale well"
-    lost = {
+        return f"{head}: they scale well"
+    lost_s = {
         "rollouts": many.collect_s - one.collect_s * _ideal(scaled),
         "update": many.update_s + many.rest_s - (one.update_s + one.rest_s) * _ideal(scaled),
         "communication": many.communication_s,
         "waiting": many.waiting_s,
     }
-    worst = max(lost, key=lambda part: lost[part])
-    cures = {
-        "rollouts": "raise --num_envs, or --scaling weak: a rollout of fewer environments is hardly shorter"
-        if scaling == "strong" else "the ranks slow each other's environments down: give them cores of their own",
-        "update": "raise --batch_size and --num_envs: smaller minibatches do not pay"
-        if scaling == "strong" else "the ranks slow each other down: give them cores or GPUs of their own",
-        "communication": "raise --batch_size (fewer, larger gradient steps), or use a faster link",
-        "waiting": "environments differ in speed: raise --num_steps, or level out what slows some down",
-    }  # fmt: skip
-    return f"{head}; most is lost in {worst}: {cures[worst]}"
+    worst = max(lost_s, key=lambda part: lost_s[part])
+    cure = CURES.get((worst, scaling)) or CURES[worst, "strong"]
+    share = lost_s[worst] / many.iteration_s
+    return f"{head} instead of {many.ranks}x: most is lost {LOST_IN[worst]} ({share:.0%} of an iteration). {cure}"
 
 
 def _ideal(scaled: Scaled) -> float:

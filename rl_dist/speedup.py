@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 import torch
 
 from rl_dist.all_reduce_bench import BenchFailed
-from rl_dist.calibration import SCALINGS, calibrate
+from rl_dist.calibration import SCALINGS, calibrate, default_ranks_per_machine
 from rl_dist.job_of_run import blame_config, budget_of, flags_of_run, measured_of
 from rl_dist.launch import UserError
-from rl_dist.machines import find_gpus, find_link
-from rl_dist.speedup_report import Budget, Report, markdown, report_of, table
+from rl_dist.machines import GPUS, LINKS, Gpu, find_gpus, find_link
+from rl_dist.scaling_model import Link
+from rl_dist.speedup_report import CARDS_PER_MACHINE, Budget, Report, markdown, report_of, table
 from rl_dist.trial import TrialFailed, without
 
 DESCRIPTION = "Predict speedup, time and cost of training on more GPUs, from short measured runs of one rank's share."
@@ -45,8 +46,9 @@ from one copy alone, as if every rank there had cores of its own. Weak: --num_en
 each step is taken from a larger batch; strong: they are totals, so each rank does less. Theoretical is N. The
 interval (95 %) is from the spread of the measured iterations; a machine that is busier later is not in it. Times are
 of training alone, without start, validation and checkpoints.
+names for --gpu: {gpus}
+names for --link and --between: {links}
 exit codes: 0 done, 1 a short run failed, 2 bad usage"""
-
 
 _OWN, _ALONE = "it is an argument of its own", "leave it out: short runs train alone, without saving or judging"
 # Flags of training that mean nothing here, and what to do instead.
@@ -114,6 +116,8 @@ def estimate_training_speedup(
     base = without(flags_of_run(folder), ("device",)) if folder else []
     (episodes, steps), measured = budget_of(folder, num_episodes, total_steps), measured_of(folder)
     device_type = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    per_machine = gpus_per_machine or default_ranks_per_machine(device_type, max(gpus))
+    refuse_idle_links(max(gpus), per_machine, inside, outside, cards)
     try:
         calibration = calibrate(
             [*base, *flags],
@@ -158,14 +162,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m rl_dist.speedup",
         usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
         description=DESCRIPTION,
-        epilog=EPILOG,
+        epilog=EPILOG.format(gpus=", ".join(GPUS), links=", ".join(LINKS)),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--gpus", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of GPUs (ranks) (default: 1 2)")
     add("--scaling", choices=(*SCALINGS, "both"), default="both", help="(default: both)")
-    add("--gpu", action="append", default=[], metavar="NAME", help="also estimate this card; may be repeated")
+    add("--gpu", action="append", default=[], metavar="NAME", help="also estimate this card, see below; may repeat")
     add("--num_episodes", "--num-episodes", type=int, metavar="N", help="to be trained (default: the run's, or 5000)")
     add("--total_steps", "--total-steps", type=int, default=0, metavar="N", help="environment steps instead")
     add("--price_per_hour", "--price-per-hour", type=float, metavar="X", help="of one GPU")
@@ -175,8 +179,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     what = "GPUs of one machine (default: those here; on the CPU all ranks share this one)"
     add("--gpus_per_machine", "--gpus-per-machine", type=int, default=0, metavar="N", help=what)
-    add("--link", default="", metavar="NAME", help="between GPUs of one machine (default: measured)")
-    add("--between", default="", metavar="NAME", help="between machines (needed for more than one machine)")
+    add("--link", default="", metavar="NAME", help="between GPUs of one machine (default: measured here)")
+    add("--between", default="", metavar="NAME", help="between machines, needed where there are several")
     add("--json", action="store_true", help="print JSON instead of the table")
     add("--out", default="", metavar="DIR", help="write speedup.json, speedup.md and plots there")
     words = list(argv)
@@ -226,6 +230,22 @@ def refuse_idle(flags: Sequence[str]) -> None:
             raise UserError(f"--{name} does nothing here: {cure}")
 
 
+def refuse_idle_links(
+    most: int, per_machine: int, link: Link | None, between: Link | None, cards: Sequence[list[Gpu]]
+) -> None:
+    """Refuse names of links that nothing would go over.
+
+    Raises:
+        UserError: names the flag and the cure.
+    """
+    if link and min(most, per_machine) == 1:
+        raise UserError(f"--link {link.name} does nothing: no machine has two GPUs (ranks); leave it out")
+    least = min(per_machine, CARDS_PER_MACHINE) if cards else per_machine
+    if between and most <= least:
+        cure = "leave it out, or say with --gpus_per_machine how few one machine has"
+        raise UserError(f"--between {between.name} does nothing: {most} GPUs (ranks) are in one machine; {cure}")
+
+
 def make_folder(folder: Path) -> None:
     """Make the folder of --out, before anything is measured.
 
@@ -251,7 +271,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     try:
         (folder / "speedup.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         (folder / "speedup.md").write_text(markdown(report) + "\n", encoding="utf-8")
-        return [folder / "speedup.json", folder / "speedup.md", *plot_report(report.rows, folder)]
+        return [folder / "speedup.json", folder / "speedup.md", *plot_report(report, folder)]
     except OSError as error:
         raise _unwritable(folder, error) from None
 

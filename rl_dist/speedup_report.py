@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl_dist.scaling_model import Link, Prediction, Scaled, bottleneck
 
 HERE = "this machine"
 CARDS_PER_MACHINE, ASSUMED_NETWORK = 8, "InfiniBand NDR"  # of cards that one does not own
-COLUMNS = ("GPUs", "scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time", "cost")
+COLUMNS = ("scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time")  # and ranks, cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,13 @@ class Budget:
             return f"{self.num_episodes:,} episodes: no episode ended in the short runs, so neither time nor cost"
         return f"{self.num_episodes:,} episodes of {self.steps_per_episode:.0f} steps"
 
+    @property
+    def cost_unit(self) -> str:
+        """What cost is in; prices of cards are in US dollars."""
+        if self.power_price is not None:
+            return "in the currency of --power_price"
+        return "USD" if self.price_per_hour is None else "in the currency of --price_per_hour"
+
     def hourly(self, cards: Sequence[Gpu]) -> tuple[float, float] | None:
         """Lowest and highest cost of one GPU for an hour; of unequal cards the mean."""
         if self.power_watts is not None and self.power_price is not None:
@@ -66,10 +73,18 @@ class Report:
     calibration: dict[str, Any]
     budget: str
     notes: list[str] = field(default_factory=list)
+    cost_unit: str = "USD"
+
+    @property
+    def title(self) -> str:
+        """What was trained, when and on what."""
+        facts = self.calibration
+        return f"{facts['env']}, {facts['num_envs']} environments; {facts['hardware']}, {facts['date']}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what is not known is null."""
-        return {"budget": self.budget, "rows": self.rows, "calibration": self.calibration, "notes": self.notes}
+        budget = {"budget": self.budget, "cost_unit": self.cost_unit}
+        return budget | {"rows": self.rows, "calibration": self.calibration, "notes": self.notes}
 
 
 def report_of(
@@ -85,6 +100,11 @@ def report_of(
     """
     rows = [_row(point, calibration, budget, HERE, [], measured) for point in calibration.points]
     notes = []
+    if calibration.was_busy:
+        notes.append(
+            f"{HERE} was busy: {calibration.load:.1f} processes wanted its {calibration.cores} core(s) before anything "
+            "was measured; times are too long and may not scale alike: measure again when nothing else runs"
+        )
     copies = max((point.copies for point in calibration.points if point.work), default=1)
     if copies > calibration.cores:
         notes.append(
@@ -103,12 +123,12 @@ def report_of(
             notes.append(note)
         for names in cards:
             rows += _card_rows(calibration, budget, names, here_tflops)
-    return Report(rows, _facts(calibration), budget.words, notes)
+    return Report(rows, _facts(calibration), budget.words, notes, budget.cost_unit)
 
 
 def _card_machines(calibration: Calibration) -> tuple[int, Link]:
     """Cards in one machine, and the network between machines."""
-    between = calibration.between if calibration.between.name in LINKS else LINKS[ASSUMED_NETWORK]
+    between = calibration.between or LINKS[ASSUMED_NETWORK]
     return max(1, min(CARDS_PER_MACHINE, calibration.ranks_per_machine)), between
 
 
@@ -172,7 +192,8 @@ def _row(
     cards: list[Gpu],
     measured: Mapping[tuple[int, str], float],
 ) -> dict[str, Any]:
-    head = {"machine": machine, "estimate": bool(cards), "gpus": point.ranks, "scaling": point.scaling}
+    unit = "ranks" if calibration.device_type == "cpu" and not cards else "GPUs"
+    head = {"machine": machine, "estimate": bool(cards), "gpus": point.ranks, "unit": unit, "scaling": point.scaling}
     if point.work is None:
         return head | {"problem": point.problem}
     scaled = calibration.scaled(point)
@@ -185,7 +206,7 @@ def _row(
         "speedup_interval": _speedup_interval(scaled),
         "copies": point.copies,
         "threads": point.threads,
-        "bottleneck": bottleneck(scaled, point.scaling) if point.ranks > 1 else "one rank alone",
+        "bottleneck": bottleneck(scaled, point.scaling, unit) if point.ranks > 1 else "one rank alone",
         "measured_steps_per_s": measured.get((point.ranks, point.scaling)),
         **prediction.to_dict(),
         **_bill(prediction, budget, cards),
@@ -221,7 +242,12 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
         for p in calibration.points
         if p.work
     ]
+    on_cpu = calibration.device_type == "cpu"
     return {
+        "env": calibration.env,
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{calibration.cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
+        "load": calibration.load,
         "device_type": calibration.device_type,
         "gradient_bytes": calibration.gradient_bytes,
         "num_envs": calibration.num_envs,
@@ -238,10 +264,10 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
 def table(report: Report) -> str:
     """For the console: a table of each machine, then what limits it."""
     lines = []
-    for machine in dict.fromkeys(row["machine"] for row in report.rows):
-        rows = [row for row in report.rows if row["machine"] == machine]
+    for machine, rows in _machines(report):
         kind = ", an estimate" if rows[0]["estimate"] else ""
-        lines += [f"{machine}{kind}; time and cost of {report.budget}", *_aligned([COLUMNS, *map(cells, rows)])]
+        lines.append(f"{machine}{kind}; time and cost of {report.budget}")
+        lines += _aligned([columns(rows[0]["unit"], report.cost_unit), *map(cells, rows)])
         lines += [f"  {text}" for row in rows if (text := _remark(row))]
         lines.append("")
     return "\n".join([*lines, *(f"note: {note}" for note in report.notes)]).rstrip()
@@ -250,31 +276,53 @@ def table(report: Report) -> str:
 def markdown(report: Report) -> str:
     """The same as Markdown."""
     lines = [f"Time and cost of {report.budget}."]
-    for machine in dict.fromkeys(row["machine"] for row in report.rows):
-        rows = [row for row in report.rows if row["machine"] == machine]
+    for machine, rows in _machines(report):
+        names = columns(rows[0]["unit"], report.cost_unit)
         lines += ["", f"**{machine}**{' (estimate)' if rows[0]['estimate'] else ''}", ""]
-        lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
         lines += [f"| {' | '.join(cells(row))} |" for row in rows]
         lines += ["", *(f"- {text}" for row in rows if (text := _remark(row)))]
     return "\n".join([*lines, *(f"\n{note}" for note in report.notes)])
 
 
+def _machines(report: Report) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows of each machine; one rank, the same job for all ways of scaling, stands there once."""
+    for machine in dict.fromkeys(row["machine"] for row in report.rows):
+        rows = [row for row in report.rows if row["machine"] == machine]
+        ones = [row for row in rows if row["gpus"] == 1]
+        yield machine, [*ones[:1], *(row for row in rows if row["gpus"] > 1)]
+
+
+def columns(unit: str, cost_unit: str) -> tuple[str, ...]:
+    """Names over `cells`."""
+    return (unit, *COLUMNS, f"cost ({cost_unit})")
+
+
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row's cells in the order of COLUMNS."""
+    """A row's cells in the order of `columns`."""
     if row["problem"]:
         return (str(row["gpus"]), row["scaling"], f"{row['gpus']}x", "-", "-", "-", "-", "-", "-")
     low, high = row["speedup_interval"]
     return (
         str(row["gpus"]),
-        row["scaling"],
+        row["scaling"] if row["gpus"] > 1 else "-",
         f"{row['theoretical']}x",
         f"{row['speedup']:.2f}x" + (f" ({low:.2f}-{high:.2f})" if row["gpus"] > 1 else ""),
         f"{row['efficiency']:.0%}",
         f"{row['steps_per_s']:,.0f}",
         duration(row["iteration_s"]),
-        duration(row["hours"] * 3600) if row["hours"] is not None else "-",
+        _time(row),
         _money(row["cost"]),
     )
+
+
+def _time(row: dict[str, Any]) -> str:
+    """The whole training and its interval, the unit once if it is the same."""
+    if row["hours"] is None:
+        return "-"
+    middle, low, high = (duration(hours * 3600) for hours in (row["hours"], *row["hours_interval"]))
+    (_, unit), (least, least_unit), (most, most_unit) = (text.split() for text in (middle, low, high))
+    return f"{middle} ({least}-{most})" if unit == least_unit == most_unit else f"{middle} ({low} to {high})"
 
 
 def _remark(row: dict[str, Any]) -> str:

@@ -101,7 +101,7 @@ def trial_of_any_size(asked, copy_bytes=0):
         record |= {"time/sync_s": 0.0, "time/gradient_wait_s": 0.0, "time/step_spread_s": 0.0, "optim/steps": 8.0}
         record |= {"time/sps": 8192 / 0.5, "global_step": 8192, "iteration": 1}
         record |= {"episode/count": 32, "episode/length": 256.0}
-        config = {"train": {"num_steps": 128, "batch_size": 128}}
+        config = {"train": {"num_steps": 128, "batch_size": 128}, "task": {"env": "Recall-v0"}}
         return Trial([[record]] * copies, config, "gradients of 4000000 bytes", copy_bytes)
 
     return run
@@ -269,7 +269,7 @@ def test_cards_are_estimated_from_a_share_that_nothing_competed_with():
 
 def test_notes_tell_of_cores_that_copies_shared_and_of_an_assumed_network():
     crowded = replace(calibration_of(ONE, replace(TWO, ranks=16, copies=16)), cores=4, ranks_per_machine=16)
-    measured = replace(crowded, between=Link(name="measured"))
+    measured = replace(crowded, link=Link(name="measured"), between=None)
     cards = [speedup.find_gpus("H100 SXM")]
     notes = " ".join(report_of(measured, BUDGET, cards, {}).notes)
     assert "4 core(s), which up to 16 copies shared" in notes
@@ -288,7 +288,8 @@ def test_a_runs_own_throughput_stands_beside_its_scaling_only():
 def test_table_and_markdown_hold_every_column_and_remark():
     report = report_of(calibration_of(ONE, TWO, THREE), BUDGET, [], {(2, "weak"): 750.0})
     text, marked = table(report), markdown(report)
-    for part in (*COLUMNS, "1.60x", "80%", "800", "cannot be, num_envs 64", "itself measured 750 steps/s"):
+    heads = ("ranks", *COLUMNS, "cost (in the currency of --price_per_hour)")
+    for part in (*heads, "1.60x", "80%", "800", "cannot be, num_envs 64", "itself measured 750 steps/s"):
         assert part in text and part in marked
     assert "| 2 | weak | 2x | 1.60x" in marked
     json.dumps(report.to_dict(), allow_nan=False)

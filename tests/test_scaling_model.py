@@ -227,11 +227,15 @@ def test_the_bottleneck_names_what_is_lost_and_its_cure():
         return bottleneck(one, scaling)
 
     half = replace(WORK, env_steps=500, collect_s=0.5, forward_s=0.15, backward_s=0.3, optimizer_s=0.05)
-    assert told(half) == "2 ranks give 2.00x: rollouts are 50%; they scale well"
-    assert "lost in rollouts: raise --num_envs" in told(replace(half, collect_s=1.0))
-    assert "lost in communication: raise --batch_size" in told(half, gradient_s=0.1)
-    assert "lost in waiting: environments differ" in told(replace(half, collect_spread_s=1.0))
-    assert "give them cores or GPUs" in told(replace(WORK, forward_s=1.3), "weak")
+    assert told(half) == "2 ranks give 2.00x: they scale well"
+    assert told(replace(half, collect_s=1.0)) == (
+        "2 ranks give 1.33x instead of 2x: most is lost in rollouts (33% of an iteration). A rollout of fewer "
+        "environments is hardly shorter: raise --num_envs, or try weak scaling"
+    )
+    assert "lost reducing gradients (50% of an iteration). Raise --batch_size" in told(half, gradient_s=0.1)
+    assert "lost waiting for the slowest rank" in told(replace(half, collect_spread_s=1.0))
+    assert "give each rank cores or a GPU" in told(replace(WORK, forward_s=1.3), "weak")
+    assert "level out what slows some down" in told(replace(WORK, collect_spread_s=1.0), "weak")
 
 
 def test_presets_are_found_whatever_their_case_and_unequal_cards_go_at_the_slowest():
