@@ -152,7 +152,7 @@ def gradient_bytes_of_log(log: str) -> int:
 
 
 def machine_load() -> float | None:
-    """Processes that wanted a core in the last minute; None: this system does not tell."""
+    """Processes that wanted a core in the last minute; None: nobody tells."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 

@@ -220,21 +220,21 @@ LOST_IN = {
     "waiting": "waiting for the slowest rank",
 }
 CURES = {  # by part and scaling
-    ("rollouts", "strong"): "A rollout of fewer environments is hardly shorter: raise --num_envs, or try weak scaling",
-    ("rollouts", "weak"): "Ranks slow each other's environments down: give each rank cores of its own",
-    ("update", "strong"): "Smaller minibatches do not pay: raise --batch_size and --num_envs",
-    ("update", "weak"): "Ranks slow each other down: give each rank cores or a GPU of its own",
-    ("communication", "strong"): "Raise --batch_size for fewer, larger gradient steps, or use a faster link",
-    ("waiting", "strong"): "Environments differ in speed: raise --num_steps, or level out what slows some down",
+    ("rollouts", "strong"): "a rollout of fewer environments is hardly shorter: raise --num_envs, or try weak scaling",
+    ("rollouts", "weak"): "ranks slow each other's environments down: give each rank cores of its own",
+    ("update", "strong"): "smaller minibatches do not pay: raise --batch_size and --num_envs",
+    ("update", "weak"): "ranks slow each other down: give each rank cores or a GPU of its own",
+    ("communication", "strong"): "raise --batch_size for fewer, larger gradient steps, or use a faster link",
+    ("waiting", "strong"): "environments differ in speed: raise --num_steps, or level out what slows some down",
 }
 
 
-def bottleneck(scaled: Scaled, scaling: str, unit: str = "ranks") -> str:
-    """What keeps N ranks from being N times as fast, and what to do, in words."""
+def bottleneck(scaled: Scaled, scaling: str, unit: str = "ranks") -> tuple[str, str]:
+    """What keeps N ranks from being N times as fast, and the cure ("": none needed)."""
     many, one = scaled.many, scaled.one
     head = f"{many.ranks} {unit} give {scaled.speedup:.2f}x"
     if scaled.efficiency > 0.9:
-        return f"{head}: they scale well"
+        return f"{head}: they scale well", ""
     lost_s = {
         "rollouts": many.collect_s - one.collect_s * _ideal(scaled),
         "update": many.update_s + many.rest_s - (one.update_s + one.rest_s) * _ideal(scaled),
@@ -244,7 +244,7 @@ def bottleneck(scaled: Scaled, scaling: str, unit: str = "ranks") -> str:
     worst = max(lost_s, key=lambda part: lost_s[part])
     cure = CURES.get((worst, scaling)) or CURES[worst, "strong"]
     share = lost_s[worst] / many.iteration_s
-    return f"{head} instead of {many.ranks}x: most is lost {LOST_IN[worst]} ({share:.0%} of an iteration). {cure}"
+    return f"{head} instead of {many.ranks}x: most is lost {LOST_IN[worst]} ({share:.0%} of an iteration)", cure
 
 
 def _ideal(scaled: Scaled) -> float:

@@ -22,7 +22,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def plot_report(report: Report, folder: Path) -> list[Path]:
-    """Training time, speedup, efficiency, time split, utilisation, and cost if there is a price."""
+    """Training time, speedup, efficiency, time split, utilisation; cost if priced."""
     rows = [row for row in report.rows if not row["problem"]]
     title = report.title
     names = ("time", "speedup", "efficiency", "time_split", "utilisation", "cost")
@@ -80,8 +80,7 @@ def _unit_of_time(rows: Rows) -> tuple[str, float]:
 
 
 def _plot_cost(rows: Rows, path: Path, title: str, unit: str) -> None:
-    """Shaded: from the lowest to the highest price."""
-    figure, axis = _axis(f"cost of the training ({unit})", rows, title)
+    figure, axis = _axis(f"cost ({unit}), shaded: lowest to highest price", rows, title)
     for line, style in _styled(rows):
         gpus, (low, high) = [row["gpus"] for row in line], zip(*(row["cost"] for row in line), strict=True)
         axis.plot(gpus, [(a + b) / 2 for a, b in zip(low, high, strict=True)], **style)
@@ -91,7 +90,7 @@ def _plot_cost(rows: Rows, path: Path, title: str, unit: str) -> None:
 
 
 def plot_speedup(rows: Rows, path: Path, title: str = "") -> None:
-    """Speedup with its interval, the ideal dotted."""
+    """Speedup with its interval, the ideal dotted: straight, as both axes double."""
     figure, axis = _axis("speedup", rows, title)
     most = max(row["gpus"] for row in rows)
     axis.plot([1, most], [1, most], ":", color="#999999", label="ideal")
@@ -101,13 +100,15 @@ def plot_speedup(rows: Rows, path: Path, title: str = "") -> None:
         if all(row.get("speedup_interval") for row in line):
             low, high = zip(*(row["speedup_interval"] for row in line), strict=True)
             axis.fill_between(gpus, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axis.set_ylim(bottom=0)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     _finish(figure, axis, path)
 
 
 def plot_efficiency(rows: Rows, path: Path, title: str = "") -> None:
     """Speedup per GPU."""
-    figure, axis = _axis(f"efficiency, speedup / {_unit(rows)}", rows, title)
+    figure, axis = _axis(f"efficiency: speedup / number of {_unit(rows)}", rows, title)
     for line, style in _styled(rows):
         axis.plot([row["gpus"] for row in line], [row["efficiency"] for row in line], **style)
     axis.axhline(1.0, color="#999999", linestyle=":")

@@ -48,8 +48,8 @@ class Budget:
     def cost_unit(self) -> str:
         """What cost is in; prices of cards are in US dollars."""
         if self.power_price is not None:
-            return "in the currency of --power_price"
-        return "USD" if self.price_per_hour is None else "in the currency of --price_per_hour"
+            return "as --power_price"
+        return "USD" if self.price_per_hour is None else "as --price_per_hour"
 
     def hourly(self, cards: Sequence[Gpu]) -> tuple[float, float] | None:
         """Lowest and highest cost of one GPU for an hour; of unequal cards the mean."""
@@ -192,12 +192,15 @@ def _row(
     cards: list[Gpu],
     measured: Mapping[tuple[int, str], float],
 ) -> dict[str, Any]:
+    told, cure = "one rank alone", ""
     unit = "ranks" if calibration.device_type == "cpu" and not cards else "GPUs"
     head = {"machine": machine, "estimate": bool(cards), "gpus": point.ranks, "unit": unit, "scaling": point.scaling}
     if point.work is None:
         return head | {"problem": point.problem}
     scaled = calibration.scaled(point)
     prediction = scaled.many
+    if point.ranks > 1:
+        told, cure = bottleneck(scaled, point.scaling, unit)
     return head | {
         "problem": None,
         "theoretical": point.ranks,
@@ -206,7 +209,8 @@ def _row(
         "speedup_interval": _speedup_interval(scaled),
         "copies": point.copies,
         "threads": point.threads,
-        "bottleneck": bottleneck(scaled, point.scaling, unit) if point.ranks > 1 else "one rank alone",
+        "bottleneck": told,
+        "cure": cure,
         "measured_steps_per_s": measured.get((point.ranks, point.scaling)),
         **prediction.to_dict(),
         **_bill(prediction, budget, cards),
@@ -243,10 +247,11 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
         if p.work
     ]
     on_cpu = calibration.device_type == "cpu"
+    cores = f"{calibration.cores} CPU core{'s' * (calibration.cores > 1)}"
     return {
         "env": calibration.env,
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{calibration.cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
+        "hardware": cores if on_cpu else torch.cuda.get_device_name(0),
         "load": calibration.load,
         "device_type": calibration.device_type,
         "gradient_bytes": calibration.gradient_bytes,
@@ -268,7 +273,7 @@ def table(report: Report) -> str:
         kind = ", an estimate" if rows[0]["estimate"] else ""
         lines.append(f"{machine}{kind}; time and cost of {report.budget}")
         lines += _aligned([columns(rows[0]["unit"], report.cost_unit), *map(cells, rows)])
-        lines += [f"  {text}" for row in rows if (text := _remark(row))]
+        lines += [f"  {text}" for text in _remarks(rows)]
         lines.append("")
     return "\n".join([*lines, *(f"note: {note}" for note in report.notes)]).rstrip()
 
@@ -281,7 +286,7 @@ def markdown(report: Report) -> str:
         lines += ["", f"**{machine}**{' (estimate)' if rows[0]['estimate'] else ''}", ""]
         lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
         lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-        lines += ["", *(f"- {text}" for row in rows if (text := _remark(row)))]
+        lines += ["", *(f"- {text}" for text in _remarks(rows))]
     return "\n".join([*lines, *(f"\n{note}" for note in report.notes)])
 
 
@@ -322,7 +327,15 @@ def _time(row: dict[str, Any]) -> str:
         return "-"
     middle, low, high = (duration(hours * 3600) for hours in (row["hours"], *row["hours_interval"]))
     (_, unit), (least, least_unit), (most, most_unit) = (text.split() for text in (middle, low, high))
+    if middle == low == high:
+        return middle
     return f"{middle} ({least}-{most})" if unit == least_unit == most_unit else f"{middle} ({low} to {high})"
+
+
+def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What limits each row, then every cure once."""
+    cures = dict.fromkeys(row["cure"] for row in rows if row.get("cure"))
+    return [*(text for row in rows if (text := _remark(row))), *(f"-> {cure}" for cure in cures)]
 
 
 def _remark(row: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from rl_dist.calibration import (
 )
 from rl_dist.host_memory import HostMemory
 from rl_dist.launch import UserError
-from rl_dist.machines import LINKS
+from rl_dist.machines import GPUS, LINKS
 from rl_dist.metrics import NullWriter
 from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Link, Work
@@ -279,6 +279,28 @@ def test_notes_tell_of_cores_that_copies_shared_and_of_an_assumed_network():
     assert not report_of(calibration_of(ONE, TWO), BUDGET, [], {}).notes
 
 
+def test_a_busy_machine_is_told_and_one_rank_stands_there_once():
+    busy = replace(calibration_of(ONE, TWO, replace(ONE, scaling="weak")), cores=4, load=3.0)
+    report = report_of(busy, BUDGET, [], {})
+    assert "was busy: 3.0 processes wanted its 4 core(s)" in report.notes[0] and len(report.rows) == 3
+    assert [line.split()[:2] for line in table(report).splitlines()[2:4]] == [["1", "-"], ["2", "weak"]]
+    assert not report_of(replace(busy, load=1.0), BUDGET, [], {}).notes
+
+
+def test_times_have_an_interval_and_cures_are_said_once():
+    unsure = replace(TWO, work=replace(WORK, relative_error=0.1))
+    report = report_of(calibration_of(ONE, unsure, replace(unsure, ranks=4)), BUDGET, [], {})
+    text = table(report)
+    assert "7.5 min (6.03-8.97)" in text and text.count("-> raise --batch_size for fewer") == 1
+    assert "weak: 2 ranks give 1.60x instead of 2x: most is lost reducing gradients (20% of an iteration)\n" in text
+
+
+def test_on_gpus_they_are_called_so():
+    found = replace(calibration_of(ONE, TWO), device_type="cpu")
+    cards = report_of(found, BUDGET, [speedup.find_gpus("A100")], {}).rows[-1]
+    assert cards["unit"] == "GPUs" and report_of(found, BUDGET, [], {}).rows[-1]["unit"] == "ranks"
+
+
 def test_a_runs_own_throughput_stands_beside_its_scaling_only():
     both = calibration_of(ONE, replace(TWO, scaling="strong"), TWO)
     rows = report_of(both, BUDGET, [], {(2, "strong"): 700.0}).rows
@@ -288,7 +310,7 @@ def test_a_runs_own_throughput_stands_beside_its_scaling_only():
 def test_table_and_markdown_hold_every_column_and_remark():
     report = report_of(calibration_of(ONE, TWO, THREE), BUDGET, [], {(2, "weak"): 750.0})
     text, marked = table(report), markdown(report)
-    heads = ("ranks", *COLUMNS, "cost (in the currency of --price_per_hour)")
+    heads = ("ranks", *COLUMNS, "cost (as --price_per_hour)")
     for part in (*heads, "1.60x", "80%", "800", "cannot be, num_envs 64", "itself measured 750 steps/s"):
         assert part in text and part in marked
     assert "| 2 | weak | 2x | 1.60x" in marked
@@ -331,6 +353,8 @@ def test_durations(seconds, text):
         (["--out", __file__], f"--out {__file__} cannot be written: File exists"),
         (["--out", f"{__file__}/folder"], "folder cannot be written: Not a directory"),
         (["--gpus", "4", "--gpus_per_machine", "2"], "--between: 4 GPUs are 2 machines of 2; name the network"),
+        (["--link", "NVLink 4", "--gpus", "1"], "--link NVLink 4 does nothing: no machine has two GPUs (ranks)"),
+        (["--between", "Ethernet 10"], "--between Ethernet 10 does nothing: 2 GPUs (ranks) are in one machine"),
         (["nowhere"], "nowhere is no run directory"),
         (["--device", "cuda"], "torch sees no CUDA GPU"),
     ],
@@ -357,7 +381,9 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as leaving:
         speedup.main(["--help"])
     assert leaving.value.code == 0
-    assert "examples:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "examples:" in shown
+    assert all(name in shown for name in (*GPUS, *LINKS))
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +413,6 @@ def test_the_command_measures_and_writes_everything(report_folder):
         assert sum(row["shares"].values()) == pytest.approx(1.0)
     assert report["calibration"]["gradient_bytes"] > 1000 and report["calibration"]["link"]["name"] == "measured"
     assert "H100 SXM, an estimate" in (report_folder / "stdout").read_text()
-    pictures = {"time", "speedup", "efficiency", "time_split", "utilisation"}
+    pictures = {"time", "speedup", "efficiency", "time_split", "utilisation", "cost"}
     assert {path.stem for path in report_folder.glob("*.png")} == pictures
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in Path(report_folder).glob("*.png"))

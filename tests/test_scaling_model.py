@@ -224,15 +224,15 @@ def test_the_nvlink_preset_is_near_published_all_reduces(num_bytes, published_s)
 def test_the_bottleneck_names_what_is_lost_and_its_cure():
     def told(many, scaling="strong", **talk):
         one = Scaled(predict(WORK, 1, Communication()), predict(many, 2, Communication(**talk)))
-        return bottleneck(one, scaling)
+        return " -> ".join(bottleneck(one, scaling))
 
     half = replace(WORK, env_steps=500, collect_s=0.5, forward_s=0.15, backward_s=0.3, optimizer_s=0.05)
-    assert told(half) == "2 ranks give 2.00x: they scale well"
+    assert told(half) == "2 ranks give 2.00x: they scale well -> "
     assert told(replace(half, collect_s=1.0)) == (
-        "2 ranks give 1.33x instead of 2x: most is lost in rollouts (33% of an iteration). A rollout of fewer "
+        "2 ranks give 1.33x instead of 2x: most is lost in rollouts (33% of an iteration) -> a rollout of fewer "
         "environments is hardly shorter: raise --num_envs, or try weak scaling"
     )
-    assert "lost reducing gradients (50% of an iteration). Raise --batch_size" in told(half, gradient_s=0.1)
+    assert "lost reducing gradients (50% of an iteration) -> raise --batch_size" in told(half, gradient_s=0.1)
     assert "lost waiting for the slowest rank" in told(replace(half, collect_spread_s=1.0))
     assert "give each rank cores or a GPU" in told(replace(WORK, forward_s=1.3), "weak")
     assert "level out what slows some down" in told(replace(WORK, collect_spread_s=1.0), "weak")
