@@ -1,16 +1,18 @@
-"""What the monitor costs: training with it and without, turn by turn in one run.
+"""What the monitor costs a training of the main job: within a minute.
 
-    python benchmarks/monitor_cost.py [--pairs 15] [--every 1.0] [--small]
+    python benchmarks/monitor_cost.py [--seconds 50] [--every 1.0] [--small]
 
-Prints one JSON line. `sample_cpu_s` is the CPU time of one sample, `share_by_cpu_time` what that makes at the interval.
-`slowdown` has the quartiles over pairs of the time with the monitor divided by the time without, minus one, by the wall
-clock and by the CPU time of the process, which other jobs disturb less; `slowdown_hundredfold` is the same with 100
-times as many samples, in 10 times as many pairs of shorter blocks: a hundredth of it is the cost at the interval.
+Prints one JSON line. `share_by_cpu_time` is what the CPU time of the monitor's own thread, counted by the thread while
+the training runs beside it, makes at the interval: other jobs hardly disturb it. It does not see what the training
+loses by waiting for the thread (Python runs one at a time). That is in `slowdown`: iterations with a hundred times as
+many samples beside iterations without, turn by turn. A hundredth of the difference, by wall clock and by the CPU time
+of the process, with the quartiles over pairs, is the cost at the interval.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -29,10 +31,10 @@ from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.trading_config import TradingConfig
 from envs.trading_task import prepare_task
-from rl_dist.monitor import Monitor, sources_of
+from rl_dist.monitor import Monitor, Source, sources_of
 from rl_dist.world import World, close_world, open_world
 
-SAMPLES = 300
+FASTER = 100  # times as many samples, so that their cost can be seen
 
 
 def main_job(world: World, run_dir: str, small: bool) -> Callable[[], None]:
@@ -53,67 +55,78 @@ def main_job(world: World, run_dir: str, small: bool) -> Callable[[], None]:
     return iterate
 
 
-def seconds(iterate: Callable[[], None], world: World, every_s: float, block_s: float) -> tuple[float, float]:
-    """Wall and CPU seconds per iteration with a monitor at this interval, over a block."""
-    world.monitor = Monitor(sources_of(world.device), every_s)
-    count, started, started_cpu = 0, time.perf_counter(), time.process_time()
-    while not count or time.perf_counter() - started < block_s:
-        iterate()
-        count += 1
-    taken = (time.perf_counter() - started) / count, (time.process_time() - started_cpu) / count
+class Clock:
+    """A source that notes the CPU time of the thread that samples, once per sample."""
+
+    def __init__(self) -> None:
+        self.cpu_s: list[float] = []
+
+    def begin(self) -> Callable[[], dict[str, float | None]]:
+        """Called in the thread, as is what it returns."""
+
+        def read() -> dict[str, float | None]:
+            self.cpu_s.append(time.thread_time())
+            return {"clock": None}
+
+        return read
+
+    @property
+    def sample_s(self) -> list[float]:
+        """CPU seconds between one sample and the next."""
+        return [b - a for a, b in itertools.pairwise(self.cpu_s)]
+
+
+def iteration_s(iterate: Callable[[], None], world: World, every_s: float) -> tuple[float, float, list[float]]:
+    """Wall and CPU seconds of an iteration under a monitor (0: none), and CPU seconds of its samples."""
+    clock = Clock()
+    world.monitor = Monitor([*sources_of(world.device), Source(("clock",), clock.begin)], every_s)
+    started, started_cpu = time.perf_counter(), time.process_time()
+    iterate()
+    taken = time.perf_counter() - started, time.process_time() - started_cpu
     world.monitor.close()
-    return taken
+    return *taken, clock.sample_s
 
 
-def slowdown(
-    iterate: Callable[[], None], world: World, every_s: float, pairs: int, block_s: float
-) -> dict[str, object]:
-    """Of blocks with the monitor beside blocks without, whose order changes from pair to pair."""
-    found: dict[str, list[float]] = {"wall": [], "cpu": []}
-    for pair in range(pairs):
-        order = (0.0, every_s) if pair % 2 else (every_s, 0.0)
-        taken = {interval: seconds(iterate, world, interval, block_s) for interval in order}
-        for clock, number in (("wall", 0), ("cpu", 1)):
-            found[clock].append(taken[every_s][number] / taken[0.0][number] - 1)
-    quartiles = {clock: statistics.quantiles(values, n=4) for clock, values in found.items()}
-    return {clock: [round(value, 5) for value in values] for clock, values in quartiles.items()}
-
-
-def sample_cpu_s(world: World) -> float:
-    """CPU seconds of one sample of all sources."""
-    readers = [source.begin() for source in sources_of(world.device)]
-    started = time.thread_time()
-    for _ in range(SAMPLES):
-        for read in readers:
-            read()
-    return (time.thread_time() - started) / SAMPLES
+def measure(iterate: Callable[[], None], world: World, every_s: float, budget_s: float) -> dict[str, object]:
+    """Pairs of iterations, whose order changes, until the time is up."""
+    slowdowns: dict[str, list[float]] = {"wall": [], "cpu": []}
+    samples, plain_s, until_s = [], [], time.perf_counter() + budget_s
+    while len(plain_s) < 3 or time.perf_counter() < until_s:
+        order = (0.0, every_s / FASTER) if len(plain_s) % 2 else (every_s / FASTER, 0.0)
+        taken = {interval: iteration_s(iterate, world, interval) for interval in order}
+        watched, plain = taken[every_s / FASTER], taken[0.0]
+        for number, name in enumerate(slowdowns):
+            slowdowns[name].append((watched[number] / plain[number] - 1) / FASTER)
+        samples += watched[2]
+        plain_s.append(plain[0])
+    return {
+        "every_s": every_s,
+        "pairs": len(plain_s),
+        "samples": len(samples),
+        "iteration_s": round(statistics.median(plain_s), 4),
+        "sample_cpu_s": round(statistics.mean(samples), 7),
+        "share_by_cpu_time": round(statistics.mean(samples) / every_s, 7),
+        "slowdown": {
+            name: [round(value, 6) for value in statistics.quantiles(values, n=4)] for name, values in slowdowns.items()
+        },
+    }
 
 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument(
-        "--every", type=float, default=TrainConfig().monitor_every, help="seconds (default: %(default)s)"
-    )
-    parser.add_argument("--block", type=float, default=3.0, help="seconds of training at a time (default: %(default)s)")
+    every_s = TrainConfig().monitor_every
+    parser.add_argument("--seconds", type=float, default=50.0, help="to measure for (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=every_s, help="interval in seconds (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="small sizes, for a try")
     args = parser.parse_args()
+    if not args.every > 0:
+        parser.error(f"--every must be above 0 seconds, got {args.every:g}")
     world = open_world("cpu")
     with tempfile.TemporaryDirectory() as run_dir:
         iterate = main_job(world, run_dir, args.small)
         iterate()
-        cpu_s = sample_cpu_s(world)
-        found = {
-            "every_s": args.every,
-            "pairs": args.pairs,
-            "iteration_s": round(seconds(iterate, world, 0.0, args.block)[0], 4),
-            "sample_cpu_s": round(cpu_s, 6),
-            "share_by_cpu_time": round(cpu_s / args.every, 6),
-            "slowdown": slowdown(iterate, world, args.every, args.pairs, args.block),
-            "slowdown_hundredfold": slowdown(iterate, world, args.every / 100, 10 * args.pairs, args.block / 10),
-        }
-    print(json.dumps(found), flush=True)
+        print(json.dumps(measure(iterate, world, args.every, args.seconds)), flush=True)
     close_world(world)
     return 0
 

@@ -190,9 +190,10 @@ def test_clearing_hands_back_what_no_tensor_holds_and_touches_only_devices_in_us
 
 @pytest.mark.slow
 def test_the_benchmark_of_its_cost_prints_its_figures():
-    command = [sys.executable, "benchmarks/monitor_cost.py", "--small", "--pairs", "2", "--block", "0.5"]
+    command = [sys.executable, "benchmarks/monitor_cost.py", "--small", "--seconds", "3"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert 0 < found["sample_cpu_s"] < 0.05 and found["iteration_s"] > 0
-    assert len(found["slowdown"]["cpu"]) == len(found["slowdown_hundredfold"]["wall"]) == 3
+    assert found["samples"] > 3 and found["pairs"] >= 3 and found["iteration_s"] > 0
+    assert 0 < found["share_by_cpu_time"] < 0.01  # what is promised
+    assert len(found["slowdown"]["cpu"]) == len(found["slowdown"]["wall"]) == 3
