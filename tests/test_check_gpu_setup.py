@@ -15,10 +15,12 @@ import pytest
 import torch
 from train_runs import REPO, only_error, records, start
 
+from agents import tryout
 from agents.run import RunConfig
-from agents.setup_report import decide_ranks, recommend
+from agents.setup_report import Report, decide_ranks, recommend
 from agents.sizes import TrainConfig, share_out
 from agents.tryout import Question
+from rl_dist.all_reduce_bench import BenchFailed
 from rl_dist.hardware import read_facts
 from rl_dist.launch import LaunchConfig
 
@@ -167,6 +169,33 @@ def test_a_gpu_that_does_not_start_is_a_problem_and_no_traceback(facts, monkeypa
 
 
 # ---- beside the report
+
+
+def test_at_a_terminal_it_says_what_it_does_and_elsewhere_nothing(capsys, monkeypatch):
+    report = Report(quiet=True)
+    report.say("memory")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    report.say("memory")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "checking: memory ...\n")
+
+
+def test_one_cpu_rank_only_tries_reductions_and_several_time_all_sizes(monkeypatch):
+    asked = []
+
+    def measure(ranks, sizes, device_type, repeats, **options):
+        asked.append((ranks, sizes))
+        raise BenchFailed("not here")
+
+    monkeypatch.setattr(tryout, "measure_all_reduce", measure)
+    train = TrainConfig(num_envs=8, batch_size=8)
+    for ranks, full in ((1, False), (2, False), (1, True)):
+        question = Question(RunConfig(train=train), ranks, "cpu", share_out(train, 0, ranks), 4096, full)
+        assert tryout.reduce_over(question, "gloo", lambda: None) == (None, "not here")
+    few, many, full = asked
+    assert few == (2, [1024, 4096, 2**20])
+    assert many == full == (2, [1024, 4096, 2**16, 2**20, 2**24, 2**26])
 
 
 @pytest.mark.slow
