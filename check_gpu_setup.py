@@ -134,7 +134,7 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         told = one_line(error)
     if told == facts.host.address_error:
         return *nearest(launch, facts), []  # told under Host
-    if launch.strategy == "none":
+    if launch.strategy in ("none", "dp"):
         with suppress(ValueError, RuntimeError):
             resolved = resolve(dataclasses.replace(launch, strategy="default"))
             problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
@@ -208,7 +208,8 @@ def recommend(
     if question.device_type == "cpu" and question.num_ranks > cores:
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
-    if launch.strategy == "none" and question.num_ranks > 1:
+    impossible = launch.strategy == "dp" and len(facts.gpu.usable) < 2
+    if impossible or (launch.strategy == "none" and question.num_ranks > 1):
         changes["strategy"] = "default"
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs

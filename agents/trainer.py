@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ class Training:
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
-        self.ppo = PPO(self.policy, job.ppo, Strategy(job.strategy, world), job.train.grad_accumulation)
+        strategy = Strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
+        self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()

@@ -19,6 +19,8 @@ from agents.sizes import Sizes, TrainConfig, share_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.all_reduce_bench import BenchFailed, Measured, measure_all_reduce
 from rl_dist.calibration import steps_per_episode
+from rl_dist.flags import is_flag
+from rl_dist.gpu_ids import parse_gpu_ids
 from rl_dist.hardware import Facts
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
@@ -47,6 +49,11 @@ class Question:
     full: bool  # measure longer
 
     @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        """GPUs that are asked for; none: the first ones."""
+        return parse_gpu_ids(self.config.launch.gpu_ids)
+
+    @property
     def gradient_steps(self) -> int:
         """Reductions of an iteration."""
         return self.config.ppo.update_epochs * self.sizes.num_minibatches
@@ -68,7 +75,7 @@ def flags_of(config: RunConfig) -> list[str]:
     """Flags that configure a copy alike: all but shared defaults."""
     words = []
     for name, section in SECTIONS.items():
-        for item in dataclasses.fields(section):
+        for item in filter(is_flag, dataclasses.fields(section)):
             value = getattr(getattr(config, name), item.name)
             if value == item.default and name not in OTHER_DEFAULTS:
                 continue
@@ -97,6 +104,8 @@ def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None])
     sizes = sorted({*BENCH_SIZES, question.gradient_bytes})
     repeats = 50 if question.full else 10
     more: dict[str, Any] = {"gradient_bytes": question.gradient_bytes, "meanwhile": meanwhile}
+    if device_type == "cuda":
+        more["gpu_ids"] = question.gpu_ids
     try:
         return measure_all_reduce(ranks, sizes, device_type, repeats, **more), ""
     except (BenchFailed, UserError) as error:
@@ -106,7 +115,8 @@ def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None])
 def memory_limit(question: Question, facts: Facts) -> tuple[int, int]:
     """Bytes that one rank may use, and what its process takes before any tensor."""
     if question.device_type == "cuda":
-        free = [gpu.memory_free_bytes or 0 for gpu in facts.gpu.usable[: question.num_ranks]]
+        taken = question.gpu_ids or range(question.num_ranks)
+        free = [gpu.memory_free_bytes or 0 for gpu in facts.gpu.usable if gpu.torch_index in taken]
         return int(MOST_OF_MEMORY * min(free)), GPU_RESERVE
     return int(MOST_OF_MEMORY * facts.host.memory_available_bytes / question.num_ranks), facts.host.process_bytes
 
@@ -174,7 +184,7 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
         dtype=config.launch.dtype,
     )
     try:
-        world = open_world(question.device_type)
+        world = open_world(question.device_type, gpu_ids=question.gpu_ids)
         try:
             peak = dry_run(job, world).peak
         finally:
@@ -191,7 +201,8 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
         TrialFailed: it failed or took too long.
     """
     config, sizes = question.config, question.sizes
-    share = dataclasses.replace(config, train=share_config(question))
+    launch = dataclasses.replace(config.launch, strategy="default", fallback=False)  # of copies with one rank each
+    share = dataclasses.replace(config, train=share_config(question), launch=launch)
     trial = run_trial(
         flags_of(share),
         question.num_ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.calibration import SCALINGS
-from rl_dist.launch import UserError
+from rl_dist.flags import is_flag
+from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.trial import without
 
 CONFIG_FILE = "config.json"
 TRADING, OF_TRADING = "StockTrading-v0", ("data", "market", "trading")
 WARM_UP = 2  # iterations left out of a run's own throughput
+RECORDED = {item.name for item in dataclasses.fields(LaunchConfig) if not is_flag(item)}
 CURE = "give the flags of training instead of RUN_DIR"
 
 
@@ -63,7 +66,7 @@ def flags_of_run(run_dir: Path) -> list[str]:
         if section in OF_TRADING and (not trading or (section == "market" and not simulated)):
             continue
         for name, value in values.items():
-            if value == "" or (section == "task" and trading and name != "env"):
+            if name in RECORDED or value == "" or (section == "task" and trading and name != "env"):
                 continue
             flags.append(f"--{name}={'none' if value is None else value}")
     return flags

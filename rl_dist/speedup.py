@@ -54,6 +54,8 @@ IDLE = {
     "run_dir": "RUN_DIR, the first word, stands for the flags of a run",
     "resume": "RUN_DIR, the first word, stands for the flags of a run",
     "num_gpus": "use --gpus",
+    "gpu_ids": "use --gpus; CUDA_VISIBLE_DEVICES says which",
+    "fallback": "leave it out: several ranks have ddp",
     "strategy": "leave it out: several ranks have ddp",
     "lr_scaling": "leave it out: the learning rate changes no speed",
     "seed": "leave it out: every short run has its own",

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from rl_dist.data_parallel import DataParallel, check_devices
 from rl_dist.world import UserError, World
 
-MODES = ("default", "none", "ddp")
+MODES = ("default", "none", "dp", "ddp", "auto")
 GRADIENT_BYTES_LOGGED = "gradients of %d bytes"
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,11 @@ class StrategyConfig:
     """How gradients come together.
 
     Args:
-        mode: none (one rank only), ddp, or default: none on one rank, ddp on several.
+        mode: none (one rank only), dp (one process, several GPUs, see `rl_dist.data_parallel`), ddp, or default:
+            none on one rank, ddp on several. auto stands for the one that `rl_dist.strategy_choice` finds.
+        device_ids: GPUs of mode dp, the world's device first.
+        batch_axes: where the inputs of forward have their batch, for mode dp; the last counts for all that follow,
+            the first for the outputs.
         bucket_mb: of DistributedDataParallel's reductions; 0: one bucket for everything, the quickest for small
             models, where latency is what a reduction costs.
         static_graph: the same parameters take part in every step.
@@ -51,6 +56,8 @@ class StrategyConfig:
     """
 
     mode: str = "default"
+    device_ids: tuple[int, ...] = ()
+    batch_axes: tuple[int, ...] = (0,)
     bucket_mb: float = 0.0
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
@@ -67,8 +74,10 @@ def resolve_mode(mode: str, num_ranks: int) -> str:
     """What `mode` means on so many ranks.
 
     Raises:
-        UserError: "none" with several ranks.
+        UserError: "none" or "dp" with several ranks.
     """
+    if mode == "dp" and num_ranks > 1:
+        raise UserError(f"strategy dp works in one process, got {num_ranks} ranks; use ddp, or leave it out")
     if mode == "none" and num_ranks > 1:
         raise UserError(f"strategy none works with one rank only, got {num_ranks}; use ddp, or leave it out")
     if mode == "default":
@@ -86,6 +95,10 @@ class Strategy:
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
         self.mode = resolve_mode(config.mode, world.size)
+        if self.mode == "auto":
+            raise UserError("strategy auto has to be measured first, see rl_dist.strategy_choice; or name a mode")
+        if self.mode == "dp":
+            check_devices(world.device.type, len(config.device_ids), world.size)
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []
         self.gradient_bytes = self.steps = self.skipped = 0
@@ -98,9 +111,14 @@ class Strategy:
         """
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         logger.info(GRADIENT_BYTES_LOGGED, self.gradient_bytes)
-        self.module = self._with_ddp(module) if self.mode == "ddp" else module
+        self.module = self._wrapped(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         return self.module
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        if self.mode == "dp":
+            return DataParallel(module, self.config.device_ids, self.config.batch_axes)
+        return self._with_ddp(module) if self.mode == "ddp" else module
 
     def _with_ddp(self, module: nn.Module) -> nn.Module:
         config, device = self.config, self.world.device
