@@ -1,4 +1,4 @@
-"""Tries strategies with gradient steps of the job's policy, sizes and losses, before training begins."""
+"""Tries strategies with gradient steps of the job before it begins."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def settle_strategy(config: RunConfig, resolved: ResolvedLaunch, task: Any, world: World, run_dir: Path) -> RunConfig:
-    """The configuration with the strategy that auto or fallback comes to; config.json keeps it.
+    """The configuration with the strategy that auto or fallback comes to.
 
-    What was chosen before in this run stands. All ranks call together.
+    config.json keeps it. What was chosen before in this run stands. All ranks call together.
     """
     launch = config.launch
     if launch.chosen_strategy or not (launch.fallback or launch.strategy == "auto"):
@@ -79,17 +79,22 @@ class StrategyTrial:
         env.close()
 
     def start(self, mode: str) -> Trying:
-        """A policy under a strategy, ready to step."""
+        """A policy and a strategy, ready to wrap it and to step."""
         config, world, sizes = self.config, self.world, self.sizes
         launch = config.launch
         policy = Policy(config.policy, self.num_obs, self.action_space).to(world.device, launch.dtype)
         minibatch = self._minibatch(policy)
         one_epoch = dataclasses.replace(config.ppo, update_epochs=1, target_kl=0.0)
-        ppo = PPO(policy, one_epoch, self._strategy(mode), config.train.grad_accumulation)
+        strategy = self._strategy(mode)
+        ppo: PPO
+
+        def wrap() -> None:
+            nonlocal ppo
+            ppo = PPO(policy, one_epoch, strategy, config.train.grad_accumulation)
 
         def alone() -> None:
             for part in equal_parts(minibatch, sizes.num_parts):
-                with ppo.strategy.accumulating(last=False):
+                with strategy.accumulating(last=False):
                     evaluation = ppo.wrapped(part.obs, part.actions, part.lstm_state, part.episode_start)
                     stored = part.logprobs, part.values, part.advantages, part.returns
                     ppo_loss(evaluation, *stored, one_epoch).total.backward()
@@ -97,7 +102,7 @@ class StrategyTrial:
         def step() -> None:
             ppo.update(minibatch, (0, 0), 0, sizes.batch_size, num_minibatches=1)
 
-        return Trying(alone, step)
+        return Trying(wrap, alone, step)
 
     def _strategy(self, mode: str) -> Strategy:
         asked = self.config.launch.strategy_config

@@ -1,4 +1,4 @@
-"""One process that shares a batch out over several GPUs: torch.nn.DataParallel along any axis of each input.
+"""torch.nn.DataParallel along any axis of each input: one process, several GPUs.
 
 DataParallel cuts every input along one and the same axis. A recurrent module's inputs have their batch on
 different ones (steps are [L, N, ...], states [N, S, H]), so here all go in with the batch first, and are put back
@@ -53,7 +53,10 @@ class DataParallel(nn.DataParallel):
         return back_from_first(super().forward(*batch_first(inputs, self.batch_axes)), self.batch_axes[0])
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas in threads of their own; autocast's type, which torch leaves behind, goes with them."""
+        """Run the replicas in threads of their own, with the type of autocast.
+
+        torch passes on whether autocast is on, and leaves its type behind.
+        """
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
         def alike(replica: nn.Module) -> Any:
@@ -67,7 +70,7 @@ class DataParallel(nn.DataParallel):
 
 
 class BatchFirst(nn.Module):
-    """A module whose inputs and outputs have the batch on axis 0, around one that has it elsewhere."""
+    """A module with the batch on axis 0, around one that has it elsewhere."""
 
     def __init__(self, module: nn.Module, batch_axes: Sequence[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks are started for: as asked, as a run chose before, or by --fallback what works here."""
+"""The strategy that ranks are started for: asked, chosen before, or fallback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def try_ranks(resolved: ResolvedLaunch) -> None:
 
 
 def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] = try_ranks) -> Settled:
-    """Decide as `resolve`; what a run chose on the same ranks stands, and --fallback steps down.
+    """Decide as `resolve` does, but for earlier choices and --fallback.
+
+    What a run chose on the same ranks stands; --fallback steps down to what works.
 
     Args:
         probe: raises BenchFailed where ranks cannot work together; called with --fallback only.

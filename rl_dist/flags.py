@@ -26,7 +26,7 @@ def flag(default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = ()
 
 
 def recorded(default: T) -> T:
-    """A dataclass field that is no flag: what the run itself found, kept in its configuration."""
+    """A field that is no flag: what the run itself found, kept in config.json."""
     return dataclasses.field(default=default, metadata={"recorded": True})
 
 

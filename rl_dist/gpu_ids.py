@@ -49,7 +49,7 @@ def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
 
 
 def check_adopted(ids: tuple[int, ...], local_ranks: int, *, several_each: bool) -> None:
-    """Whether ranks that torchrun started can take one GPU each, or a single one all of them.
+    """Whether ranks of torchrun can take one GPU each, or a single one all.
 
     Args:
         several_each: the strategy may use several GPUs in one process.

@@ -1,4 +1,6 @@
-"""Which strategy to train with, found by trying: the fastest that fits (auto), or the first that works (fallback).
+"""Which strategy to train with, found by trying.
+
+The fastest that fits (auto), or the first that works (fallback).
 
     choice = fastest(candidates(world.size, len(gpu_ids)), start, world)
     print(choice.reason)  # strategy auto takes ddp, 12.3 ms a gradient step: hybrid 30.1 ms; ...
@@ -32,13 +34,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trying:
-    """A candidate that has been set up: what can be done with it."""
+    """What is done with a candidate, by all ranks together.
 
+    A rank on which `wrap` or `step` fails alone leaves the others waiting; the watchdog then ends the job, and says
+    where. What can fail on one rank only belongs in the function that returns this, or in `alone`.
+    """
+
+    wrap: Callable[[], None]  # with the other ranks
     alone: Callable[[], None]  # forward and backward of a step without the other ranks: whether it fits
     step: Callable[[], None]  # a gradient step with them
 
 
-Start = Callable[[str], Trying]  # sets a mode up
+Start = Callable[[str], Trying]  # sets a mode up as far as a rank can alone
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ def steps_down(mode: str, num_ranks: int, num_devices: int) -> list[str]:
 
 
 def fastest(modes: Sequence[str], start: Start, world: World) -> Choice:
-    """Measure gradient steps of every mode; an earlier one is kept unless a later one is clearly faster.
+    """Measure gradient steps of every mode; the fastest is taken.
+
+    An earlier one is kept unless a later one is clearly faster.
 
     Raises:
         UserError: none works.
@@ -126,13 +135,12 @@ def _measure(mode: str, start: Start, world: World, warm_up: int = WARM_UP, step
     """Try a mode on all ranks together."""
     world.enter(f"trial of strategy {mode}")
     on_gpu = world.device.type == "cuda"
-    _free_memory(world)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(world.device)
     try:
         trying, problem = _together(lambda: start(mode), world)
-        if trying is not None and not problem:
-            _, problem = _together(trying.alone, world)
+        for part in () if trying is None else (trying.wrap, trying.alone):
+            problem = problem or _together(part, world)[1]
         if trying is None or problem:
             return Tried(mode, problem)
         step = trying.step
@@ -145,7 +153,7 @@ def _measure(mode: str, start: Start, world: World, warm_up: int = WARM_UP, step
         logger.info("%s", tried)
         return tried
     finally:
-        trying = step = None  # type: ignore[assignment]
+        trying = part = step = None  # type: ignore[assignment]
         _free_memory(world)
 
 
