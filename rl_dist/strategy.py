@@ -139,7 +139,7 @@ class Strategy:
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Around forward and backward of a part of a step; the last makes gradients travel."""
+        """Around forward and backward of a part of a step; the last one reduces."""
         silent = isinstance(self.module, DistributedDataParallel) and not last
         with self.module.no_sync() if silent else nullcontext():  # type: ignore[union-attr, operator]
             yield
