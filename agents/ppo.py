@@ -166,7 +166,7 @@ class PPO:
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.clock = StepClock(self.world.device)
         fused = self.world.device.type == "cuda"
-        self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=fused)
+        self.optimizer = torch.optim.Adam(strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""
