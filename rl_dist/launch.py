@@ -26,7 +26,7 @@ from rl_dist.agent import Job, say
 from rl_dist.flags import flag
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
+from rl_dist.strategy import MODES, StrategyConfig, resolve_mode, resolve_shard_size
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -41,6 +41,9 @@ class LaunchConfig:
     )
     device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
     strategy: str = flag("default", "how ranks train together; default: ddp on several, none on one", choices=MODES)
+    shard_size: int = flag(
+        0, "ranks that share one copy of gradients and Adam's state in strategy hybrid; 0 = all of a machine", "ranks"
+    )
     precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
@@ -54,6 +57,13 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.max_restarts <= 1_000_000:
             raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
+        if self.shard_size < 0:
+            raise ValueError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
+        if self.shard_size and self.strategy != "hybrid":
+            raise ValueError(
+                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
+                "use --strategy hybrid, or --shard_size 0"
+            )
         if self.num_gpus < -1:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
@@ -67,7 +77,7 @@ class LaunchConfig:
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy."""
-        return StrategyConfig(mode=self.strategy)
+        return StrategyConfig(mode=self.strategy, shard_size=self.shard_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +98,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine.
 
     Raises:
-        ValueError: more ranks than GPUs, cuda without a GPU, strategy none with several ranks,
+        ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot work on so many ranks,
             num_gpus against what torchrun started, or environment variables that contradict.
     """
     check_variables()
@@ -106,7 +116,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = max(1, config.num_gpus)
     if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
-    resolve_mode(config.strategy, num_ranks)
+    if resolve_mode(config.strategy, num_ranks) == "hybrid":
+        resolve_shard_size(config.shard_size, num_ranks)
     message = _describe(num_ranks, on_gpu, gpus)
     if "RANK" in os.environ:
         if config.max_restarts:
