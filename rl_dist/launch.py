@@ -26,7 +26,7 @@ from rl_dist.agent import Job, say
 from rl_dist.flags import flag
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import MODES, StrategyConfig, resolve_mode, resolve_shard_size
+from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -116,8 +116,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = max(1, config.num_gpus)
     if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
-    if resolve_mode(config.strategy, num_ranks) == "hybrid":
-        resolve_shard_size(config.shard_size, num_ranks)
+    resolve_mode(config.strategy, num_ranks, config.shard_size)
     message = _describe(num_ranks, on_gpu, gpus)
     if "RANK" in os.environ:
         if config.max_restarts:

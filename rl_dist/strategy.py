@@ -72,12 +72,14 @@ class StrategyConfig:
             raise UserError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
 
 
-def resolve_mode(mode: str, num_ranks: int) -> str:
+def resolve_mode(mode: str, num_ranks: int, shard_size: int = 0) -> str:
     """What `mode` means on so many ranks.
 
     Raises:
-        UserError: "none" with several ranks.
+        UserError: "none" with several ranks, or "hybrid" with ranks that cannot share out.
     """
+    if mode == "hybrid":
+        resolve_shard_size(shard_size, num_ranks)
     if mode == "none" and num_ranks > 1:
         raise UserError(f"strategy none works with one rank only, got {num_ranks}; use ddp, or leave it out")
     if mode == "default":
@@ -112,7 +114,7 @@ class Strategy:
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
-        self.mode = resolve_mode(config.mode, world.size)
+        self.mode = resolve_mode(config.mode, world.size, config.shard_size)
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.shards: Shards | None = None

@@ -1,6 +1,7 @@
 """What the ranks of the sharding tests run; spawned processes must be able to import it."""
 
 import copy
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gymnasium.spaces import Box
 from agents.clstm import Policy, PolicyConfig
 from agents.trainer import Training, train
 from rl_dist.checkpoint import load_checkpoint
-from rl_dist.collectives import check_in_sync
+from rl_dist.collectives import agree_max, check_in_sync
 from rl_dist.launch import UserError
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
 from rl_dist.world import StopFlag, close_world, open_world
@@ -95,6 +96,7 @@ def probe(out_dir, shard_size=0):
     results["in sync"] = in_sync(parts[1], world)
     results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)
     results["refused"] = refusal(world)
+    results["other calls"] = other_calls(world, shard_size)
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
 
@@ -157,6 +159,29 @@ def accumulate(world, shard_size):
     record, _ = trained("hybrid", world, parts=2, shard_size=shard_size)
     world.gradients_ready = told
     return {"in parts": record, "reductions": len(calls)}
+
+
+def other_calls(world, shard_size):
+    """Rank 1 decides something while the others reduce gradients."""
+    strategy, _, module, _ = prepared("hybrid", world, shard_size=shard_size)
+    try:
+        if world.rank == 1:
+            agree_max(0, world)
+        else:
+            strategy.backward(loss_of(module, batch(world.rank, world.size)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def hang(out_dir):
+    """Rank 1 does not come to the second reduction of gradients."""
+    world = open_world("cpu", timeout_s=6)
+    strategy, _, module, optimizer = prepared("hybrid", world)
+    world.enter("update")
+    train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
+    time.sleep(1000.0 * world.rank)
+    train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
 
 
 def refusal(world):

@@ -140,6 +140,20 @@ def test_ranks_refuse_a_size_that_does_not_divide_them(ranks):
     assert all("does not divide" in rank["refused"] for rank in ranks)
 
 
+def test_a_rank_that_makes_another_call_while_gradients_are_reduced_is_named(ranks):
+    for rank in ranks:
+        assert "the ranks made different collective calls: rank 0 in 'gradient reduction' (coll" in rank["other calls"]
+        assert "; rank 1 in 'agreement on a number' (coll" in rank["other calls"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_to_a_reduction_is_named(tmp_path, capfd):
+    assert launch(sharding_ranks.hang, (str(tmp_path),), num_ranks=2) == 1
+    told = capfd.readouterr().err
+    assert "in 'gradient reduction' (collective " in told
+    assert "for rank 1, which made no progress in update, outside any collective (--collective_timeout 6)" in told
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trainings")
