@@ -21,7 +21,7 @@ from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig, share_out
-from agents.trainer import load_weights
+from agents.trainer import check_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
@@ -62,6 +62,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "sync_check_every",
     "collective_timeout",
     "monitor_every",
+    "shard_size",
 }
 
 
@@ -298,7 +299,8 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     number = state["num_actions"]
     space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))
     policy = Policy(config.policy, state["num_obs"], space).to(config.launch.dtype)
-    load_weights(policy, state["policy"])
+    check_weights(policy, state["policy"])
+    policy.load_state_dict(state["policy"])
     normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])
     return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)

@@ -201,7 +201,8 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
         TrialFailed: it failed or took too long.
     """
     config, sizes = question.config, question.sizes
-    launch = dataclasses.replace(config.launch, strategy="default", fallback=False)  # of copies with one rank each
+    # Each copy is one rank, with nobody to share with.
+    launch = dataclasses.replace(config.launch, strategy="default", shard_size=0, fallback=False)
     share = dataclasses.replace(config, train=share_config(question), launch=launch)
     trial = run_trial(
         flags_of(share),

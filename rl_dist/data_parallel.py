@@ -44,6 +44,11 @@ class DataParallel(nn.DataParallel):
         super().__init__(BatchFirst(module, batch_axes), list(device_ids))
         self.batch_axes = tuple(batch_axes)
 
+    @property
+    def inner(self) -> nn.Module:
+        """The module that was wrapped, whose parameters they are."""
+        return self.module.module  # type: ignore[return-value]
+
     def forward(self, *inputs: Tensor) -> Any:
         """What the module returns for the whole batch.
 

@@ -61,7 +61,7 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
     if not config.fallback:
         return Settled(config, resolve(config))
     if config.strategy not in ("none", "dp"):
-        resolve(dataclasses.replace(config, strategy="default"))  # a mistake in other flags is no reason to step down
+        resolve(_with_mode(config, "default"))  # a mistake in other flags is no reason to step down
     first = "ddp" if config.strategy in ("default", "auto") else config.strategy
     failed: list[str] = []
     for mode in (config.strategy, *LADDER[LADDER.index(first) + 1 :]):
@@ -82,6 +82,8 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:
     """The launch of another strategy on the same hardware; none takes one rank of it."""
     changes: dict[str, str | int] = {"strategy": mode, "chosen_strategy": ""}
+    if mode != "hybrid":
+        changes["shard_size"] = 0
     if mode == "none" and "RANK" not in os.environ:
         changes |= {"num_gpus": min(config.num_gpus, 1) if config.num_gpus != -1 else 1}
         changes |= {"gpu_ids": config.gpu_ids.split(",")[0]}

@@ -51,6 +51,9 @@ class LaunchConfig:
         "auto: what a few gradient steps at the start show to be the fastest",
         choices=MODES,
     )
+    shard_size: int = flag(
+        0, "ranks that share one copy of gradients and Adam's state in strategy hybrid; 0 = all of a machine", "ranks"
+    )
     fallback: bool = flag(
         False, "if the strategy cannot be set up here, step down (hybrid, ddp, dp, none) and say so, instead of ending"
     )
@@ -75,6 +78,13 @@ class LaunchConfig:
             raise ValueError(f"chosen_strategy must be one of {', '.join(MODES)}, got {self.chosen_strategy!r}")
         if not 0 <= self.max_restarts <= 1_000_000:
             raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
+        if self.shard_size < 0:
+            raise ValueError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
+        if self.shard_size and self.strategy not in ("hybrid", "auto"):
+            raise ValueError(
+                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
+                "use --strategy hybrid, or --shard_size 0"
+            )
         if self.num_gpus < -1:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
@@ -88,7 +98,7 @@ class LaunchConfig:
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy, and what came of auto and fallback."""
-        return StrategyConfig(mode=self.chosen_strategy or self.strategy)
+        return StrategyConfig(mode=self.chosen_strategy or self.strategy, shard_size=self.shard_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +149,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
     if mode == "dp":
         num_ranks, gpu_ids = _one_process(num_ranks, gpu_ids, gpus, on_gpu)
-    resolve_mode(mode, num_ranks)
+    resolve_mode(mode, num_ranks, config.shard_size)
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
     if "RANK" in os.environ:
         if config.max_restarts:
