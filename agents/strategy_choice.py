@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from agents.clstm import Policy
+from agents.memory import Shapes, compute_memory
 from agents.ppo import PPO, ppo_loss
 from agents.rollout import Minibatch, equal_parts
 from agents.run import RunConfig, glance, save_config
@@ -83,7 +85,7 @@ class StrategyTrial:
         config, world, sizes = self.config, self.world, self.sizes
         launch = config.launch
         policy = Policy(config.policy, self.num_obs, self.action_space).to(world.device, launch.dtype)
-        minibatch = self._minibatch(policy)
+        minibatch, rollout = self._minibatch(policy), self._rollout(policy)
         one_epoch = dataclasses.replace(config.ppo, update_epochs=1, target_kl=0.0)
         strategy = self._strategy(mode)
         ppo: PPO
@@ -100,6 +102,7 @@ class StrategyTrial:
                     ppo_loss(evaluation, *stored, one_epoch).total.backward()
 
         def step() -> None:
+            assert rollout.numel()  # it takes its place in memory
             ppo.update(minibatch, (0, 0), 0, sizes.batch_size, num_minibatches=1)
 
         return Trying(wrap, alone, step)
@@ -110,6 +113,14 @@ class StrategyTrial:
             asked, mode=mode, device_ids=self.device_ids, batch_axes=Policy.BATCH_AXES
         )
         return Strategy(config, self.world)
+
+    def _rollout(self, policy: Policy) -> Tensor:
+        """As many bytes as training holds in its rollouts during an update."""
+        shapes = Shapes(self.num_obs, policy.num_actions, policy.discrete)
+        launch, train = self.config.launch, self.config.train
+        kind: dict[str, Any] = {"itemsize": launch.dtype.itemsize, "device_type": self.world.device.type}
+        need = compute_memory(self.config.policy, train, self.sizes, shapes, **kind)
+        return torch.empty(need.rollout, dtype=torch.uint8, device=self.world.device)
 
     def _minibatch(self, policy: Policy) -> Minibatch:
         """One step's slots of this rank, of the shapes that training has, with actions of this policy."""

@@ -120,6 +120,16 @@ def test_the_jobs_gradient_steps_are_tried_with_its_shapes(world, env):
     assert choice.mode in ("none", "ddp") and "does not work" not in choice.reason
 
 
+def test_a_job_whose_rollouts_do_not_fit_beside_the_steps_is_refused_with_the_reason(world):
+    train = TrainConfig(num_envs=800_000, batch_size=8, num_steps=1_000_000, bptt_steps=8)  # hundreds of TB
+    here = LaunchConfig(device="cpu")
+    config = RunConfig(train=train, policy=PolicyConfig(hidden_size=8), task=TaskConfig(env="Recall-v0"), launch=here)
+    trial = StrategyTrial(config, resolve(here), config.prepare_task(), world)
+    with pytest.raises(UserError, match="none that works: none does not work here .*allocate") as caught:
+        fastest(["none", "ddp"], trial.start, world)
+    assert caught.value.exit_code == 1
+
+
 def test_a_run_with_auto_is_bit_for_bit_the_one_with_the_strategy_it_chose(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(agents.strategy_choice, "candidates", lambda *_: ["none", "ddp"])  # both can be on one rank
     common = [*RECALL, "--checkpoint_every", "1"]
