@@ -6,6 +6,7 @@ Run it as `python train_distributed.py --num_gpus N`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from agents.run import (
     set_results_aside,
 )
 from agents.sizes import share_out, sizes_table
+from agents.strategy_choice import settle_strategy
 from agents.trainer import Job, Training, train
 from envs.faults import EnvironmentFault
 from envs.simulated_market import market_card
@@ -40,8 +42,9 @@ from rl_dist import events
 from rl_dist.checkpoint import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint, load_checkpoint
 from rl_dist.collectives import agree_max, gather_json
 from rl_dist.console import outlive_readers
+from rl_dist.fallback import settle_launch
 from rl_dist.flags import ParsedFlags, parse_flags
-from rl_dist.launch import ResolvedLaunch, UserError, launch, resolve, restart_count
+from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
 from rl_dist.monitor import Monitor, sources_of
 from rl_dist.run_lock import hold
@@ -158,7 +161,7 @@ def go_back(run_dir: Path) -> Found | None:
 
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
-    world = open_world(resolved.device_type, config.train.collective_timeout)
+    world = open_world(resolved.device_type, config.train.collective_timeout, resolved.gpu_ids)
     writer: NullWriter | None = None
     lock: AbstractContextManager[Any] = nullcontext()
     found: Found | None = None
@@ -175,13 +178,14 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d on %s", config.task.env, world.rank, world.size, world.device)
         task = config.prepare_task(world.beat)
+        config = settle_strategy(config, resolved, task, world, run_dir)
         job = Job(
             train=config.train,
             policy=config.policy,
             ppo=config.ppo,
             make_env=lambda count, first: task.training_env(count, first, str(world.device)),
             run_dir=run_dir,
-            strategy=config.launch.strategy_config,
+            strategy=dataclasses.replace(config.launch.strategy_config, device_ids=resolved.gpu_ids),
             dtype=config.launch.dtype,
             validate=validation(task, config, world),
             config=config.to_dict(),
@@ -317,9 +321,12 @@ def main() -> int:
     try:
         with ExitStack() as held:
             config, run_dir, found = choose_run(parsed, held)
-            resolved = resolve(config.launch)
+            settled = settle_launch(config.launch)
+            config, resolved = dataclasses.replace(config, launch=settled.config), settled.resolved
             is_new = run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
             if is_first():
+                if settled.note:
+                    print(settled.note)
                 announce(config, resolved, found)
                 run_dir = run_dir or fresh_directory(RUNS)
                 going_on = f", going on from {found.path}" if found else ""

@@ -69,6 +69,8 @@ class Policy(nn.Module):
     n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
     """
 
+    BATCH_AXES = (1, 1, 0, 1)  # of the slots, in the inputs of `forward`; in its outputs it is the first of these
+
     def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
         super().__init__()
         self.config, self.num_obs = config, num_obs

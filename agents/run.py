@@ -21,7 +21,7 @@ from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig, share_out
-from agents.trainer import load_weights
+from agents.trainer import check_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
@@ -48,6 +48,8 @@ OWNERS = {item.name: name for name, section in SECTIONS.items() for item in data
 SUMMARY = "summary.json"  # of a finished run, and of no other
 # What a resumed run may change: how long, and where it runs.
 CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "checkpoint_every"} | {
+    "gpu_ids",
+    "fallback",
     "keep_checkpoints",
     "keep_best",
     "on_save_error",
@@ -60,6 +62,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "sync_check_every",
     "collective_timeout",
     "monitor_every",
+    "shard_size",
 }
 
 
@@ -87,6 +90,9 @@ class RunConfig:
         Raises:
             UserError: a section or field this version does not know.
         """
+        launch = saved.get("launch", {})
+        if launch.get("strategy") == "auto" and "chosen_strategy" not in launch:  # as default was called once
+            saved = saved | {"launch": launch | {"strategy": "default"}}
         try:
             return RunConfig(**{name: SECTIONS[name](**values) for name, values in saved.items()})
         except (KeyError, TypeError) as error:
@@ -175,12 +181,32 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
         changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
         differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - CHANGEABLE]
-        sections[name] = dataclasses.replace(old, **{flag: changes[flag] for flag in changes.keys() & CHANGEABLE})
+        kept = {flag: changes[flag] for flag in changes.keys() & CHANGEABLE}
+        sections[name] = dataclasses.replace(old, **kept | (_other_devices(kept) if name == "launch" else {}))
     _refuse_differences(differing, "leave out what differs, or start a fresh run")
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing in a run that stops by --total_steps: give --total_steps")
     return config
+
+
+def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
+    """What no longer counts when a resumed run gets other ranks or another strategy."""
+    reset: dict[str, Any] = {}
+    if "gpu_ids" in changes and "num_gpus" not in changes:
+        reset["num_gpus"] = -1
+    if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
+        reset["gpu_ids"] = ""
+    if "strategy" in changes:
+        reset |= {"chosen_strategy": "", "chosen_on": ""}
+    return reset
+
+
+def glance(task: TradingTask | GymTask) -> Any:
+    """An environment to look at the spaces of: the smallest of the task."""
+    if isinstance(task, TradingTask):
+        return task.judging_env(task.markets("train", 1), task.spans.train)
+    return task.training_env(1)
 
 
 def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:
@@ -189,10 +215,7 @@ def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask 
     Raises:
         UserError: names everything that differs.
     """
-    if isinstance(task, TradingTask):
-        env: Any = task.judging_env(task.markets("train", 1), task.spans.train)
-    else:
-        env = task.training_env(1)
+    env = glance(task)
     space = env.single_action_space
     discrete = isinstance(space, spaces.Discrete)
     num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
@@ -276,7 +299,8 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     number = state["num_actions"]
     space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))
     policy = Policy(config.policy, state["num_obs"], space).to(config.launch.dtype)
-    load_weights(policy, state["policy"])
+    check_weights(policy, state["policy"])
+    policy.load_state_dict(state["policy"])
     normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])
     return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)

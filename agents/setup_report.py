@@ -15,10 +15,12 @@ from agents.memory import Shapes
 from agents.sizes import TrainConfig, share_out
 from agents.tryout import TRIAL_S, Question, measure_time, over_backend, reduce_over
 from rl_dist.all_reduce_bench import Measured
+from rl_dist.data_parallel import check_devices
 from rl_dist.hardware import Facts
 from rl_dist.launch import LaunchConfig, UserError, resolve
 from rl_dist.measured_checks import SCRIPT, MemoryFigures, command_line, communication_check, time_checks
 from rl_dist.setup_checks import OK, PROBLEM, WARNING, Check
+from rl_dist.strategy import resolve_mode
 from rl_dist.trial import SideBySide, TrialFailed, TrialTooLong
 
 
@@ -62,9 +64,9 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         told = one_line(error)
     if told == facts.host.address_error:
         return *nearest(launch, facts), []  # told under Host
-    if launch.strategy == "none":
+    if launch.strategy in ("none", "dp", "hybrid"):
         with suppress(ValueError, RuntimeError):
-            resolved = resolve(dataclasses.replace(launch, strategy="default"))
+            resolved = resolve(dataclasses.replace(launch, strategy="default", shard_size=0))
             problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
             return resolved.num_ranks, resolved.device_type, [problem]
     ranks, device_type = nearest(launch, facts)
@@ -131,8 +133,12 @@ def recommend(
     if question.device_type == "cpu" and question.num_ranks > cores:
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
-    if launch.strategy == "none" and question.num_ranks > 1:
-        changes["strategy"] = "default"
+    try:
+        resolve_mode(launch.strategy, question.num_ranks, launch.shard_size)
+        if launch.strategy == "dp":
+            check_devices(question.device_type, len(facts.gpu.usable), question.num_ranks)
+    except UserError:
+        changes |= {"strategy": "default"} | ({"shard_size": 0} if launch.shard_size else {})
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
     elif memory and memory.needed > memory.limit and memory.largest_batch_size:

@@ -19,6 +19,7 @@ from agents.sizes import Sizes, TrainConfig, share_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.all_reduce_bench import BenchFailed, Measured, measure_all_reduce
 from rl_dist.calibration import steps_per_episode
+from rl_dist.gpu_ids import parse_gpu_ids
 from rl_dist.hardware import Facts
 from rl_dist.job_of_run import flags_of
 from rl_dist.launch import UserError
@@ -47,6 +48,11 @@ class Question:
     sizes: Sizes  # of the first rank
     gradient_bytes: int  # what every gradient step reduces: as much as there are parameters
     full: bool  # measure longer
+
+    @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        """GPUs that are asked for; none: the first ones."""
+        return parse_gpu_ids(self.config.launch.gpu_ids)
 
     @property
     def gradient_steps(self) -> int:
@@ -92,6 +98,8 @@ def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None])
     sizes = sorted({*(BENCH_SIZES if needed else FEW_SIZES), question.gradient_bytes})
     repeats = 50 if question.full else 10
     more: dict[str, Any] = {"gradient_bytes": question.gradient_bytes, "meanwhile": meanwhile}
+    if device_type == "cuda":
+        more["gpu_ids"] = question.gpu_ids
     try:
         return measure_all_reduce(ranks, sizes, device_type, repeats, **more), ""
     except (BenchFailed, UserError) as error:
@@ -101,7 +109,8 @@ def reduce_over(question: Question, backend: str, meanwhile: Callable[[], None])
 def memory_limit(question: Question, facts: Facts) -> tuple[int, int]:
     """Bytes that one rank may use, and what its process takes before any tensor."""
     if question.device_type == "cuda":
-        free = [gpu.memory_free_bytes or 0 for gpu in facts.gpu.usable[: question.num_ranks]]
+        taken = question.gpu_ids or range(question.num_ranks)
+        free = [gpu.memory_free_bytes or 0 for gpu in facts.gpu.usable if gpu.torch_index in taken]
         return int(MOST_OF_MEMORY * min(free)), GPU_RESERVE
     return int(MOST_OF_MEMORY * facts.host.memory_available_bytes / question.num_ranks), facts.host.process_bytes
 
@@ -169,7 +178,7 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
         dtype=config.launch.dtype,
     )
     try:
-        world = open_world(question.device_type)
+        world = open_world(question.device_type, gpu_ids=question.gpu_ids)
         try:
             peak = dry_run(job, world).peak
         finally:
@@ -220,7 +229,9 @@ class Trying:
 
 def short_runs(question: Question) -> SideBySide:
     """All ranks' shares side by side, to be entered and then measured."""
-    share = dataclasses.replace(question.config, train=share_config(question))
+    # Each copy is one rank, with nobody to share with.
+    launch = dataclasses.replace(question.config.launch, strategy="default", shard_size=0, fallback=False)
+    share = dataclasses.replace(question.config, train=share_config(question), launch=launch)
     ranks = question.num_ranks
     return SideBySide(flags_of(share.to_dict()), ranks, threads_per_rank(ranks), device_type=question.device_type)
 

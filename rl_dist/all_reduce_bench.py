@@ -90,6 +90,7 @@ def measure_all_reduce(
     gradient_bytes: int = 0,
     timeout_s: float = 180.0,
     meanwhile: Callable[[], None] | None = None,
+    gpu_ids: Sequence[int] = (),
 ) -> Measured:
     """Time an all-reduce of each size over ranks here, after verifying its sum.
 
@@ -101,6 +102,7 @@ def measure_all_reduce(
         gradient_bytes: also take DDP steps with a module of this size and compare the parameters; 0: no.
         timeout_s: for everything, the start of the ranks included, `meanwhile` not.
         meanwhile: called while the ranks start; they do not measure before it has returned.
+        gpu_ids: of the ranks; none: rank i takes number i.
 
     Raises:
         UserError: impossible arguments, or more ranks than GPUs.
@@ -121,6 +123,7 @@ def measure_all_reduce(
             "threads": threads,
             "gradient_bytes": gradient_bytes,
             "timeout_s": timeout_s,
+            "gpu_ids": list(gpu_ids),
             "out": f"{folder}/measured.json",
         }
         run_to_end(asked, folder, timeout_s, meanwhile=meanwhile)
@@ -182,7 +185,7 @@ def run(rank_main: Callable[[dict[str, Any]], None], asked: str) -> int:
 
 def run_rank(asked: dict[str, Any]) -> None:
     """What every rank does."""
-    world = open_world(asked["device_type"], max(asked["timeout_s"] / 2, 1.0))
+    world = open_world(asked["device_type"], max(asked["timeout_s"] / 2, 1.0), asked["gpu_ids"])
     if asked["threads"]:
         torch.set_num_threads(asked["threads"])
     world.enter("all-reduce")

@@ -25,6 +25,16 @@ def flag(default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = ()
     return dataclasses.field(default=default, metadata=metadata | ({"choices": choices} if choices else {}))
 
 
+def recorded(default: T) -> T:
+    """A field that is no flag: what the run itself found, kept in config.json."""
+    return dataclasses.field(default=default, metadata={"recorded": True})
+
+
+def is_flag(entry: dataclasses.Field[Any]) -> bool:
+    """Whether a field of a config stands on the command line."""
+    return not entry.metadata.get("recorded", False)
+
+
 @dataclass(frozen=True)
 class ParsedFlags:
     """The configs built from a command line."""
@@ -106,7 +116,7 @@ def _add_fields(parser: argparse.ArgumentParser, sections: Mapping[str, type[Any
     for section, cls in sections.items():
         group = parser.add_argument_group(section)
         hints = typing.get_type_hints(cls)
-        for entry in dataclasses.fields(cls):
+        for entry in filter(is_flag, dataclasses.fields(cls)):
             assert entry.name not in owners, f"{entry.name} is in {owners[entry.name]} and in {section}"
             owners[entry.name] = section
             _add_field(group, entry, hints[entry.name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.calibration import SCALINGS
-from rl_dist.launch import UserError
+from rl_dist.flags import is_flag
+from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.trial import without
 
 CONFIG_FILE = "config.json"
 TRADING, OF_TRADING = "StockTrading-v0", ("data", "market", "trading")
 WARM_UP = 2  # iterations left out of a run's own throughput
+RECORDED = {item.name for item in dataclasses.fields(LaunchConfig) if not is_flag(item)}
 CURE = "give the flags of training instead of RUN_DIR"
 
 
@@ -70,7 +73,7 @@ def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
             continue
         for name, value in values.items():
             idle = (section == "task" and trading and name != "env") or (name == "num_episodes" and by_steps)
-            if value == "" or idle:
+            if name in RECORDED or value == "" or idle:
                 continue
             flags.append(f"--{name}={'none' if value is None else value}")
     return flags

@@ -23,7 +23,9 @@ import torch
 
 from rl_dist import events
 from rl_dist.agent import Job, say
-from rl_dist.flags import flag
+from rl_dist.data_parallel import check_devices
+from rl_dist.flags import flag, recorded
+from rl_dist.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
 from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
@@ -40,7 +42,21 @@ class LaunchConfig:
         -1, "ranks on this machine, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one", "ranks"
     )
     device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
-    strategy: str = flag("default", "how ranks train together; default: ddp on several, none on one", choices=MODES)
+    gpu_ids: str = flag(
+        "", "GPUs to use, one rank each, such as 0,2,3; ids count those in CUDA_VISIBLE_DEVICES, if that is set"
+    )
+    strategy: str = flag(
+        "default",
+        "how the GPUs train together; default: ddp on several ranks, none on one; dp: one process for several GPUs; "
+        "auto: what a few gradient steps at the start show to be the fastest",
+        choices=MODES,
+    )
+    shard_size: int = flag(
+        0, "ranks that share one copy of gradients and Adam's state in strategy hybrid; 0 = all of a machine", "ranks"
+    )
+    fallback: bool = flag(
+        False, "if the strategy cannot be set up here, step down (hybrid, ddp, dp, none) and say so, instead of ending"
+    )
     precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
@@ -51,9 +67,24 @@ class LaunchConfig:
         "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...",
     )
 
+    chosen_strategy: str = recorded("")  # what auto or fallback came to; "": nothing yet
+    chosen_on: str = recorded("")  # the ranks and the device on which it did
+
     def __post_init__(self) -> None:
+        if parse_gpu_ids(self.gpu_ids) and (self.device == "cpu" or self.num_gpus == 0):
+            other = "device cpu" if self.device == "cpu" else "num_gpus 0"
+            raise ValueError(f"gpu_ids {self.gpu_ids} contradicts {other}: leave one of them out")
+        if self.chosen_strategy not in ("", *MODES):
+            raise ValueError(f"chosen_strategy must be one of {', '.join(MODES)}, got {self.chosen_strategy!r}")
         if not 0 <= self.max_restarts <= 1_000_000:
             raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
+        if self.shard_size < 0:
+            raise ValueError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
+        if self.shard_size and self.strategy not in ("hybrid", "auto"):
+            raise ValueError(
+                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
+                "use --strategy hybrid, or --shard_size 0"
+            )
         if self.num_gpus < -1:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
@@ -66,8 +97,8 @@ class LaunchConfig:
 
     @property
     def strategy_config(self) -> StrategyConfig:
-        """What the flags say of the strategy."""
-        return StrategyConfig(mode=self.strategy)
+        """What the flags say of the strategy, and what came of auto and fallback."""
+        return StrategyConfig(mode=self.chosen_strategy or self.strategy, shard_size=self.shard_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,13 +113,19 @@ class ResolvedLaunch:
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
     message: str  # one line for the user, to be printed once
+    gpu_ids: tuple[int, ...] = ()  # of this machine's ranks, or of the one process of dp; (): rank i takes number i
+
+    @property
+    def place(self) -> str:
+        """The ranks and their device in words."""
+        return f"{_count(self.num_ranks, 'rank')} on {self.device_type}"
 
 
 def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine.
 
     Raises:
-        ValueError: more ranks than GPUs, cuda without a GPU, strategy none with several ranks,
+        ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs that are not there,
             num_gpus against what torchrun started, or environment variables that contradict.
     """
     check_variables()
@@ -98,16 +135,22 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     if config.device == "cuda" and config.num_gpus == 0:
         raise ValueError("num_gpus 0 contradicts device cuda; leave one of them out")
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
+    mode, gpu_ids = config.strategy_config.mode, parse_gpu_ids(config.gpu_ids)
+    check_gpu_ids(gpu_ids, config.num_gpus, gpus)
     if "RANK" in os.environ:
         num_ranks = _adopted_ranks(config.num_gpus)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        check_adopted(gpu_ids, local_ranks, several_each=mode in ("dp", "auto"))
     elif on_gpu:
-        num_ranks = gpus if config.num_gpus == -1 else config.num_gpus
+        num_ranks = len(gpu_ids) or (gpus if config.num_gpus == -1 else config.num_gpus)
     else:
         num_ranks = max(1, config.num_gpus)
     if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
-    resolve_mode(config.strategy, num_ranks)
-    message = _describe(num_ranks, on_gpu, gpus)
+    if mode == "dp":
+        num_ranks, gpu_ids = _one_process(num_ranks, gpu_ids, gpus, on_gpu)
+    resolve_mode(mode, num_ranks, config.shard_size)
+    message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
     if "RANK" in os.environ:
         if config.max_restarts:
             cure = "give --max_restarts 0 here and --max-restarts to torchrun"
@@ -115,7 +158,24 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     elif num_ranks > 1 and (address := asked_for_address()):
         check_address(*address, hosted_here=True)
         message += f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
-    return ResolvedLaunch(num_ranks=num_ranks, device_type="cuda" if on_gpu else "cpu", message=message)
+    device_type = "cuda" if on_gpu else "cpu"
+    return ResolvedLaunch(num_ranks=num_ranks, device_type=device_type, message=message, gpu_ids=gpu_ids)
+
+
+def _one_process(num_ranks: int, gpu_ids: tuple[int, ...], gpus: int, on_gpu: bool) -> tuple[int, tuple[int, ...]]:
+    """The single rank of strategy dp, and the GPUs that it takes: as many as there would be ranks.
+
+    A process that torchrun started takes all GPUs, unless gpu_ids names some.
+    """
+    adopted = "RANK" in os.environ
+    ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
+    num_ranks = num_ranks if adopted else 1
+    check_devices("cuda" if on_gpu else "cpu", len(ids), num_ranks)
+    return num_ranks, ids
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number > 1)
 
 
 def _adopted_ranks(num_gpus: int) -> int:
@@ -126,10 +186,14 @@ def _adopted_ranks(num_gpus: int) -> int:
     return size
 
 
-def _describe(num_ranks: int, on_gpu: bool, gpus: int) -> str:
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...]) -> str:
+    ranks = _count(num_ranks, "rank")
     if on_gpu:
-        return f"{ranks} over NCCL, one GPU each ({torch.cuda.get_device_name(0)})"
+        name = torch.cuda.get_device_name(gpu_ids[0] if gpu_ids else 0)
+        numbers = f"GPU {', '.join(map(str, gpu_ids))}: " if gpu_ids else ""
+        if num_ranks < len(gpu_ids):
+            return f"{ranks}, one process for {len(gpu_ids)} GPUs ({numbers}{name})"
+        return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
     return f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"

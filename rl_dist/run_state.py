@@ -117,7 +117,7 @@ def read_run(run_dir: Path, num_messages: int = 5) -> RunState:
     if state == "dead":
         reason += "; --resume goes on from its checkpoint" if saved else "; it has no checkpoint to go on from"
     num_ranks, device = _began(logs, last)
-    strategy = config["launch"].get("strategy", "")
+    strategy = config["launch"].get("chosen_strategy") or config["launch"].get("strategy", "")
     if strategy == "default" and num_ranks:
         strategy = "ddp" if num_ranks > 1 else "none"  # as rl_dist.strategy, which loads torch
     return RunState(

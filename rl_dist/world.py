@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -194,13 +194,14 @@ def threads_per_rank(local_ranks: int) -> int:
     return min(share, int(limit)) if limit.isdecimal() and int(limit) > 0 else share
 
 
-def open_world(device: str, timeout_s: float = 300.0) -> World:
+def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = ()) -> World:
     """Join the process group that the environment describes, or open one of size 1.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
         timeout_s: longest wait in a collective for a rank that makes no progress; start-up may take
             STARTUP_TIMEOUT_S.
+        gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i.
 
     Raises:
         UserError: no CUDA device for this rank.
@@ -217,11 +218,13 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         threading.Thread(target=leave_when_orphaned, args=(parent, threading.Event()), daemon=True).start()
     torch.set_num_threads(threads_per_rank(local_size))
     if device == "cuda":
-        _check_cuda_device(local_rank)
-        torch.cuda.set_device(local_rank)
-        options: dict[str, Any] = {"backend": "nccl", "device_id": torch.device("cuda", local_rank)}
+        gpu = gpu_ids[local_rank] if gpu_ids else local_rank
+        _check_cuda_device(local_rank, gpu)
+        place = torch.device("cuda", gpu)
+        torch.cuda.set_device(place)
+        options: dict[str, Any] = {"backend": "nccl", "device_id": place}
     else:
-        options = {"backend": "gloo"}
+        place, options = torch.device("cpu"), {"backend": "gloo"}
         if local_size == size:
             _bind_gloo_to_loopback()
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
@@ -232,7 +235,7 @@ def open_world(device: str, timeout_s: float = 300.0) -> World:
         rank=rank,
         local_rank=local_rank,
         size=size,
-        device=torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu"),
+        device=place,
         backend=options["backend"],
     )
     if size > 1:
@@ -261,9 +264,9 @@ def close_any_world(*, failed: bool = False) -> None:
         close_world(_current)
 
 
-def _check_cuda_device(local_rank: int) -> None:
+def _check_cuda_device(local_rank: int, gpu: int) -> None:
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if gpu >= count:
         raise UserError(
             f"device cuda: rank {local_rank} of this machine needs its own GPU, but torch sees {count}; "
             "start fewer ranks or use --device cpu"
