@@ -26,7 +26,7 @@ from rl_dist.agent import Job, say
 from rl_dist.flags import flag
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
+from rl_dist.strategy import HYBRID_FORMS, MODES, StrategyConfig
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -41,6 +41,9 @@ class LaunchConfig:
     )
     device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
     strategy: str = flag("default", "how ranks train together; default: ddp on several, none on one", choices=MODES)
+    hybrid_form: str = flag(
+        "shard", "what strategy hybrid does; pipeline: two stages on pairs of ranks", choices=HYBRID_FORMS
+    )
     precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
@@ -59,15 +62,18 @@ class LaunchConfig:
         for name, choices in (
             ("device", ("auto", "cpu", "cuda")),
             ("strategy", MODES),
+            ("hybrid_form", HYBRID_FORMS),
             ("precision", ("auto", "fp32", "fp64")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
+            raise ValueError(f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: add --strategy hybrid")
 
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy."""
-        return StrategyConfig(mode=self.strategy)
+        return StrategyConfig(mode=self.strategy, hybrid_form=self.hybrid_form)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +112,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = max(1, config.num_gpus)
     if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
-    resolve_mode(config.strategy, num_ranks)
+    config.strategy_config.check_ranks(num_ranks)
     message = _describe(num_ranks, on_gpu, gpus)
     if "RANK" in os.environ:
         if config.max_restarts:

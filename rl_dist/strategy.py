@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_dist.world import UserError, World
 
-MODES = ("default", "none", "ddp")
+MODES = ("default", "none", "ddp", "hybrid")
+HYBRID_FORMS = ("shard", "pipeline")
 GRADIENT_BYTES_LOGGED = "gradients of %d bytes"
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class StrategyConfig:
         static_graph: the same parameters take part in every step.
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         find_unused_parameters: some parameters may take no part in a step; costs a walk over the graph.
+        hybrid_form: of mode hybrid. shard: parameters sharded over ranks; pipeline: two stages on pairs of ranks.
 
     Raises:
         UserError: unknown mode, or a size that cannot be.
@@ -55,12 +57,32 @@ class StrategyConfig:
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
+    hybrid_form: str = "shard"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"strategy must be one of {', '.join(MODES)}, got {self.mode!r}")
         if not 0 <= self.bucket_mb <= 10_000:
             raise UserError(f"bucket_mb must be 0..10000, got {self.bucket_mb}: 0 is one bucket")
+        if self.hybrid_form not in HYBRID_FORMS:
+            raise UserError(f"hybrid_form must be one of {', '.join(HYBRID_FORMS)}, got {self.hybrid_form!r}")
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether ranks train in pairs, one stage each."""
+        return self.mode == "hybrid" and self.hybrid_form == "pipeline"
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse numbers of ranks that cannot be shared out.
+
+        Raises:
+            UserError: names the number and the cure.
+        """
+        resolve_mode(self.mode, num_ranks)
+        if self.pipelined and num_ranks % 2:
+            raise UserError(
+                f"hybrid_form pipeline works on pairs of ranks, got {num_ranks}; use an even number, or --strategy ddp"
+            )
 
 
 def resolve_mode(mode: str, num_ranks: int) -> str:
@@ -85,6 +107,7 @@ class Strategy:
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
+        config.check_ranks(world.size)
         self.mode = resolve_mode(config.mode, world.size)
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []
@@ -148,6 +171,9 @@ class Strategy:
         self.steps += stepped
         self.skipped += not stepped
         return grad_norm, stepped
+
+    def complete(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's state whole on every rank, to be compared or saved; all ranks call it together."""
 
     def synchronize(self) -> None:
         """Wait until every rank's device has done what was asked of it."""
