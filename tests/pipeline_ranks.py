@@ -1,5 +1,6 @@
 """What the ranks of the pipeline tests run; spawned processes must be able to import it."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def resumed_curves(world):
     for before in FORMS:
         for after in FORMS:
             training = training_of("trading, clstm", after, world, iterations=4)
-            training.restore(states[before])
+            training.restore(copy.deepcopy(states[before]))  # the optimizer works on what it is given
             found[before, after] = trained(training)["parameters"]
     return found
 
