@@ -12,13 +12,12 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from agents.clstm import Evaluation, Policy
@@ -26,6 +25,9 @@ from agents.lstm import run_sequence
 from agents.rollout import Minibatch, equal_parts
 from rl_dist.strategy import GRADIENT_BYTES_LOGGED, Strategy, StrategyConfig
 from rl_dist.world import UserError, World
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Schedule1F1B
 
 STAGES = 2
 FEATURES, DECISIONS = range(STAGES)
@@ -189,8 +191,18 @@ class PipelineStrategy(Strategy):
                     for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                         parameter.copy_(part.view_as(parameter))
 
-    def complete(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fetch the other stage's optimizer state, until the next step."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole `state_dict`, with what the other stage holds of it; all ranks must call."""
+        self._fetch_other_stage(optimizer)
+        state = optimizer.state_dict()
+        self._forget_other_stage(optimizer)
+        return state
+
+    def stats(self) -> dict[str, Any]:
+        """Those of every strategy, of this rank's stage, and which one that is."""
+        return super().stats() | {"stage": self.stage, "pairs": self.num_pairs}
+
+    def _fetch_other_stage(self, optimizer: torch.optim.Optimizer) -> None:
         own = optimizer.state.get(self.own[0], {})  # both stages have stepped, or neither
         with self.world.waiting("exchange of optimizer state"):
             for stage, parameters in enumerate(self.stages):
@@ -201,10 +213,6 @@ class PipelineStrategy(Strategy):
                         }
                     for name in own:
                         self._broadcast(optimizer.state[parameter][name], stage)
-
-    def stats(self) -> dict[str, Any]:
-        """Those of every strategy, of this rank's stage, and which one that is."""
-        return super().stats() | {"stage": self.stage, "pairs": self.num_pairs}
 
     def _forget_other_stage(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in self.stages[1 - self.stage]:
@@ -243,7 +251,9 @@ class PipelineStrategy(Strategy):
         return terms.detach()
 
     def _schedule(self, count: int, shape: torch.Size, num_terms: int) -> Schedule1F1B:
-        """One forward, one backward in turn, over so many microbatches [L, N]: of all sizes their tensors are known."""
+        """One forward and one backward in turn over so many microbatches [L, N], whose tensors' sizes are known."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # seconds to import
+
         key = (count, *shape)
         if key not in self._schedules:
             assert isinstance(self.half, Stage)

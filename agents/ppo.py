@@ -142,12 +142,12 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
 
 
 def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
-    """What all ranks hold alike: parameters, optimizer state, statistics."""
-    named = list(ppo.policy.named_parameters())
-    found: dict[str, Tensor] = dict(named)
-    for name, parameter in named:
-        values = ppo.optimizer.state.get(parameter, {})
-        found |= {f"optimizer {key} of {name}": value for key, value in values.items() if isinstance(value, Tensor)}
+    """What all ranks hold alike: parameters, optimizer state, statistics; all ranks must call."""
+    found = ppo.strategy.module_state()
+    names, states = list(found), ppo.strategy.optimizer_state(ppo.optimizer)["state"]
+    for index, values in sorted(states.items()):
+        mine = {f"optimizer {key} of {names[index]}": value for key, value in values.items()}
+        found |= {name: value for name, value in mine.items() if isinstance(value, Tensor)}
     for owner, normalizer in normalizers.items():
         found |= {f"{owner} {name.rpartition('.')[2]}": buffer for name, buffer in normalizer.named_buffers()}
     return found
@@ -167,7 +167,7 @@ class PPO:
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.clock = StepClock(self.world.device)
         fused = self.world.device.type == "cuda"
-        self.optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate, eps=1e-5, fused=fused)
+        self.optimizer = torch.optim.Adam(strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""

@@ -175,13 +175,13 @@ class Training:
         rewards.merge(reduced["rewards"])
 
     def replicated(self) -> dict[str, Tensor]:
-        """What must be equal on all ranks, and is whole on each; all call it together."""
-        self.ppo.strategy.complete(self.ppo.optimizer)
+        """What must be equal on all ranks; all of them must call."""
         return replicated_state(self.ppo, obs_normalizer=self.obs_normalizer, reward_normalizer=self.reward_normalizer)
 
     def state(self) -> dict[str, Any] | None:
         """The run's whole state on the main process, else None; all ranks must call."""
-        self.ppo.strategy.complete(self.ppo.optimizer)
+        strategy = self.ppo.strategy
+        weights, optimizer = strategy.module_state(), strategy.optimizer_state(self.ppo.optimizer)
         carry = gather_dicts(self.carry.tensors(), self.world)
         snapshot = getattr(self.env, "can_snapshot", False)
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None  # type: ignore[attr-defined]
@@ -195,8 +195,8 @@ class Training:
             "num_obs": self.policy.num_obs,
             "num_actions": self.policy.num_actions,
             "discrete": self.policy.discrete,
-            "policy": self.policy.state_dict(),
-            "optimizer": self.ppo.optimizer.state_dict(),
+            "policy": weights,
+            "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,
             "obs_normalizer": self.obs_normalizer.state_dict(),
             "reward_normalizer": self.reward_normalizer.state_dict(),

@@ -15,11 +15,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_dist.world import UserError, World
+
+if TYPE_CHECKING:
+    from rl_dist.sharding import Shards
 
 MODES = ("default", "none", "ddp", "hybrid")
 HYBRID_FORMS = ("shard", "pipeline")
@@ -40,13 +45,14 @@ class StrategyConfig:
     """How gradients come together.
 
     Args:
-        mode: none (one rank only), ddp, or default: none on one rank, ddp on several.
+        mode: none (one rank only), ddp, hybrid (see `rl_dist.sharding`), or default: none on one rank, ddp on several.
         bucket_mb: of DistributedDataParallel's reductions; 0: one bucket for everything, the quickest for small
             models, where latency is what a reduction costs.
         static_graph: the same parameters take part in every step.
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         find_unused_parameters: some parameters may take no part in a step; costs a walk over the graph.
         hybrid_form: of mode hybrid. shard: parameters sharded over ranks; pipeline: two stages on pairs of ranks.
+        shard_size: ranks that share one copy of gradients and optimizer state in mode hybrid; 0: those of a machine.
 
     Raises:
         UserError: unknown mode, or a size that cannot be.
@@ -58,12 +64,15 @@ class StrategyConfig:
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
     hybrid_form: str = "shard"
+    shard_size: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"strategy must be one of {', '.join(MODES)}, got {self.mode!r}")
         if not 0 <= self.bucket_mb <= 10_000:
             raise UserError(f"bucket_mb must be 0..10000, got {self.bucket_mb}: 0 is one bucket")
+        if self.shard_size < 0:
+            raise UserError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
         if self.hybrid_form not in HYBRID_FORMS:
             raise UserError(f"hybrid_form must be one of {', '.join(HYBRID_FORMS)}, got {self.hybrid_form!r}")
 
@@ -78,7 +87,9 @@ class StrategyConfig:
         Raises:
             UserError: names the number and the cure.
         """
-        resolve_mode(self.mode, num_ranks)
+        mode = resolve_mode(self.mode, num_ranks)
+        if mode == "hybrid" and not self.pipelined:
+            resolve_shard_size(self.shard_size, num_ranks)
         if self.pipelined and num_ranks % 2:
             raise UserError(
                 f"hybrid_form pipeline works on pairs of ranks, got {num_ranks}; use an even number, or --strategy ddp"
@@ -98,6 +109,24 @@ def resolve_mode(mode: str, num_ranks: int) -> str:
     return mode
 
 
+def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
+    """How many ranks share one copy in mode hybrid; 0 takes those of this machine.
+
+    Raises:
+        UserError: it does not divide the ranks, or there is nothing to share out.
+    """
+    if num_ranks == 1:
+        raise UserError("strategy hybrid shares out over several ranks, got 1; start more, or use --strategy none")
+    size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    fitting = ", ".join(str(n) for n in range(2, num_ranks + 1) if num_ranks % n == 0)
+    if size == 1:
+        why = "shard_size 1" if shard_size else "one rank on this machine"
+        raise UserError(f"strategy hybrid with {why} is ddp: use --strategy ddp, or --shard_size {fitting}")
+    if num_ranks % size:
+        raise UserError(f"shard_size {size} does not divide {num_ranks} ranks; use --shard_size {fitting}")
+    return size
+
+
 class Strategy:
     """One way of training modules on the ranks of a world.
 
@@ -110,7 +139,10 @@ class Strategy:
         config.check_ranks(world.size)
         self.mode = resolve_mode(config.mode, world.size)
         self.module: nn.Module | None = None  # as wrapped last
-        self.parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
+        self.shards: Shards | None = None
+        sharded = self.mode == "hybrid" and not config.pipelined
+        self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
         self.gradient_bytes = self.steps = self.skipped = 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -118,11 +150,21 @@ class Strategy:
 
         Only a loss computed through the returned module's `forward` is reduced; calling the inner
         module directly trains replicas apart without any error.
+
+        Raises:
+            UserError: it cannot be trained in this way.
         """
+        if self.config.pipelined:
+            raise UserError("hybrid_form pipeline trains the cascaded policy only: use hybrid_form shard, or ddp")
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         logger.info(GRADIENT_BYTES_LOGGED, self.gradient_bytes)
         self.module = self._with_ddp(module) if self.mode == "ddp" else module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
+        if self.mode == "hybrid":
+            from rl_dist.sharding import Shards  # a second to import
+
+            self.shards = Shards(module, self.shard_size, self.world)
+            self.parameters = self.shards.parameters
         return self.module
 
     def _with_ddp(self, module: nn.Module) -> nn.Module:
@@ -145,6 +187,8 @@ class Strategy:
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
         """Around forward and backward of one part of a step; only the last part's gradients travel."""
+        if self.shards:
+            self.shards.accumulate(last)
         silent = isinstance(self.module, DistributedDataParallel) and not last
         with self.module.no_sync() if silent else nullcontext():  # type: ignore[union-attr, operator]
             yield
@@ -164,16 +208,39 @@ class Strategy:
         Returns:
             The norm of the reduced gradient before clipping, and whether the step was taken.
         """
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
+        clip = self.shards.clip if self.shards else partial(nn.utils.clip_grad_norm_, self.parameters)
+        grad_norm = clip(max_grad_norm)
         stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
         if stepped:
             optimizer.step()
+        if self.shards:
+            self.shards.make_whole()
         self.steps += stepped
         self.skipped += not stepped
         return grad_norm, stepped
 
-    def complete(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's state whole on every rank, to be compared or saved; all ranks call it together."""
+    def module_state(self) -> dict[str, Tensor]:
+        """The whole `state_dict` of the module given to `wrap`, the same in every mode; all ranks must call."""
+        return self.shards.module_state() if self.shards else self._inner.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole `state_dict` of an optimizer of `parameters`, the same in every mode; all ranks must call."""
+        return self.shards.optimizer_state(optimizer) if self.shards else optimizer.state_dict()
+
+    def load(
+        self, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
+    ) -> None:
+        """Go on from states of `module_state` and `optimizer_state`, whatever the mode and ranks they come from."""
+        if self.shards:
+            self.shards.load(weights, optimizer, optimizer_state)
+        else:
+            self._inner.load_state_dict(weights)
+            optimizer.load_state_dict(optimizer_state)
+
+    @property
+    def _inner(self) -> nn.Module:
+        assert self.module is not None, "nothing was wrapped"
+        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
 
     def synchronize(self) -> None:
         """Wait until every rank's device has done what was asked of it."""
@@ -190,11 +257,12 @@ class Strategy:
             "gradient_bytes": self.gradient_bytes,
             "steps": self.steps,
             "skipped_steps": self.skipped,
+            **(self.shards.facts() if self.shards else {}),
         }
 
     def close(self) -> None:
         """Let go of the module; the world stays open."""
-        self.module, self.parameters = None, []
+        self.module, self.parameters, self.shards = None, [], None
 
 
 def _reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -217,4 +285,5 @@ def tensor_hash(*tensors: torch.Tensor) -> str:
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    copied = tensor.detach().to("cpu", copy=True)  # numpy pins storage for good, and whole parameters are freed
+    return copied.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,137 @@
+"""Mode hybrid on real ranks over gloo, started once by our launcher; the tests judge what they brought back."""
+
+import pytest
+import sharding_ranks
+import torch
+from agents_ranks import world_of_one
+from sharding_ranks import MAX_GRAD_NORM, make_policy, trained
+
+from rl_dist.launch import UserError, launch
+from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash, resolve_shard_size
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-9}
+
+
+def ranks_of(directory, num_ranks, shard_size=0):
+    assert launch(sharding_ranks.probe, (str(directory), shard_size), num_ranks=num_ranks) == 0
+    return [torch.load(directory / f"rank_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((2, 0), id="one group of 2"), pytest.param((4, 2), id="2 x 2", marks=pytest.mark.slow)],
+)
+def ranks(request, tmp_path_factory):
+    return ranks_of(tmp_path_factory.mktemp("sharding"), *request.param)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same steps of one process on the whole batch."""
+    with world_of_one() as world:
+        return trained("none", world)[0]
+
+
+def test_shards_add_up_to_the_gradient_of_one_process_on_the_whole_batch(ranks, alone):
+    for rank in ranks:
+        for mode in ("ddp", "hybrid"):
+            torch.testing.assert_close(rank[mode]["gradient"], alone["gradient"], **CLOSE)
+
+
+def test_the_norm_is_of_the_whole_gradient_and_clips_it_as_in_one_process(ranks, alone):
+    assert (alone["norms"] > MAX_GRAD_NORM).all()
+    for rank in ranks:
+        torch.testing.assert_close(rank["hybrid"]["norms"], alone["norms"], **CLOSE)
+        torch.testing.assert_close(rank["hybrid"]["parameters"], alone["parameters"], **CLOSE)
+        torch.testing.assert_close(rank["ddp"]["parameters"], alone["parameters"], **CLOSE)
+
+
+def test_all_ranks_start_from_rank_0_and_hold_the_same_after_every_step(ranks):
+    assert {rank["hybrid"]["start"] for rank in ranks} == {parameter_hash(make_policy(seed=0))}
+    assert len({rank["hybrid"]["hash"] for rank in ranks}) == 1
+
+
+def test_every_rank_holds_its_share_only(ranks):
+    stats = [rank["hybrid"]["stats"] for rank in ranks]
+    total = sum(parameter.numel() * 8 for parameter in make_policy().parameters())
+    groups = stats[0]["mesh"]["replicate"]
+    assert stats[0]["mesh"] == {"replicate": len(ranks) // 2, "shard": 2}
+    assert sum(one["shard_bytes"] for one in stats) == groups * total
+    assert all(one["shard_bytes"] < 0.7 * total for one in stats)
+
+
+def test_the_bare_policy_acts_with_whole_parameters_through_its_lstms(ranks):
+    for rank in ranks:
+        policy = make_policy(seed=5)
+        policy.load_state_dict(rank["hybrid"]["module"])
+        expected = sharding_ranks.act(policy)
+        assert all(rank["flat weights"])
+        assert type(rank["fresh state"]) is torch.Tensor
+        assert all(torch.equal(*pair) for pair in zip(rank["acted"], expected["acted"], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(rank["sequence"], expected["sequence"], strict=True))
+
+
+def test_a_loss_that_is_no_number_on_one_rank_makes_all_ranks_skip_the_step(ranks):
+    assert all(rank["skipped"] for rank in ranks)
+
+
+def test_saved_states_are_those_of_ddp(ranks):
+    for rank in ranks:
+        ddp, hybrid = rank["ddp"], rank["hybrid"]
+        assert list(hybrid["module"]) == list(ddp["module"])
+        torch.testing.assert_close(hybrid["module"], dict(ddp["module"]), **CLOSE)
+        assert hybrid["optimizer"]["param_groups"] == ddp["optimizer"]["param_groups"]
+        torch.testing.assert_close(hybrid["optimizer"]["state"], ddp["optimizer"]["state"], **CLOSE)
+        assert all(type(tensor) is torch.Tensor for tensor in hybrid["module"].values())
+
+
+def test_going_on_from_saved_states_is_going_on(ranks):
+    for rank in ranks:
+        assert all(torch.equal(*pair) for pair in zip(rank["again"], rank["uninterrupted"], strict=True))
+        torch.testing.assert_close(rank["as ddp"], rank["uninterrupted"], **CLOSE)
+
+
+def test_accumulated_parts_are_reduced_once_a_step(ranks):
+    for rank in ranks:
+        assert rank["reductions"] == 3
+        torch.testing.assert_close(rank["in parts"]["gradient"], rank["hybrid"]["gradient"], **CLOSE)
+        torch.testing.assert_close(rank["in parts"]["parameters"], rank["hybrid"]["parameters"], **CLOSE)
+
+
+def test_a_rank_that_changed_its_copy_is_found(ranks):
+    assert all("drifted apart: rank 1 in critic_head.bias (against rank 0)" in rank["in sync"] for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "num_ranks", "told"),
+    [
+        (0, 1, "strategy hybrid shares out over several ranks, got 1; start more, or use --strategy none"),
+        (1, 4, "strategy hybrid with shard_size 1 is ddp: use --strategy ddp, or --shard_size 2, 4"),
+        (3, 4, "shard_size 3 does not divide 4 ranks; use --shard_size 2, 4"),
+        (8, 4, "shard_size 8 does not divide 4 ranks; use --shard_size 2, 4"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_with_what_can(shard_size, num_ranks, told):
+    with pytest.raises(UserError) as error:
+        resolve_shard_size(shard_size, num_ranks)
+    assert str(error.value) == told
+
+
+def test_groups_are_the_ranks_of_a_machine_unless_told_otherwise(monkeypatch):
+    assert resolve_shard_size(0, 4) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert resolve_shard_size(0, 4) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="one rank on this machine is ddp: use --strategy ddp, or --shard_size 2, 4"):
+        resolve_shard_size(0, 4)
+
+
+def test_one_rank_and_negative_sizes_are_refused():
+    with world_of_one() as world, pytest.raises(UserError, match="several ranks"):
+        Strategy(StrategyConfig(mode="hybrid"), world)
+    with pytest.raises(UserError, match="shard_size must be at least 0, got -1"):
+        StrategyConfig(shard_size=-1)
+
+
+def test_ranks_refuse_a_size_that_does_not_divide_them(ranks):
+    assert all("does not divide" in rank["refused"] for rank in ranks)
