@@ -256,12 +256,11 @@ class PipelineStrategy(Strategy):
 
         key = (count, *shape)
         if key not in self._schedules:
-            assert isinstance(self.half, Stage)
-            like = {"dtype": self.own[0].dtype, "device": "meta", "requires_grad": True}
-            features = torch.empty(*shape, self.half.policy.config.hidden_size, **like)
+            assert self.half is not None
+            like, width = self.own[0].to("meta"), self.half.policy.config.hidden_size
             number = torch.empty(1, dtype=torch.int64, device="meta")
-            terms = torch.empty(num_terms, **like)
-            boundary = ((number,), (features,), (terms,))
+            features = like.new_empty(*shape, width, requires_grad=True)
+            boundary = ((number,), (features,), (like.new_empty(num_terms, requires_grad=True),))
             stage = PipelineStage(
                 self.half,
                 self.stage,
