@@ -135,7 +135,11 @@ class Policy(nn.Module):
         return outputs, torch.cat([*decision_parts, *feature_parts]).permute(1, 0, 2)
 
     def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """First half of the cascade: obs [L, N, F], (h, c) [2, N, H] of the feature LSTM, [0, N, H] with a window.
+        """First half of the cascade, without resets.
+
+        Args:
+            obs: [L, N, F], or [L, N, n * F] with a window.
+            state: [2, N, H], (h, c) of the feature LSTM before them; [0, N, H] with a window.
 
         Returns:
             Features [L, N, H] and the state after them.
@@ -146,7 +150,11 @@ class Policy(nn.Module):
         return self.feature_mlp(outputs), new_state
 
     def decisions(self, features: Tensor, state: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-        """Second half: features [L, N, H], (h, c) of actor and critic [4, N, H].
+        """Second half of the cascade, without resets.
+
+        Args:
+            features: [L, N, H].
+            state: [4, N, H], (h, c) of the actor's and of the critic's LSTM before them.
 
         Returns:
             (actor [L, N, A], values [L, N]) and the state after them.
@@ -204,7 +212,7 @@ class Policy(nn.Module):
         return self.evaluation(actor, values, actions)
 
     def evaluation(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
-        """What `forward` returns, of the network's outputs for steps whose actions are known."""
+        """What `forward` returns, of the network's outputs and the actions taken."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 

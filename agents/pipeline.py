@@ -84,7 +84,7 @@ class FeatureStage(Stage):
 
 
 class DecisionStage(Stage):
-    """Actor, critic and loss: the loss's terms [K] of a microbatch, from its features [L, N, H]."""
+    """Actor, critic and loss: its terms [K] for a microbatch's features [L, N, H]."""
 
     def forward(self, features: Tensor, *, number: Tensor) -> Tensor:
         slots = self.microbatch(number)
@@ -143,9 +143,9 @@ class PipelineStrategy(Strategy):
         return module
 
     def gradients(self, minibatch: Minibatch, num_parts: int, loss_of: LossOf, num_terms: int) -> Tensor:
-        """Add the gradient of the mean loss over the minibatches of all ranks; each rank gets its stage's.
+        """Add the gradient of the mean loss over the minibatches of all ranks.
 
-        A loss that is not finite spoils the gradient, which tells the other ranks.
+        Each rank gets that of its stage, and reads the loss of its own slots. A loss that is not finite spoils the gradient, which tells the other ranks.
 
         Args:
             minibatch: of this rank; all ranks have equally many slots.

@@ -19,7 +19,7 @@ TWO_RANKS = ["--num_gpus", "2", "--device", "cpu", "--strategy", "hybrid", "--hy
 
 def results_of(out_dir, num_ranks, *, everything):
     assert launch(exercise, (str(out_dir), everything), num_ranks) == 0
-    return [torch.load(out_dir / f"{num_ranks}_rank_{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    return [torch.load(out_dir / f"{num_ranks}_rank_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
 @pytest.fixture(scope="module")
