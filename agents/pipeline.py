@@ -1,4 +1,4 @@
-"""The second form of `--strategy hybrid`: the cascade in two stages, on pairs of ranks.
+"""The other form of hybrid: the cascade in two stages, on pairs of ranks.
 
 The first rank of a pair trains the feature LSTM, the second one actor and critic: each holds gradients, optimizer
 state and activations of its stage only. A pair works on the slots of both its ranks, as microbatches that
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_strategy(config: StrategyConfig, world: World) -> Strategy:
-    """The strategy that a configuration asks for, the pipeline of the cascade included."""
+    """What a configuration asks for, the pipeline of the cascade included."""
     return PipelineStrategy(config, world) if config.pipelined else Strategy(config, world)
 
 
@@ -52,7 +52,7 @@ def stage_of(name: str) -> int:
 
 
 class Stage(nn.Module):
-    """One half of the policy; only features travel, all else of a microbatch is here and told by number."""
+    """One half of the policy; it finds all but the features by a microbatch's number."""
 
     def __init__(self, policy: Policy, world: World) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class PipelineStrategy(Strategy):
     def gradients(self, minibatch: Minibatch, num_parts: int, loss_of: LossOf, num_terms: int) -> Tensor:
         """Add the gradient of the mean loss over the minibatches of all ranks.
 
-        Each rank gets that of its stage, and reads the loss of its own slots. A loss that is not finite spoils the gradient, which tells the other ranks.
+        Each rank gets that of its stage. A loss that is not finite spoils the gradient, which tells the other ranks.
 
         Args:
             minibatch: of this rank; all ranks have equally many slots.
@@ -170,7 +170,7 @@ class PipelineStrategy(Strategy):
         return told[1:].unflatten(0, (STAGES, num_parts, num_terms))[self.stage]
 
     def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf) -> tuple[Tensor, bool]:
-        """Clip the gradient by its norm over both stages and step with this stage's, on all ranks or on none."""
+        """Clip by the norm over both stages and step this one, on all ranks or on none."""
         self._forget_other_stage(optimizer)
         stepped = bool(torch.isfinite(self._grad_norm))  # the same on all ranks
         if stepped:
@@ -192,7 +192,7 @@ class PipelineStrategy(Strategy):
                         parameter.copy_(part.view_as(parameter))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole `state_dict`, with what the other stage holds of it; all ranks must call."""
+        """The whole `state_dict`, of both stages; all ranks must call."""
         self._fetch_other_stage(optimizer)
         state = optimizer.state_dict()
         self._forget_other_stage(optimizer)

@@ -142,12 +142,12 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
 
 
 def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
-    """What all ranks hold alike: parameters, optimizer state, statistics; all ranks must call."""
-    found = ppo.strategy.module_state()
-    names, states = list(found), ppo.strategy.optimizer_state(ppo.optimizer)["state"]
-    for index, values in sorted(states.items()):
-        mine = {f"optimizer {key} of {names[index]}": value for key, value in values.items()}
-        found |= {name: value for name, value in mine.items() if isinstance(value, Tensor)}
+    """What all ranks hold alike; all of them must call."""
+    found: dict[str, Tensor] = dict(ppo.policy.named_parameters())
+    states = ppo.strategy.optimizer_state(ppo.optimizer)["state"]
+    for index, name in enumerate(list(found)):
+        values = states.get(index, {})
+        found |= {f"optimizer {key} of {name}": value for key, value in values.items() if isinstance(value, Tensor)}
     for owner, normalizer in normalizers.items():
         found |= {f"{owner} {name.rpartition('.')[2]}": buffer for name, buffer in normalizer.named_buffers()}
     return found

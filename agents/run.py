@@ -22,7 +22,7 @@ from agents.normalize import Normalizer
 from agents.pipeline import NO_CASCADE
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig, share_out
-from agents.trainer import load_weights
+from agents.trainer import check_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
@@ -61,6 +61,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "sync_check_every",
     "collective_timeout",
     "monitor_every",
+    "shard_size",
 }
 
 
@@ -180,7 +181,7 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
         changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
         if changes.get("strategy", "hybrid") != "hybrid":
-            changes.setdefault("hybrid_form", "shard")  # what the run had does nothing from here on
+            changes = {"hybrid_form": "shard", "shard_size": 0} | changes  # they would do nothing from here on
         differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - CHANGEABLE]
         sections[name] = dataclasses.replace(old, **{flag: changes[flag] for flag in changes.keys() & CHANGEABLE})
     _refuse_differences(differing, "leave out what differs, or start a fresh run")
@@ -283,7 +284,8 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     number = state["num_actions"]
     space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))
     policy = Policy(config.policy, state["num_obs"], space).to(config.launch.dtype)
-    load_weights(policy, state["policy"])
+    check_weights(policy, state["policy"])
+    policy.load_state_dict(state["policy"])
     normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])
     return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)

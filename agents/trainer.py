@@ -180,11 +180,11 @@ class Training:
 
     def state(self) -> dict[str, Any] | None:
         """The run's whole state on the main process, else None; all ranks must call."""
-        strategy = self.ppo.strategy
-        weights, optimizer = strategy.module_state(), strategy.optimizer_state(self.ppo.optimizer)
         carry = gather_dicts(self.carry.tensors(), self.world)
         snapshot = getattr(self.env, "can_snapshot", False)
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None  # type: ignore[attr-defined]
+        policy = self.ppo.strategy.module_state()
+        optimizer = self.ppo.strategy.optimizer_state(self.ppo.optimizer)
         if not self.world.main:
             return None
         return {
@@ -195,7 +195,7 @@ class Training:
             "num_obs": self.policy.num_obs,
             "num_actions": self.policy.num_actions,
             "discrete": self.policy.discrete,
-            "policy": weights,
+            "policy": policy,
             "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,
             "obs_normalizer": self.obs_normalizer.state_dict(),
@@ -208,8 +208,8 @@ class Training:
         """Continue from a checkpoint's state, whatever number of ranks made it."""
         self.iteration, self.global_step = state["iteration"], state["global_step"]
         self.episodes = state["episodes"]
-        load_weights(self.policy, state["policy"])
-        self.ppo.optimizer.load_state_dict(state["optimizer"])
+        check_weights(self.policy, state["policy"])
+        self.ppo.strategy.load(state["policy"], self.ppo.optimizer, state["optimizer"])
         self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)  # older checkpoints do not know it
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])
@@ -232,8 +232,8 @@ class Training:
             self.env = self.job.make_env(sizes.num_envs, sizes.first_env)
 
 
-def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
-    """Load a policy's weights.
+def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
+    """Compare a policy's shape with that of weights to be loaded.
 
     Raises:
         UserError: they have another shape than the policy; one line naming the first that differs.
@@ -247,7 +247,6 @@ def load_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
                 f"the checkpoint is of another shape: {name} is {there} there and {here} here; "
                 "use the environment, --observation, --policy and --hidden_size it was trained with"
             )
-    policy.load_state_dict(weights)
 
 
 def last_checkpoint(run_dir: Path) -> str:

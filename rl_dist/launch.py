@@ -44,6 +44,9 @@ class LaunchConfig:
     hybrid_form: str = flag(
         "shard", "what strategy hybrid does; pipeline: two stages on pairs of ranks", choices=HYBRID_FORMS
     )
+    shard_size: int = flag(
+        0, "ranks that share one copy of gradients and Adam's state in strategy hybrid; 0 = all of a machine", "ranks"
+    )
     precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
@@ -57,6 +60,13 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.max_restarts <= 1_000_000:
             raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
+        if self.shard_size < 0:
+            raise ValueError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
+        if self.shard_size and self.strategy != "hybrid":
+            raise ValueError(
+                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
+                "use --strategy hybrid, or --shard_size 0"
+            )
         if self.num_gpus < -1:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
@@ -69,11 +79,13 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
             raise ValueError(f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: add --strategy hybrid")
+        if self.hybrid_form == "pipeline" and self.shard_size:
+            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: leave one out")
 
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy."""
-        return StrategyConfig(mode=self.strategy, hybrid_form=self.hybrid_form)
+        return StrategyConfig(mode=self.strategy, shard_size=self.shard_size, hybrid_form=self.hybrid_form)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,7 +106,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine.
 
     Raises:
-        ValueError: more ranks than GPUs, cuda without a GPU, strategy none with several ranks,
+        ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot work on so many ranks,
             num_gpus against what torchrun started, or environment variables that contradict.
     """
     check_variables()

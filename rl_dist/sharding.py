@@ -39,21 +39,22 @@ class Shards:
                 dist.broadcast(tensor.detach(), src=0)
             shape = (world.size // shard_size, shard_size)
             self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-        self.module = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
-        self.module.set_force_sum_reduction_for_comms(True)  # then divides: gloo has no mean of its own
-        self.module.set_custom_reduce_scatter(_AnnouncedReduceScatter(world))
+        self.module, self._unit = module, fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
+        self._unit.set_force_sum_reduction_for_comms(True)  # then divides: gloo has no mean of its own
+        announced: Any = _AnnouncedReduceScatter(world)  # torch keeps the base class to itself
+        self._unit.set_custom_reduce_scatter(announced)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.make_whole()
 
     def make_whole(self) -> None:
         """Gather the parameters from their shards; nothing happens if they are whole."""
         with self.world.waiting("gather of parameters"):
-            self.module.unshard()
+            self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
         """Whether the next backward pass reduces the gradients, its own and those kept whole before it."""
-        self.module.set_requires_gradient_sync(last)
-        self.module.set_reshard_after_backward(last)
+        self._unit.set_requires_gradient_sync(last)
+        self._unit.set_reshard_after_backward(last)
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradient of which every rank holds a shard, with one small reduction.

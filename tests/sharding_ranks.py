@@ -1,19 +1,25 @@
 """What the ranks of the sharding tests run; spawned processes must be able to import it."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from agents_ranks import make_job
+from faults_ranks import Keeping
 from gymnasium.spaces import Box
 
 from agents.clstm import Policy, PolicyConfig
+from agents.trainer import Training, train
+from rl_dist.checkpoint import load_checkpoint
 from rl_dist.collectives import check_in_sync
 from rl_dist.launch import UserError
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
-from rl_dist.world import close_world, open_world
+from rl_dist.world import StopFlag, close_world, open_world
 
 NUM_SLOTS, LENGTH = 8, 4  # of all ranks together
 MAX_GRAD_NORM = 0.05  # always clips
+HALF = "iteration_00000002.pt"
 
 
 def make_policy(seed=0):
@@ -159,3 +165,34 @@ def refusal(world):
     except UserError as error:
         return str(error)
     return ""
+
+
+def job(run_dir, mode="hybrid", name="recall, clstm", iterations=4):
+    """A small training in a mode, with a checkpoint every second iteration."""
+    return replace(
+        make_job(name, run_dir, iterations=iterations, checkpoint_every=2), strategy=StrategyConfig(mode=mode)
+    )
+
+
+def run(job, world, resume_from=""):
+    """Train, from a checkpoint if one is named; the end's parameters, with what training told."""
+    training, writer = Training(job, world), Keeping()
+    if resume_from:
+        training.restore(load_checkpoint(resume_from))
+    train(training, writer, StopFlag())
+    kept = ("loss/policy", "loss/value", "optim/grad_norm", "episode/return")
+    records = [{key: record[key] for key in kept} for record in writer.records]
+    parameters = torch.cat([parameter.detach().flatten() for parameter in training.policy.parameters()])
+    return {"parameters": parameters, "records": records, "hash": parameter_hash(training.policy)}
+
+
+def trainings(out_dir):
+    """Whole trainings: in hybrid, from its second iteration on in hybrid and ddp, and from ddp's in hybrid."""
+    world, out = open_world("cpu", timeout_s=60), Path(out_dir)
+    half = f"checkpoints/{HALF}"
+    results = {"hybrid": run(job(out / "hybrid"), world), "ddp": run(job(out / "ddp", "ddp"), world)}
+    results["hybrid, resumed"] = run(job(out / "again"), world, out / "hybrid" / half)
+    results["hybrid, resumed as ddp"] = run(job(out / "as_ddp", "ddp"), world, out / "hybrid" / half)
+    results["ddp, resumed as hybrid"] = run(job(out / "as_hybrid"), world, out / "ddp" / half)
+    torch.save(results, out / f"trainings_{world.rank}.pt")
+    close_world(world)

@@ -110,6 +110,8 @@ def test_unknown_forms_and_forms_without_effect_are_refused():
         LaunchConfig(strategy="hybrid", hybrid_form="diagonal")
     with pytest.raises(ValueError, match="needs strategy hybrid, got ddp"):
         LaunchConfig(strategy="ddp", hybrid_form="pipeline")
+    with pytest.raises(ValueError, match="shard_size 2 does nothing with hybrid_form pipeline"):
+        LaunchConfig(strategy="hybrid", hybrid_form="pipeline", shard_size=2)
     assert LaunchConfig(strategy="hybrid", hybrid_form="pipeline").strategy_config.pipelined
 
 

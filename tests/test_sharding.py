@@ -4,8 +4,11 @@ import pytest
 import sharding_ranks
 import torch
 from agents_ranks import world_of_one
-from sharding_ranks import MAX_GRAD_NORM, make_policy, trained
+from sharding_ranks import HALF, MAX_GRAD_NORM, job, make_policy, run, trained
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from rl_dist.checkpoint import load_checkpoint
 from rl_dist.launch import UserError, launch
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash, resolve_shard_size
 
@@ -135,3 +138,54 @@ def test_one_rank_and_negative_sizes_are_refused():
 
 def test_ranks_refuse_a_size_that_does_not_divide_them(ranks):
     assert all("does not divide" in rank["refused"] for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trainings")
+    assert launch(sharding_ranks.trainings, (str(directory),), num_ranks=2) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def trained_ranks(folder):
+    return [torch.load(folder / f"trainings_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_a_training_is_that_of_one_process(trained_ranks, tmp_path):
+    with world_of_one() as world:
+        single = run(job(tmp_path, "none"), world)
+    for rank in trained_ranks:
+        torch.testing.assert_close(rank["hybrid"]["parameters"], single["parameters"], **CLOSE)
+        for one, other in zip(rank["hybrid"]["records"], single["records"], strict=True):
+            assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True)
+    assert len({rank["hybrid"]["hash"] for rank in trained_ranks}) == 1
+
+
+def test_a_resumed_training_ends_bit_for_bit_as_one_never_interrupted(trained_ranks):
+    for rank in trained_ranks:
+        assert torch.equal(rank["hybrid, resumed"]["parameters"], rank["hybrid"]["parameters"])
+        assert rank["hybrid, resumed"]["records"] == rank["hybrid"]["records"][2:]
+
+
+def test_checkpoints_of_hybrid_and_ddp_stand_for_each_other(trained_ranks, folder, tmp_path):
+    for rank in trained_ranks:
+        for name in ("hybrid, resumed as ddp", "ddp, resumed as hybrid"):
+            torch.testing.assert_close(rank[name]["parameters"], rank["ddp"]["parameters"], **CLOSE)
+    with world_of_one() as world:
+        single = run(job(tmp_path, "none"), world, folder / "hybrid" / "checkpoints" / HALF)
+    torch.testing.assert_close(single["parameters"], trained_ranks[0]["ddp"]["parameters"], **CLOSE)
+
+
+def test_checkpoint_files_are_those_of_ddp(trained_ranks, folder):
+    states = [load_checkpoint(folder / mode / "checkpoints" / HALF) for mode in ("ddp", "hybrid")]
+    ddp, hybrid = (
+        {name: (value.shape, value.dtype) if isinstance(value, Tensor) else value for name, value in leaves(state)}
+        for state in states
+    )
+    assert list(ddp) == list(hybrid)
+    assert all(ddp[name] == hybrid[name] for name in ddp if not isinstance(ddp[name], float))
+
+
+def leaves(state):
+    return [(keystr(path), value) for path, value in tree_flatten_with_path(state)[0]]
