@@ -125,24 +125,48 @@ class Policy(nn.Module):
         """
         if self.config.policy == "mlp":
             features = self.feature_mlp(self.feature_core(obs))
-            actor, critic, new_state = self.actor_core(features), self.critic_core(features), state
-        elif self.config.stateless and len(obs) > 1:  # every step is a sequence of its own
+            return self._heads(self.actor_core(features), self.critic_core(features)), state
+        if self.config.stateless and len(obs) > 1:  # every step is a sequence of its own
             outputs, _ = self.network(obs.flatten(0, 1)[None], self.initial_state(obs.shape[0] * obs.shape[1]))
             return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
-        else:
-            if self.config.stateless:
-                state = torch.zeros_like(state)
-            parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
-            new_parts: tuple[Tensor, ...] = ()
-            if self.config.feature_window:
-                features = self._windowed_features(obs)
-            else:
-                features, new_parts = _run_lstm(self.feature_core, obs, parts[4:])
-            features = self.feature_mlp(features)
-            actor, actor_state = _run_lstm(self.actor_core, features, parts[0:2])
-            critic, critic_state = _run_lstm(self.critic_core, features, parts[2:4])
-            new_state = torch.cat([*actor_state, *critic_state, *new_parts]).permute(1, 0, 2)
-        return (self.actor_head(actor), self.critic_head(critic).squeeze(-1)), new_state
+        if self.config.stateless:
+            state = torch.zeros_like(state)
+        parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
+        features, feature_parts = self.features(obs, parts[4:])
+        outputs, decision_parts = self.decisions(features, parts[:4])
+        return outputs, torch.cat([*decision_parts, *feature_parts]).permute(1, 0, 2)
+
+    def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """First half of the cascade, without resets.
+
+        Args:
+            obs: [L, N, F], or [L, N, n * F] with a window.
+            state: [2, N, H], (h, c) of the feature LSTM before them; [0, N, H] with a window.
+
+        Returns:
+            Features [L, N, H] and the state after them.
+        """
+        if self.config.feature_window:
+            return self.feature_mlp(self._windowed_features(obs)), ()
+        outputs, new_state = _run_lstm(self.feature_core, obs, state)
+        return self.feature_mlp(outputs), new_state
+
+    def decisions(self, features: Tensor, state: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        """Second half of the cascade, without resets.
+
+        Args:
+            features: [L, N, H].
+            state: [4, N, H], (h, c) of the actor's and of the critic's LSTM before them.
+
+        Returns:
+            (actor [L, N, A], values [L, N]) and the state after them.
+        """
+        actor, actor_state = _run_lstm(self.actor_core, features, state[0:2])
+        critic, critic_state = _run_lstm(self.critic_core, features, state[2:4])
+        return self._heads(actor, critic), (*actor_state, *critic_state)
+
+    def _heads(self, actor: Tensor, critic: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor_head(actor), self.critic_head(critic).squeeze(-1)
 
     def _windowed_features(self, obs: Tensor) -> Tensor:
         """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
@@ -187,6 +211,10 @@ class Policy(nn.Module):
             (actor, values), _ = self.network(obs, state)
         else:
             actor, values = run_sequence(self.network, obs, state, episode_start)
+        return self.evaluation(actor, values, actions)
+
+    def evaluation(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
+        """What `forward` returns, of the network's outputs and the actions taken."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agents.clstm import Evaluation
+from agents.pipeline import PipelineStrategy
 from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
 from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
@@ -141,7 +142,7 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
 
 
 def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
-    """What all ranks hold alike: parameters, optimizer state, statistics; all ranks must call."""
+    """What all ranks hold alike; all of them must call."""
     found: dict[str, Tensor] = dict(ppo.policy.named_parameters())
     states = ppo.strategy.optimizer_state(ppo.optimizer)["state"]
     for index, name in enumerate(list(found)):
@@ -208,6 +209,8 @@ class PPO:
             if self.config.target_kl and epoch_steps and self._exceeds_target_kl(epoch_kl / epoch_steps):
                 break
             self.clock.mark("")
+        if isinstance(self.strategy, PipelineStrategy):
+            self.strategy.share_parameters()
         if num_skipped:
             text = f"{num_skipped} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
             events.notify("bad_steps", text, iteration=key[1], skipped=num_skipped)
@@ -233,22 +236,34 @@ class PPO:
             Losses, norm of the reduced gradient before clipping, and whether the step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        losses, waited_s = [], self.world.gradient_seconds
+        waited_s = self.world.gradient_seconds
+        parts = self._gradients(minibatch)
+        self.clock.waited(self.world.gradient_seconds - waited_s)
+        grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
+        self.clock.mark("optimizer")
+        self._count_bad(stepped, parts.total)
+        return parts, grad_norm, stepped
+
+    def _gradients(self, minibatch: Minibatch) -> LossParts:
+        """Forward and backward of a minibatch, part by part; the losses of this rank."""
+        if isinstance(self.strategy, PipelineStrategy):
+            terms = self.strategy.gradients(minibatch, self.num_parts, self._loss_of, len(LossParts._fields))
+            self.clock.mark("backward")
+            return LossParts(*terms.mean(0))
+        losses = []
         for number, part in enumerate(equal_parts(minibatch, self.num_parts), 1):
             with self.strategy.accumulating(last=number == self.num_parts):
                 losses.append(self._loss(part))
                 self.clock.mark("forward")
                 self.strategy.backward(losses[-1].total / self.num_parts)
             self.clock.mark("backward")
-        self.clock.waited(self.world.gradient_seconds - waited_s)
-        grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-        self.clock.mark("optimizer")
-        parts = LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
-        self._count_bad(stepped, parts.total)
-        return parts, grad_norm, stepped
+        return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     def _loss(self, minibatch: Minibatch) -> LossParts:
         evaluation = self.wrapped(minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start)
+        return self._loss_of(evaluation, minibatch)
+
+    def _loss_of(self, evaluation: Evaluation, minibatch: Minibatch) -> LossParts:
         return ppo_loss(
             evaluation,
             minibatch.logprobs,

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
+from agents.pipeline import NO_CASCADE
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig, share_out
 from agents.trainer import check_weights
@@ -47,7 +48,7 @@ SECTIONS: dict[str, type] = {
 OWNERS = {item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)}
 SUMMARY = "summary.json"  # of a finished run, and of no other
 # What a resumed run may change: how long, and where it runs.
-CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "checkpoint_every"} | {
+CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "hybrid_form", "checkpoint_every"} | {
     "gpu_ids",
     "fallback",
     "keep_checkpoints",
@@ -78,6 +79,10 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
     trading: TradingConfig = field(default_factory=TradingConfig)
+
+    def __post_init__(self) -> None:
+        if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
+            raise UserError(NO_CASCADE)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""
@@ -180,6 +185,8 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         old, new = getattr(saved, name), parsed.configs[name]
         given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
         changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
+        if changes.get("strategy", "hybrid") != "hybrid":
+            changes = {"hybrid_form": "shard", "shard_size": 0} | changes  # they would do nothing from here on
         differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - CHANGEABLE]
         kept = {flag: changes[flag] for flag in changes.keys() & CHANGEABLE}
         sections[name] = dataclasses.replace(old, **kept | (_other_devices(kept) if name == "launch" else {}))

@@ -20,7 +20,6 @@ from rl_dist.hardware import Facts
 from rl_dist.launch import LaunchConfig, UserError, resolve
 from rl_dist.measured_checks import SCRIPT, MemoryFigures, command_line, communication_check, time_checks
 from rl_dist.setup_checks import OK, PROBLEM, WARNING, Check
-from rl_dist.strategy import resolve_mode
 from rl_dist.trial import SideBySide, TrialFailed, TrialTooLong
 
 
@@ -66,7 +65,7 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         return *nearest(launch, facts), []  # told under Host
     if launch.strategy in ("none", "dp", "hybrid"):
         with suppress(ValueError, RuntimeError):
-            resolved = resolve(dataclasses.replace(launch, strategy="default", shard_size=0))
+            resolved = resolve(launch.by_default())
             problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
             return resolved.num_ranks, resolved.device_type, [problem]
     ranks, device_type = nearest(launch, facts)
@@ -134,11 +133,13 @@ def recommend(
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
     try:
-        resolve_mode(launch.strategy, question.num_ranks, launch.shard_size)
+        launch.strategy_config.resolve(question.num_ranks)
         if launch.strategy == "dp":
             check_devices(question.device_type, len(facts.gpu.usable), question.num_ranks)
     except UserError:
-        changes |= {"strategy": "default"} | ({"shard_size": 0} if launch.shard_size else {})
+        default = launch.by_default()
+        names = ("strategy", "hybrid_form", "shard_size")
+        changes |= {name: getattr(default, name) for name in names if getattr(launch, name) != getattr(default, name)}
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
     elif memory and memory.needed > memory.limit and memory.largest_batch_size:

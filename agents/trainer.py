@@ -18,6 +18,7 @@ from agents.clstm import Policy, PolicyConfig
 from agents.gae import gae
 from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
 from agents.normalize import Normalizer
+from agents.pipeline import make_strategy
 from agents.ppo import (
     PPO,
     NonFiniteGradient,
@@ -33,7 +34,7 @@ from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_j
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
 from rl_dist.stragglers import Stragglers
-from rl_dist.strategy import Strategy, StrategyConfig
+from rl_dist.strategy import StrategyConfig
 from rl_dist.world import StopFlag, World
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Training:
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
-        strategy = Strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
+        strategy = make_strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
         self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
@@ -175,7 +176,7 @@ class Training:
         rewards.merge(reduced["rewards"])
 
     def replicated(self) -> dict[str, Tensor]:
-        """What must be equal on all ranks."""
+        """What must be equal on all ranks; all of them must call."""
         return replicated_state(self.ppo, obs_normalizer=self.obs_normalizer, reward_normalizer=self.reward_normalizer)
 
     def state(self) -> dict[str, Any] | None:

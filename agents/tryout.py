@@ -230,7 +230,7 @@ class Trying:
 def short_runs(question: Question) -> SideBySide:
     """All ranks' shares side by side, to be entered and then measured."""
     # Each copy is one rank, with nobody to share with.
-    launch = dataclasses.replace(question.config.launch, strategy="default", shard_size=0, fallback=False)
+    launch = question.config.launch.by_default()
     share = dataclasses.replace(question.config, train=share_config(question), launch=launch)
     ranks = question.num_ranks
     return SideBySide(flags_of(share.to_dict()), ranks, threads_per_rank(ranks), device_type=question.device_type)

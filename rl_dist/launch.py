@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rl_dist.flags import flag, recorded
 from rl_dist.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
+from rl_dist.strategy import HYBRID_FORMS, MODES, StrategyConfig
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -50,6 +50,9 @@ class LaunchConfig:
         "how the GPUs train together; default: ddp on several ranks, none on one; dp: one process for several GPUs; "
         "auto: what a few gradient steps at the start show to be the fastest",
         choices=MODES,
+    )
+    hybrid_form: str = flag(
+        "shard", "what strategy hybrid does; pipeline: two stages on pairs of ranks", choices=HYBRID_FORMS
     )
     shard_size: int = flag(
         0, "ranks that share one copy of gradients and Adam's state in strategy hybrid; 0 = all of a machine", "ranks"
@@ -90,15 +93,25 @@ class LaunchConfig:
         for name, choices in (
             ("device", ("auto", "cpu", "cuda")),
             ("strategy", MODES),
+            ("hybrid_form", HYBRID_FORMS),
             ("precision", ("auto", "fp32", "fp64")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
+            raise ValueError(f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: add --strategy hybrid")
+        if self.hybrid_form == "pipeline" and self.shard_size:
+            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: leave one out")
 
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy, and what came of auto and fallback."""
-        return StrategyConfig(mode=self.chosen_strategy or self.strategy, shard_size=self.shard_size)
+        mode = self.chosen_strategy or self.strategy
+        return StrategyConfig(mode=mode, shard_size=self.shard_size, hybrid_form=self.hybrid_form)
+
+    def by_default(self) -> LaunchConfig:
+        """The same with the default strategy and without the flags of others."""
+        return replace(self, strategy="default", hybrid_form="shard", shard_size=0, fallback=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,7 +162,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
     if mode == "dp":
         num_ranks, gpu_ids = _one_process(num_ranks, gpu_ids, gpus, on_gpu)
-    resolve_mode(mode, num_ranks, config.shard_size)
+    config.strategy_config.resolve(num_ranks)
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
     if "RANK" in os.environ:
         if config.max_restarts:

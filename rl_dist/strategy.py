@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rl_dist.sharding import Shards
 
 MODES = ("default", "none", "dp", "ddp", "hybrid", "auto")
+HYBRID_FORMS = ("shard", "pipeline")
 GRADIENT_BYTES_LOGGED = "gradients of %d bytes"
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class StrategyConfig:
         static_graph: the same parameters take part in every step.
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         find_unused_parameters: some parameters may take no part in a step; costs a walk over the graph.
+        hybrid_form: of mode hybrid. shard: parameters sharded over ranks; pipeline: two stages on pairs of ranks.
         shard_size: ranks that share one copy of gradients and optimizer state in mode hybrid; 0: those of a machine.
 
     Raises:
@@ -69,6 +71,7 @@ class StrategyConfig:
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
+    hybrid_form: str = "shard"
     shard_size: int = 0
 
     def __post_init__(self) -> None:
@@ -78,23 +81,33 @@ class StrategyConfig:
             raise UserError(f"bucket_mb must be 0..10000, got {self.bucket_mb}: 0 is one bucket")
         if self.shard_size < 0:
             raise UserError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
+        if self.hybrid_form not in HYBRID_FORMS:
+            raise UserError(f"hybrid_form must be one of {', '.join(HYBRID_FORMS)}, got {self.hybrid_form!r}")
 
+    @property
+    def pipelined(self) -> bool:
+        """Whether ranks train in pairs, one stage each."""
+        return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
-def resolve_mode(mode: str, num_ranks: int, shard_size: int = 0) -> str:
-    """What `mode` means on so many ranks.
+    def resolve(self, num_ranks: int) -> str:
+        """The mode on so many ranks: what default means there.
 
-    Raises:
-        UserError: "none" or "dp" with several ranks, or "hybrid" with ranks that cannot share out.
-    """
-    if mode == "hybrid":
-        resolve_shard_size(shard_size, num_ranks)
-    if mode == "dp" and num_ranks > 1:
-        raise UserError(f"strategy dp works in one process, got {num_ranks} ranks; use ddp, or leave it out")
-    if mode == "none" and num_ranks > 1:
-        raise UserError(f"strategy none works with one rank only, got {num_ranks}; use ddp, or leave it out")
-    if mode == "default":
-        return "ddp" if num_ranks > 1 else "none"
-    return mode
+        Raises:
+            UserError: it cannot be on this number of ranks; names the cure.
+        """
+        if self.mode == "dp" and num_ranks > 1:
+            raise UserError(f"strategy dp works in one process, got {num_ranks} ranks; use ddp, or leave it out")
+        if self.mode == "none" and num_ranks > 1:
+            raise UserError(f"strategy none works with one rank only, got {num_ranks}; use ddp, or leave it out")
+        if self.pipelined and num_ranks % 2:
+            raise UserError(
+                f"hybrid_form pipeline works on pairs of ranks, got {num_ranks}; use an even number, or --strategy ddp"
+            )
+        if self.mode == "hybrid" and not self.pipelined:
+            resolve_shard_size(self.shard_size, num_ranks)
+        if self.mode == "default":
+            return "ddp" if num_ranks > 1 else "none"
+        return self.mode
 
 
 def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
@@ -124,7 +137,7 @@ class Strategy:
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
-        self.mode = resolve_mode(config.mode, world.size, config.shard_size)
+        self.mode = config.resolve(world.size)
         if self.mode == "auto":
             raise UserError("strategy auto has to be measured first, see rl_dist.strategy_choice; or name a mode")
         if self.mode == "dp":
@@ -132,7 +145,8 @@ class Strategy:
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.shards: Shards | None = None
-        self.shard_size = resolve_shard_size(config.shard_size, world.size) if self.mode == "hybrid" else 1
+        sharded = self.mode == "hybrid" and not config.pipelined
+        self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
         self.gradient_bytes = self.steps = self.skipped = 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -140,7 +154,12 @@ class Strategy:
 
         Only a loss computed through the returned module's `forward` is reduced; calling the inner
         module directly trains replicas apart without any error.
+
+        Raises:
+            UserError: it cannot be trained in this way.
         """
+        if self.config.pipelined:
+            raise UserError("hybrid_form pipeline trains the cascaded policy only: use hybrid_form shard, or ddp")
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         logger.info(GRADIENT_BYTES_LOGGED, self.gradient_bytes)
         self.module = self._wrapped(module)

@@ -108,10 +108,14 @@ class World:
             self.sync_seconds += time.perf_counter() - started
 
     @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Around a backward pass: its waiting for others goes to `gradient_seconds`."""
+    def reducing(self, place: str = "") -> Iterator[None]:
+        """Around a backward pass: its waiting for others goes to `gradient_seconds`.
+
+        Args:
+            place: names it in messages, where ranks meet during the whole of it; they enter it together.
+        """
         self._gradients_ready_s = 0.0
-        with self._in_collective(""):
+        with self._in_collective(place):
             yield
             self._synchronize()
         if self._gradients_ready_s:

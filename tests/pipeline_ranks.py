@@ -1,0 +1,156 @@
+"""What the ranks of the pipeline tests run; spawned processes must be able to import it."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from agents_ranks import make_job, parameters_of
+
+from agents.ppo import PPOConfig
+from agents.trainer import Training, train
+from rl_dist.collectives import gather_json
+from rl_dist.metrics import NullWriter
+from rl_dist.strategy import StrategyConfig, parameter_hash
+from rl_dist.world import StopFlag, close_world, open_world
+
+FORMS = {
+    "ddp": StrategyConfig(mode="ddp"),
+    "pipeline": StrategyConfig(mode="hybrid", hybrid_form="pipeline"),
+}
+CURVES = {
+    "resets inside slots": ("trading, clstm", {}),
+    "feature window, strata of 2": ("recall, window, strata of 2", {}),
+    "no memory": ("trading, no memory", {}),
+    "KL stop": ("trading, KL stop", {}),
+    "fp32": ("cartpole, clstm, fp32", {}),
+    "accumulation": ("recall, clstm", {"grad_accumulation": 2}),
+}
+UNCLIPPED = PPOConfig(max_grad_norm=1e6, update_epochs=1, norm_adv=False)
+
+
+def training_of(name, form, world, run_dir="", **options):
+    """A training of CASES with one of FORMS; one rank always trains alone."""
+    job = make_job(name, run_dir, iterations=options.pop("iterations", 2), **options)
+    return Training(replace(job, strategy=FORMS[form] if world.size > 1 else StrategyConfig()), world)
+
+
+def trained(training):
+    """Train to the end; what became of it."""
+    losses: list[dict[str, float]] = []
+    update = training.update
+
+    def remember(rollout):
+        losses.append(update(rollout))
+        return losses[-1]
+
+    training.update = remember
+    train(training, NullWriter(), StopFlag())
+    return {"parameters": parameters_of(training), "losses": losses, "hash": parameter_hash(training.policy)}
+
+
+def first_minibatch(training):
+    """The first minibatch of a first rollout, as the update makes it."""
+    found = []
+
+    class Enough(Exception):
+        pass
+
+    def probe(minibatch):
+        found.append(minibatch)
+        raise Enough
+
+    training.warm_up_normalizers()
+    training.ppo._step, step = probe, training.ppo._step
+    try:
+        training.update(training.collect(training.job.train.num_steps))
+    except Enough:
+        training.ppo._step = step
+    return found[0]
+
+
+def gradient_of(form, world):
+    """The gradient of a first minibatch by parameter name, as this rank's optimizer gets it, and its norm."""
+    training = training_of("trading, clstm", form, world, ppo=UNCLIPPED)
+    _, norm, stepped = training.ppo._step(first_minibatch(training))
+    named = training.policy.named_parameters()
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    moments = sum(p in training.ppo.optimizer.state for p in training.policy.parameters())
+    return {"gradients": gradients, "norm": float(norm), "stepped": stepped, "moments": moments}
+
+
+def resumed_curves(world):
+    """Parameters after 2 iterations: in one go, and resumed after the first with the same form or the other one."""
+    found = {"whole": trained(training_of("trading, clstm", "pipeline", world))["parameters"]}
+    states = {}
+    for form in FORMS:
+        training = training_of("trading, clstm", form, world)
+        stop_after(training, 1)
+        states[form] = share(training.state(), world)
+    for before, after in (("pipeline", "pipeline"), ("pipeline", "ddp"), ("ddp", "pipeline")):
+        training = training_of("trading, clstm", after, world)
+        training.restore(copy.deepcopy(states[before]))  # the optimizer works on what it is given
+        found[before, after] = trained(training)["parameters"]
+    return found
+
+
+def stop_after(training, iterations):
+    """Train until the end of an iteration, as after a signal."""
+    flag = StopFlag()
+    update = training.update
+
+    def count(rollout):
+        if training.iteration == iterations:
+            flag.signum = 15
+        return update(rollout)
+
+    training.update = count
+    train(training, NullWriter(), flag)
+
+
+def share(state, world):
+    """The main process's state on every rank, through a file."""
+    path = Path(world_dir, f"state_{share.calls}.pt")
+    share.calls += 1
+    if world.main:
+        torch.save(state, path)
+    gather_json(0, world)
+    return torch.load(path, weights_only=True)
+
+
+share.calls = 0
+world_dir = ""
+
+
+def poisoned(world):
+    """A loss that is inf on one rank only: who stepped, before and after it, and the parameters' hashes."""
+    training = training_of("trading, clstm", "pipeline", world, ppo=UNCLIPPED)
+    minibatch = first_minibatch(training)
+    hashes, stepped = [parameter_hash(training.policy)], []
+    for poison in (True, False):
+        advantages = minibatch.advantages.clone()
+        if poison and world.rank == 0:
+            advantages[0, 0] = torch.inf
+        stepped.append(training.ppo._step(replace(minibatch, advantages=advantages))[2])
+        training.ppo.strategy.share_parameters()
+        hashes.append(parameter_hash(training.policy))
+    return {"stepped": stepped, "hashes": hashes}
+
+
+def exercise(out_dir, everything):
+    """Everything the tests judge, to SIZE_rank_N.pt."""
+    global world_dir
+    world_dir = out_dir
+    world = open_world("cpu", timeout_s=60)
+    results = {}
+    for label, (name, options) in CURVES.items() if everything else list(CURVES.items())[:1]:
+        for form in FORMS:
+            results[label, form] = trained(training_of(name, form, world, **options))
+    for form in FORMS:
+        results["gradient", form] = gradient_of(form, world)
+    if everything:
+        results["resumed"] = resumed_curves(world)
+        results["poisoned"] = poisoned(world)
+    torch.save(results, Path(out_dir, f"{world.size}_rank_{world.rank}.pt"))
+    close_world(world)
+    return 0

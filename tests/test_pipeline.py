@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+from agents_ranks import world_of_one
+from pipeline_ranks import CURVES, FORMS, UNCLIPPED, exercise, first_minibatch, training_of
+from torch import nn
+from train_runs import SMALL, only_error, records, start_training
+
+from agents.pipeline import make_strategy, stage_of
+from agents.run import RunConfig
+from rl_dist.launch import LaunchConfig, launch
+from rl_dist.strategy import Strategy, StrategyConfig
+from rl_dist.world import UserError
+
+PIPELINE = FORMS["pipeline"]
+TWO_RANKS = ["--num_gpus", "2", "--device", "cpu", "--strategy", "hybrid", "--hybrid_form", "pipeline"]
+
+
+def results_of(out_dir, num_ranks, *, everything):
+    assert launch(exercise, (str(out_dir), everything), num_ranks) == 0
+    return [torch.load(out_dir / f"{num_ranks}_rank_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return results_of(tmp_path_factory.mktemp("pair"), 2, everything=True)
+
+
+@pytest.mark.parametrize("label", CURVES)
+def test_two_stages_train_as_two_replicas_do(pair, label):
+    tolerance = 1e-6 if label == "fp32" else 1e-12
+    for rank in pair:
+        pipeline, ddp = rank[label, "pipeline"], rank[label, "ddp"]
+        assert len(pipeline["losses"]) == 2
+        for found, expected in zip(pipeline["losses"], ddp["losses"], strict=True):
+            assert found == pytest.approx(expected, abs=tolerance)
+        torch.testing.assert_close(pipeline["parameters"], ddp["parameters"], rtol=0, atol=tolerance)
+    assert len({rank[label, "pipeline"]["hash"] for rank in pair}) == 1
+
+
+def check_gradient(ranks):
+    """The stages' gradients together are that of one process on the slots of all ranks, and so is their norm."""
+    with world_of_one() as world:
+        training = training_of("trading, clstm", "pipeline", world, ppo=UNCLIPPED)
+        _, norm, _ = training.ppo._step(first_minibatch(training))
+        alone = {name: parameter.grad for name, parameter in training.policy.named_parameters()}
+    assert float(norm) > 1e-3
+    for rank, found in enumerate(one["gradient", "pipeline"] for one in ranks):
+        mine = {name for name in alone if stage_of(name) == rank % 2}
+        assert set(found["gradients"]) == mine and 0 < len(mine) < len(alone)
+        for name in mine:
+            torch.testing.assert_close(found["gradients"][name], alone[name], rtol=0, atol=1e-12)
+        assert found["norm"] == pytest.approx(float(norm), abs=1e-12)
+        assert found["moments"] == len(mine)  # the optimizer keeps nothing of the other stage
+
+
+def test_a_stages_gradient_is_its_part_of_one_processs(pair):
+    check_gradient(pair)
+
+
+def test_a_run_resumes_bit_for_bit(pair):
+    for rank in pair:
+        assert torch.equal(rank["resumed"]["pipeline", "pipeline"], rank["resumed"]["whole"])
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "pipeline"), ("pipeline", "ddp")])
+def test_checkpoints_pass_between_ddp_and_pipeline(pair, before, after):
+    for rank in pair:
+        curves = rank["resumed"]
+        torch.testing.assert_close(curves[before, after], curves["whole"], rtol=0, atol=1e-12)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(pair):
+    for rank in pair:
+        before, held_back, after = rank["poisoned"]["hashes"]
+        assert rank["poisoned"]["stepped"] == [False, True]
+        assert before == held_back != after
+    assert pair[0]["poisoned"]["hashes"] == pair[1]["poisoned"]["hashes"]
+
+
+@pytest.mark.slow  # four processes
+def test_two_pairs_average_the_gradients_of_each_stage(tmp_path):
+    ranks = results_of(tmp_path, 4, everything=False)
+    check_gradient(ranks)
+    label = next(iter(CURVES))
+    for rank in ranks:
+        torch.testing.assert_close(
+            rank[label, "pipeline"]["parameters"], rank[label, "ddp"]["parameters"], rtol=0, atol=1e-12
+        )
+    assert len({rank[label, "pipeline"]["hash"] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_an_odd_number_of_ranks_is_refused(num_ranks):
+    with pytest.raises(UserError, match=f"pairs of ranks, got {num_ranks}"):
+        PIPELINE.resolve(num_ranks)
+    PIPELINE.resolve(4)
+
+
+def test_one_rank_refuses_before_it_builds_anything():
+    with world_of_one() as world, pytest.raises(UserError, match="pairs of ranks"):
+        make_strategy(PIPELINE, world)
+
+
+def test_unknown_forms_and_forms_without_effect_are_refused():
+    with pytest.raises(UserError, match="hybrid_form must be one of shard, pipeline, got 'diagonal'"):
+        StrategyConfig(mode="hybrid", hybrid_form="diagonal")
+    with pytest.raises(ValueError, match="hybrid_form must be one of"):
+        LaunchConfig(strategy="hybrid", hybrid_form="diagonal")
+    with pytest.raises(ValueError, match="needs strategy hybrid, got ddp"):
+        LaunchConfig(strategy="ddp", hybrid_form="pipeline")
+    with pytest.raises(ValueError, match="shard_size 2 does nothing with hybrid_form pipeline"):
+        LaunchConfig(strategy="hybrid", hybrid_form="pipeline", shard_size=2)
+    assert LaunchConfig(strategy="hybrid", hybrid_form="pipeline").strategy_config.pipelined
+
+
+def test_a_policy_without_a_cascade_is_refused():
+    launch_config = {"strategy": "hybrid", "hybrid_form": "pipeline"}
+    saved = RunConfig().to_dict()
+    assert RunConfig.from_dict(saved | {"launch": launch_config}).policy.policy == "clstm"
+    with pytest.raises(UserError, match="use --policy clstm, or --strategy ddp"):
+        RunConfig.from_dict(saved | {"launch": launch_config, "policy": {"policy": "mlp"}})
+
+
+def test_modules_other_than_the_policy_are_refused_by_the_general_strategy(monkeypatch):
+    with world_of_one() as world:
+        monkeypatch.setattr(StrategyConfig, "resolve", lambda *_: None)  # one rank is enough to see this
+        with pytest.raises(UserError, match="trains the cascaded policy only"):
+            Strategy(PIPELINE, world).wrap(nn.Linear(2, 2))
+
+
+@pytest.mark.slow  # two runs with two ranks each
+def test_the_command_trains_in_two_stages_and_goes_on_as_ddp(tmp_path):
+    run_dir = tmp_path / "run"
+    training = start_training(*SMALL, *TWO_RANKS, "--run_dir", run_dir)
+    _, stderr = training.communicate(timeout=300)
+    assert training.returncode == 0, stderr
+    resumed = start_training("--resume", run_dir, "--num_episodes", "16", "--strategy", "ddp")
+    _, stderr = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, stderr
+    rows = records(run_dir)
+    assert rows[-1]["episode/total"] >= 16
+    assert all(math.isfinite(row["loss/policy"]) for row in rows)
+
+
+@pytest.mark.slow  # starts the command
+def test_the_command_refuses_an_odd_number_of_ranks_in_one_line(tmp_path):
+    training = start_training(*SMALL, *TWO_RANKS, "--num_gpus", "3", "--run_dir", tmp_path / "run")
+    _, stderr = training.communicate(timeout=120)
+    assert training.returncode == 2
+    assert "hybrid_form pipeline works on pairs of ranks, got 3" in only_error(stderr)
