@@ -96,7 +96,8 @@ def probe(out_dir, shard_size=0):
     results["in sync"] = in_sync(parts[1], world)
     results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)
     results["refused"] = refusal(world)
-    results["other calls"] = other_calls(world, shard_size)
+    results["trainings"] = trainings(world, Path(out_dir), shard_size)
+    results["other calls"] = other_calls(world, shard_size)  # the last: a reduction stays undone
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
 
@@ -192,11 +193,10 @@ def refusal(world):
     return ""
 
 
-def job(run_dir, mode="hybrid", name="recall, clstm", iterations=4):
+def job(run_dir, mode="hybrid", **options):
     """A small training in a mode, with a checkpoint every second iteration."""
-    return replace(
-        make_job(name, run_dir, iterations=iterations, checkpoint_every=2), strategy=StrategyConfig(mode=mode)
-    )
+    strategy = StrategyConfig(mode=mode, **options)
+    return replace(make_job("recall, clstm", run_dir, iterations=4, checkpoint_every=2), strategy=strategy)
 
 
 def run(job, world, resume_from=""):
@@ -211,13 +211,17 @@ def run(job, world, resume_from=""):
     return {"parameters": parameters, "records": records, "hash": parameter_hash(training.policy)}
 
 
-def trainings(out_dir):
+def trainings(world, out, shard_size):
     """Whole trainings: in hybrid, from its second iteration on in hybrid and ddp, and from ddp's in hybrid."""
-    world, out = open_world("cpu", timeout_s=60), Path(out_dir)
     half = f"checkpoints/{HALF}"
-    results = {"hybrid": run(job(out / "hybrid"), world), "ddp": run(job(out / "ddp", "ddp"), world)}
-    results["hybrid, resumed"] = run(job(out / "again"), world, out / "hybrid" / half)
-    results["hybrid, resumed as ddp"] = run(job(out / "as_ddp", "ddp"), world, out / "hybrid" / half)
-    results["ddp, resumed as hybrid"] = run(job(out / "as_hybrid"), world, out / "ddp" / half)
-    torch.save(results, out / f"trainings_{world.rank}.pt")
-    close_world(world)
+
+    def hybrid(name, resume_from=""):
+        return run(job(out / name, shard_size=shard_size), world, resume_from)
+
+    return {
+        "hybrid": hybrid("hybrid"),
+        "ddp": run(job(out / "ddp", "ddp"), world),
+        "hybrid, resumed": hybrid("again", out / "hybrid" / half),
+        "hybrid, resumed as ddp": run(job(out / "as_ddp", "ddp"), world, out / "hybrid" / half),
+        "ddp, resumed as hybrid": hybrid("as_hybrid", out / "ddp" / half),
+    }
