@@ -79,6 +79,7 @@ from rl_dist.setup_checks import (
     link_checks,
     software_checks,
 )
+from rl_dist.strategy import resolve_mode
 from rl_dist.trial import TrialFailed, without
 from train_distributed import RUNS, add_run_flags, choose_run
 
@@ -134,9 +135,9 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         told = one_line(error)
     if told == facts.host.address_error:
         return *nearest(launch, facts), []  # told under Host
-    if launch.strategy == "none":
+    if launch.strategy in ("none", "hybrid"):
         with suppress(ValueError, RuntimeError):
-            resolved = resolve(dataclasses.replace(launch, strategy="default"))
+            resolved = resolve(dataclasses.replace(launch, strategy="default", shard_size=0))
             problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
             return resolved.num_ranks, resolved.device_type, [problem]
     ranks, device_type = nearest(launch, facts)
@@ -208,8 +209,10 @@ def recommend(
     if question.device_type == "cpu" and question.num_ranks > cores:
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
-    if launch.strategy == "none" and question.num_ranks > 1:
-        changes["strategy"] = "default"
+    try:
+        resolve_mode(launch.strategy, question.num_ranks, launch.shard_size)
+    except UserError:
+        changes |= {"strategy": "default"} | ({"shard_size": 0} if launch.shard_size else {})
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
     elif memory and memory.needed > memory.limit and memory.largest_batch_size:

@@ -191,7 +191,10 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
         TrialFailed: it failed or took too long.
     """
     config, sizes = question.config, question.sizes
-    share = dataclasses.replace(config, train=share_config(question))
+    launch = config.launch
+    if launch.strategy == "hybrid":  # each copy is one rank, with nobody to share with
+        launch = dataclasses.replace(launch, strategy="default", shard_size=0)
+    share = dataclasses.replace(config, train=share_config(question), launch=launch)
     trial = run_trial(
         flags_of(share),
         question.num_ranks,

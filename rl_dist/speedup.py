@@ -54,7 +54,7 @@ IDLE = {
     "run_dir": "RUN_DIR, the first word, stands for the flags of a run",
     "resume": "RUN_DIR, the first word, stands for the flags of a run",
     "num_gpus": "use --gpus",
-    "strategy": "leave it out: several ranks have ddp",
+    **dict.fromkeys(("strategy", "shard_size", "hybrid_form"), "leave it out: several ranks have ddp"),
     "lr_scaling": "leave it out: the learning rate changes no speed",
     "seed": "leave it out: every short run has its own",
     "validate_every": _ALONE,

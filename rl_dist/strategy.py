@@ -81,27 +81,29 @@ class StrategyConfig:
         """Whether ranks train in pairs, one stage each."""
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
-    def check_ranks(self, num_ranks: int) -> None:
-        """Refuse numbers of ranks that cannot be shared out.
+    def check_ranks(self, num_ranks: int) -> str:
+        """What the mode means on so many ranks.
 
         Raises:
-            UserError: names the number and the cure.
+            UserError: it cannot work on them; names the number and the cure.
         """
-        mode = resolve_mode(self.mode, num_ranks)
-        if mode == "hybrid" and not self.pipelined:
-            resolve_shard_size(self.shard_size, num_ranks)
-        if self.pipelined and num_ranks % 2:
+        if not self.pipelined:
+            return resolve_mode(self.mode, num_ranks, self.shard_size)
+        if num_ranks % 2:
             raise UserError(
                 f"hybrid_form pipeline works on pairs of ranks, got {num_ranks}; use an even number, or --strategy ddp"
             )
+        return self.mode
 
 
-def resolve_mode(mode: str, num_ranks: int) -> str:
+def resolve_mode(mode: str, num_ranks: int, shard_size: int = 0) -> str:
     """What `mode` means on so many ranks.
 
     Raises:
-        UserError: "none" with several ranks.
+        UserError: "none" with several ranks, or "hybrid" with ranks that cannot share out.
     """
+    if mode == "hybrid":
+        resolve_shard_size(shard_size, num_ranks)
     if mode == "none" and num_ranks > 1:
         raise UserError(f"strategy none works with one rank only, got {num_ranks}; use ddp, or leave it out")
     if mode == "default":
@@ -136,8 +138,7 @@ class Strategy:
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
-        config.check_ranks(world.size)
-        self.mode = resolve_mode(config.mode, world.size)
+        self.mode = config.check_ranks(world.size)
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.shards: Shards | None = None

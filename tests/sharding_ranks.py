@@ -1,6 +1,7 @@
 """What the ranks of the sharding tests run; spawned processes must be able to import it."""
 
 import copy
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gymnasium.spaces import Box
 from agents.clstm import Policy, PolicyConfig
 from agents.trainer import Training, train
 from rl_dist.checkpoint import load_checkpoint
-from rl_dist.collectives import check_in_sync
+from rl_dist.collectives import agree_max, check_in_sync
 from rl_dist.launch import UserError
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
 from rl_dist.world import StopFlag, close_world, open_world
@@ -95,6 +96,8 @@ def probe(out_dir, shard_size=0):
     results["in sync"] = in_sync(parts[1], world)
     results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)
     results["refused"] = refusal(world)
+    results["trainings"] = trainings(world, Path(out_dir), shard_size)
+    results["other calls"] = other_calls(world, shard_size)  # the last: a reduction stays undone
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
 
@@ -159,6 +162,29 @@ def accumulate(world, shard_size):
     return {"in parts": record, "reductions": len(calls)}
 
 
+def other_calls(world, shard_size):
+    """Rank 1 decides something while the others reduce gradients."""
+    strategy, _, module, _ = prepared("hybrid", world, shard_size=shard_size)
+    try:
+        if world.rank == 1:
+            agree_max(0, world)
+        else:
+            strategy.backward(loss_of(module, batch(world.rank, world.size)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def hang(out_dir):
+    """Rank 1 does not come to the second reduction of gradients."""
+    world = open_world("cpu", timeout_s=6)
+    strategy, _, module, optimizer = prepared("hybrid", world)
+    world.enter("update")
+    train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
+    time.sleep(1000.0 * world.rank)
+    train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
+
+
 def refusal(world):
     try:
         Strategy(StrategyConfig(mode="hybrid", shard_size=world.size + 1), world)
@@ -167,11 +193,10 @@ def refusal(world):
     return ""
 
 
-def job(run_dir, mode="hybrid", name="recall, clstm", iterations=4):
+def job(run_dir, mode="hybrid", **options):
     """A small training in a mode, with a checkpoint every second iteration."""
-    return replace(
-        make_job(name, run_dir, iterations=iterations, checkpoint_every=2), strategy=StrategyConfig(mode=mode)
-    )
+    strategy = StrategyConfig(mode=mode, **options)
+    return replace(make_job("recall, clstm", run_dir, iterations=4, checkpoint_every=2), strategy=strategy)
 
 
 def run(job, world, resume_from=""):
@@ -186,13 +211,17 @@ def run(job, world, resume_from=""):
     return {"parameters": parameters, "records": records, "hash": parameter_hash(training.policy)}
 
 
-def trainings(out_dir):
+def trainings(world, out, shard_size):
     """Whole trainings: in hybrid, from its second iteration on in hybrid and ddp, and from ddp's in hybrid."""
-    world, out = open_world("cpu", timeout_s=60), Path(out_dir)
     half = f"checkpoints/{HALF}"
-    results = {"hybrid": run(job(out / "hybrid"), world), "ddp": run(job(out / "ddp", "ddp"), world)}
-    results["hybrid, resumed"] = run(job(out / "again"), world, out / "hybrid" / half)
-    results["hybrid, resumed as ddp"] = run(job(out / "as_ddp", "ddp"), world, out / "hybrid" / half)
-    results["ddp, resumed as hybrid"] = run(job(out / "as_hybrid"), world, out / "ddp" / half)
-    torch.save(results, out / f"trainings_{world.rank}.pt")
-    close_world(world)
+
+    def hybrid(name, resume_from=""):
+        return run(job(out / name, shard_size=shard_size), world, resume_from)
+
+    return {
+        "hybrid": hybrid("hybrid"),
+        "ddp": run(job(out / "ddp", "ddp"), world),
+        "hybrid, resumed": hybrid("again", out / "hybrid" / half),
+        "hybrid, resumed as ddp": run(job(out / "as_ddp", "ddp"), world, out / "hybrid" / half),
+        "ddp, resumed as hybrid": hybrid("as_hybrid", out / "ddp" / half),
+    }

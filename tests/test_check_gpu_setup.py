@@ -146,6 +146,15 @@ def test_a_strategy_that_cannot_be_is_told_and_replaced(facts):
     assert words == ["python", "train_distributed.py", "--num_gpus", "2", "--strategy", "default"]
 
 
+def test_shards_that_do_not_divide_the_ranks_are_told_and_left_out(facts):
+    asked = LaunchConfig(num_gpus=2, device="cpu", strategy="hybrid", shard_size=3)
+    ranks, _, (check,) = decide_ranks(asked, facts)
+    assert (ranks, check.verdict, check.cure) == (2, "problem", "--strategy default")
+    assert "shard_size 3 does not divide 2 ranks" in check.measured
+    words = shlex.split(command(asked, 2, facts, "--num_gpus", "2", "--strategy", "hybrid", "--shard_size", "3"))
+    assert words[2:] == ["--num_gpus", "2", "--strategy", "default", "--shard_size", "0"]
+
+
 def test_the_command_works_from_other_directories(facts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = shlex.split(command(LaunchConfig(device="cpu"), 1, facts))[1]

@@ -262,6 +262,9 @@ def test_ranks_and_device_follow_the_machine(machine, gpus, flags, expected):
         (0, {"device": "cuda"}, "no CUDA GPU"),
         (2, {"device": "cuda", "num_gpus": 0}, "contradicts"),
         (0, {"num_gpus": 2, "strategy": "none"}, "one rank only"),
+        (0, {"num_gpus": 1, "strategy": "hybrid"}, "over several ranks, got 1"),
+        (0, {"num_gpus": 4, "strategy": "hybrid", "shard_size": 3}, "does not divide 4 ranks; use --shard_size 2, 4"),
+        (0, {"num_gpus": 2, "shard_size": 2}, "does nothing with strategy default: use --strategy hybrid"),
     ],
 )
 def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):

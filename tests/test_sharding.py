@@ -15,17 +15,20 @@ from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash, resolve_s
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}
 
 
-def ranks_of(directory, num_ranks, shard_size=0):
-    assert launch(sharding_ranks.probe, (str(directory), shard_size), num_ranks=num_ranks) == 0
-    return [torch.load(directory / f"rank_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param((2, 0), id="one group of 2"), pytest.param((4, 2), id="2 x 2", marks=pytest.mark.slow)],
 )
-def ranks(request, tmp_path_factory):
-    return ranks_of(tmp_path_factory.mktemp("sharding"), *request.param)
+def folder(request, tmp_path_factory):
+    num_ranks, shard_size = request.param
+    directory = tmp_path_factory.mktemp("sharding")
+    assert launch(sharding_ranks.probe, (str(directory), shard_size), num_ranks=num_ranks) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +143,23 @@ def test_ranks_refuse_a_size_that_does_not_divide_them(ranks):
     assert all("does not divide" in rank["refused"] for rank in ranks)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("trainings")
-    assert launch(sharding_ranks.trainings, (str(directory),), num_ranks=2) == 0
-    return directory
+def test_a_rank_that_makes_another_call_while_gradients_are_reduced_is_named(ranks):
+    for rank in ranks:
+        assert "the ranks made different collective calls: rank 0 in 'gradient reduction' (coll" in rank["other calls"]
+        assert "; rank 1 in 'agreement on a number' (coll" in rank["other calls"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_to_a_reduction_is_named(tmp_path, capfd):
+    assert launch(sharding_ranks.hang, (str(tmp_path),), num_ranks=2) == 1
+    told = capfd.readouterr().err
+    assert "in 'gradient reduction' (collective " in told
+    assert "for rank 1, which made no progress in update, outside any collective (--collective_timeout 6)" in told
 
 
 @pytest.fixture(scope="module")
-def trained_ranks(folder):
-    return [torch.load(folder / f"trainings_{rank}.pt", weights_only=True) for rank in range(2)]
+def trained_ranks(ranks):
+    return [rank["trainings"] for rank in ranks]
 
 
 def test_a_training_is_that_of_one_process(trained_ranks, tmp_path):
