@@ -79,7 +79,6 @@ from rl_dist.setup_checks import (
     link_checks,
     software_checks,
 )
-from rl_dist.strategy import resolve_mode
 from rl_dist.trial import TrialFailed, without
 from train_distributed import RUNS, add_run_flags, choose_run
 
@@ -137,7 +136,7 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         return *nearest(launch, facts), []  # told under Host
     if launch.strategy in ("none", "hybrid"):
         with suppress(ValueError, RuntimeError):
-            resolved = resolve(dataclasses.replace(launch, strategy="default", shard_size=0))
+            resolved = resolve(dataclasses.replace(launch, strategy="default", shard_size=0, hybrid_form="shard"))
             problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
             return resolved.num_ranks, resolved.device_type, [problem]
     ranks, device_type = nearest(launch, facts)
@@ -210,9 +209,10 @@ def recommend(
         fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
     try:
-        resolve_mode(launch.strategy, question.num_ranks, launch.shard_size)
+        launch.strategy_config.check_ranks(question.num_ranks)
     except UserError:
         changes |= {"strategy": "default"} | ({"shard_size": 0} if launch.shard_size else {})
+        changes |= {"hybrid_form": "shard"} if launch.hybrid_form != "shard" else {}
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
     elif memory and memory.needed > memory.limit and memory.largest_batch_size:

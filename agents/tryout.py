@@ -193,7 +193,7 @@ def measure_time(question: Question, reductions: Measured | None, shapes: Shapes
     config, sizes = question.config, question.sizes
     launch = config.launch
     if launch.strategy == "hybrid":  # each copy is one rank, with nobody to share with
-        launch = dataclasses.replace(launch, strategy="default", shard_size=0)
+        launch = dataclasses.replace(launch, strategy="default", shard_size=0, hybrid_form="shard")
     share = dataclasses.replace(config, train=share_config(question), launch=launch)
     trial = run_trial(
         flags_of(share),

@@ -25,7 +25,8 @@ from rl_dist.world import available_cores, threads_per_rank
 
 SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
-OF_RANKS = ("num_gpus", "strategy", "shard_size", "scaling", "lr_scaling", "device")  # chosen here for the short runs
+# Chosen here for the short runs.
+OF_RANKS = ("num_gpus", "strategy", "hybrid_form", "shard_size", "scaling", "lr_scaling", "device")
 PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
 COPIES_PER_CORE = 4  # more of them measure only how the machine is overrun
 
