@@ -27,7 +27,9 @@ from rl_dist.world import available_cores, threads_per_rank
 SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
 # Chosen here for the short runs.
-OF_RANKS = ("num_gpus", "gpu_ids", "strategy", "shard_size", "fallback", "scaling", "lr_scaling", "device")
+OF_RANKS = (
+    "num_gpus", "gpu_ids", "strategy", "hybrid_form", "shard_size", "fallback", "scaling", "lr_scaling", "device"
+)  # fmt: skip
 PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
 BUSY_SHARE = 0.5  # of the cores, that others may want while copies are measured
 COPIES_PER_CORE = 4  # more of them measure only how the machine is overrun

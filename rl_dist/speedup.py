@@ -57,7 +57,7 @@ IDLE = {
     "resume": "RUN_DIR, the first word, stands for the flags of a run",
     "num_gpus": "use --gpus",
     "gpu_ids": "use --gpus; CUDA_VISIBLE_DEVICES says which",
-    **dict.fromkeys(("strategy", "shard_size", "fallback"), "leave it out: several ranks have ddp"),
+    **dict.fromkeys(("strategy", "hybrid_form", "shard_size", "fallback"), "leave it out: several ranks have ddp"),
     "lr_scaling": "leave it out: the learning rate changes no speed",
     "seed": "leave it out: every short run has its own",
     "validate_every": _ALONE,

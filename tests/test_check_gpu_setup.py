@@ -158,6 +158,16 @@ def test_shards_that_do_not_divide_the_ranks_are_told_and_left_out(facts):
     assert words[2:] == ["--num_gpus", "2", "--strategy", "default", "--shard_size", "0"]
 
 
+def test_an_odd_number_of_ranks_for_the_pipeline_is_told_and_replaced(facts):
+    asked = LaunchConfig(num_gpus=1, device="cpu", strategy="hybrid", hybrid_form="pipeline")
+    ranks, _, (check,) = decide_ranks(asked, facts)
+    assert (ranks, check.verdict, check.cure) == (1, "problem", "--strategy default")
+    assert "pairs of ranks, got 1" in check.measured
+    flags = ("--num_gpus", "1", "--strategy", "hybrid", "--hybrid_form", "pipeline")
+    words = shlex.split(command(asked, 1, facts, *flags))
+    assert words[words.index("--strategy") + 1] == "default" and words[words.index("--hybrid_form") + 1] == "shard"
+
+
 def test_the_command_works_from_other_directories(facts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = shlex.split(command(LaunchConfig(device="cpu"), 1, facts))[1]
