@@ -20,7 +20,7 @@ from gymnasium import spaces
 from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.ppo import PPOConfig
-from agents.sizes import TrainConfig, share_out
+from agents.sizes import AUTO, TrainConfig, share_out
 from agents.trainer import load_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
@@ -170,17 +170,28 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     """
     sections: dict[str, Any] = {}
     differing: list[str] = []
+    changeable = CHANGEABLE | _same_step(saved.train, parsed)
     for name in SECTIONS:
         old, new = getattr(saved, name), parsed.configs[name]
         given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
         changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
-        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - CHANGEABLE]
-        sections[name] = dataclasses.replace(old, **{flag: changes[flag] for flag in changes.keys() & CHANGEABLE})
+        if changes.get("batch_size") == AUTO:  # it was measured when the run began
+            del changes["batch_size"]
+        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - changeable]
+        sections[name] = dataclasses.replace(old, **{flag: changes[flag] for flag in changes.keys() & changeable})
     _refuse_differences(differing, "leave out what differs, or start a fresh run")
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing in a run that stops by --total_steps: give --total_steps")
     return config
+
+
+def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
+    """The sizes that may change together, because a gradient step still takes as many slots."""
+    sizes = {"batch_size", "grad_accumulation"}
+    new = {name: getattr(parsed.configs["train"], name) for name in sizes & parsed.given}
+    same = new.get("batch_size") != AUTO and dataclasses.replace(old, **new).slots_per_step == old.slots_per_step
+    return sizes if same else set()
 
 
 def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:

@@ -218,9 +218,7 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def _host() -> Host:
-    memory = psutil.virtual_memory()
-    limit, used = _container_memory()
-    total = min(memory.total, limit or memory.total)
+    memory, limit = psutil.virtual_memory(), _container_memory()[0]
     shm = Path("/dev/shm")
     shm_usage = shutil.disk_usage(shm) if shm.is_dir() else None
     address, address_error = _address()
@@ -231,8 +229,8 @@ def _host() -> Host:
         machine_cores=os.cpu_count() or 1,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         threads=torch.get_num_threads(),
-        memory_total_bytes=total,
-        memory_available_bytes=min(memory.available, total - used if limit else memory.available),
+        memory_total_bytes=min(memory.total, limit or memory.total),
+        memory_available_bytes=available_memory_bytes(),
         process_bytes=psutil.Process().memory_info().rss,
         shm_total_bytes=shm_usage and shm_usage.total,
         shm_free_bytes=shm_usage and shm_usage.free,
@@ -241,6 +239,13 @@ def _host() -> Host:
         address=address,
         address_error=address_error,
     )
+
+
+def available_memory_bytes() -> int:
+    """Host memory that can be had without swapping, within the container's limit."""
+    memory = psutil.virtual_memory()
+    limit, used = _container_memory()
+    return min(memory.available, min(memory.total, limit) - used if limit else memory.available)
 
 
 def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
