@@ -33,7 +33,7 @@ from rl_dist.world import UserError, World
 
 GIB = 2**30
 SMALLEST = 8  # slots of a rank to begin with, if more are allowed
-DOUBLINGS, PER_DOUBLING = 20, 16  # of the sizes that are allowed
+LARGEST, PER_DOUBLING = 2**19, 16  # of the sizes that are allowed
 DEFAULT_BATCH = TrainConfig().slots_per_step  # what learning_rate's default was chosen for
 
 
@@ -112,10 +112,11 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
         small = [number for number in range(1, math.isqrt(slots) + 1) if slots % number == 0]
         wanted = {*small, *(slots // number for number in small)}
     else:  # for whole environments, too
-        steps = [PER_DOUBLING + step for step in range(PER_DOUBLING)]
-        coarse = {2**power * step for power in range(DOUBLINGS - 4) for step in steps}
-        wanted = {ranks * slots_per_env * number for number in {*range(1, PER_DOUBLING), *coarse}}
-        wanted |= {ranks * 2**power for power in range(DOUBLINGS)}
+        powers = range(LARGEST.bit_length())
+        steps = {2**power * (PER_DOUBLING + step) for power in powers for step in range(PER_DOUBLING)}
+        wanted = {ranks * slots_per_env * number for number in steps | set(range(PER_DOUBLING))}
+        wanted |= {ranks * 2**power for power in powers}
+    wanted = {size for size in wanted if 0 < size <= LARGEST}
     found = [size for size in sorted(wanted) if shares_out(replace(train, batch_size=size), num_ranks)]
     if not found:
         cure = "leave --num_envs out or make it a multiple"

@@ -41,7 +41,8 @@ def _advice(train: TrainConfig, phase: str, run_dir: Path, world: World) -> str:
     """The flags to change, and where the run can go on."""
     saved = latest_checkpoint(run_dir) is not None
     if phase == JUDGING:
-        return f"training is saved: python -m agents.evaluate {run_dir} judges it, --num_worlds or --episodes fewer"
+        judging = f"python -m agents.evaluate {run_dir} judges it, on less with --num_worlds or --episodes"
+        return f"training is saved: {judging}"
     smaller = smaller_parts(train, world.size) if phase in STEPPING else ""
     if smaller:
         resumed = f"--resume {run_dir} " if saved else ""
@@ -71,7 +72,8 @@ def fewer_environments(train: TrainConfig, num_ranks: int) -> str:
         if shares_out(replace(train, num_envs=num_envs), num_ranks):
             return f"--num_envs {num_envs}"
     for batch_size in range(train.batch_size // 2, 0, -1):
-        if shares_out(replace(train, num_envs=0, batch_size=batch_size), num_ranks):
-            return f"--batch_size {batch_size} with its own number of environments"
+        smaller = replace(train, num_envs=0, batch_size=batch_size)
+        if shares_out(smaller, num_ranks) and share_out(smaller, 0, num_ranks).global_num_envs <= total // 2:
+            num_envs = share_out(smaller, 0, num_ranks).global_num_envs * now // total
+            return f"--num_envs {num_envs} --batch_size {batch_size}"
     return ""
-

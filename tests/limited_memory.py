@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import torch
+import torch._dynamo  # optimizers import it when they are made
 from torch import nn
 
 import train_distributed
