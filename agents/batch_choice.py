@@ -1,4 +1,4 @@
-"""--batch_size auto: gradient steps of the real policy at several sizes, before training begins.
+"""--batch_size auto: steps of the real policy at several sizes, before training.
 
 What is measured is the update: `PPO.step` on made-up observations of the job's shapes, without the reduction over
 ranks, while every rank does the same and holds as many bytes as its rollout will take.
@@ -174,7 +174,7 @@ class UpdateTryout:
         )
 
     def minibatch(self, slots: int) -> Minibatch:
-        """Made-up steps of the job's shapes, cut by episode starts as often as its episodes are."""
+        """Made-up steps of the job's shapes, cut as often as its episodes are."""
         length, policy, shapes = self.job.train.bptt_steps, self.job.policy, self.shapes
         cells = (length, slots)
 

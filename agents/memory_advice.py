@@ -52,7 +52,7 @@ def _advice(train: TrainConfig, phase: str, run_dir: Path, world: World) -> str:
 
 
 def smaller_parts(train: TrainConfig, num_ranks: int) -> str:
-    """Flags that cut each minibatch into two parts or more, for the same step; "": none divide."""
+    """Flags that cut each minibatch into parts, for the same step; "": none divide."""
     for parts in range(2, train.batch_size + 1):
         if train.batch_size % parts:
             continue

@@ -74,7 +74,7 @@ def largest_batch_size(
     headroom: float = HEADROOM,
     precision: float = PRECISION,
 ) -> int:
-    """The largest size that fits with head-room: doubled until one fails, then by bisection.
+    """The largest size that fits with head-room: by doubling, then by bisection.
 
     Args:
         sizes: what is allowed, ascending; a range will do.
@@ -105,7 +105,7 @@ def largest_batch_size(
 
 
 def measure(try_step: TryStep, size: int, world: World | None = None) -> Point | None:
-    """Time steps of one size on all ranks at once; None: it does not fit on one of them."""
+    """Time steps of one size on all ranks at once; None: one of them cannot hold it."""
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     first = _attempt(lambda: _seconds(try_step, size), world)  # it warms up, too

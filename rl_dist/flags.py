@@ -22,7 +22,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def flag(
     default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = (), words: Mapping[str, T] | None = None
 ) -> T:
-    """A dataclass field that becomes a command-line flag; `words` stand for some of its values."""
+    """A dataclass field that becomes a flag; `words` stand for some of its values."""
     metadata: dict[str, Any] = {"help": help_text, "unit": unit, "words": words or {}}
     return dataclasses.field(default=default, metadata=metadata | ({"choices": choices} if choices else {}))
 

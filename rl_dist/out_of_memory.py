@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What this process may still take on a device: on a GPU with what torch holds but does not use."""
+    """What this process may still take, with what torch holds on a GPU without use."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
