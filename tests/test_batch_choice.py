@@ -124,12 +124,12 @@ def fail():
 def test_auto_on_two_ranks_trains_as_its_number_would(tmp_path):
     flags = ["--num_gpus", "2", *TINY, *SIZES]
     run = start("train_distributed.py", *flags, "--batch_size", "auto", "--run_dir", tmp_path / "auto")
-    stdout, stderr = run.communicate(timeout=120)
+    stdout, stderr = run.communicate(timeout=300)
     assert run.returncode == 0, stderr
     chosen = json.loads((tmp_path / "auto/config.json").read_text())["train"]["batch_size"]
     assert f"batch_size auto: {chosen} slots" in stdout and "of each rank" in stdout
     run = start("train_distributed.py", *flags, "--batch_size", chosen, "--run_dir", tmp_path / "number")
-    assert run.communicate(timeout=120) and run.returncode == 0
+    assert run.communicate(timeout=300) and run.returncode == 0
     assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "number")
 
 
@@ -140,7 +140,7 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
     flags = [*TINY[:2], "--total_steps", "100000", "--num_envs", "256", "--num_steps", "32", "--batch_size", "256"]
     flags += ["--hidden_size", "128", "--device", "cpu", "--run_dir", tmp_path / "run"]
     run = start(SCRIPT, "train", 150, *flags)
-    told = last_line(run.communicate(timeout=120)[1])
+    told = last_line(run.communicate(timeout=300)[1])
     assert run.returncode == 1
     sizes = "num_envs 256, batch_size 256, bptt_steps 32, hidden_size 128, 1 rank"
     assert f"rank 0 ran out of memory in update, with {sizes}" in told

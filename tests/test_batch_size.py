@@ -88,7 +88,7 @@ def test_nothing_of_a_failed_step_stays_in_memory():
 
 
 def test_the_largest_batch_under_a_real_limit_of_memory_really_runs():
-    stdout, stderr = start(SCRIPT, "search").communicate(timeout=120)
+    stdout, stderr = start(SCRIPT, "search").communicate(timeout=300)
     assert len(stdout.split()) == 2, stderr
     error, largest = stdout.split()
     assert error == "RuntimeError" and 100 < int(largest) < 10_000
