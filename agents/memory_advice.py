@@ -26,7 +26,7 @@ def out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world:
         f"bptt_steps {train.bptt_steps}, hidden_size {config.policy.hidden_size}, "
         f"{world.size} rank{'s' * (world.size > 1)}"
     )
-    if train.batch_size != AUTO:
+    if train.batch_size != AUTO and shares_out(train, world.size):
         sizes = sizes.replace("by default", str(share_out(train, 0, world.size).global_num_envs))
     free = f"{free_memory_bytes(world.device) / GIB:.2f} GiB free on {world.device}"
     said = f": {wanted}" if wanted else ""
@@ -63,9 +63,9 @@ def smaller_parts(train: TrainConfig, num_ranks: int) -> str:
 
 
 def fewer_environments(train: TrainConfig, num_ranks: int) -> str:
-    """Flags for about half as many environments; "": none divide."""
-    if train.batch_size == AUTO:
-        return f"--num_envs {max(1, train.num_envs // 2)}" if train.num_envs > 1 else ""
+    """Flags for half as many environments or fewer; "": none divide."""
+    if train.batch_size == AUTO or not shares_out(train, num_ranks):  # or a run begun on other ranks
+        return f"--num_envs {train.num_envs // 2}" if train.num_envs > 1 else ""
     total = share_out(train, 0, num_ranks).global_num_envs
     now = total // num_ranks if train.scaling == "weak" else total
     for num_envs in range(now // 2, 0, -1):

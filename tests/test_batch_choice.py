@@ -222,3 +222,4 @@ def test_sizes_that_are_proposed_share_out_and_parts_keep_the_step(num_ranks, op
 
 def test_what_cannot_be_cut_into_parts_is_not_proposed():
     assert smaller_parts(TrainConfig(batch_size=7, num_envs=28), 7) == ""
+    assert fewer_environments(TrainConfig(num_envs=10), 3) == "--num_envs 5"  # it was begun on other ranks
