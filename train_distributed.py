@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+from agents.batch_choice import settle_batch_size
 from agents.evaluate import judge_run, validation
+from agents.memory_advice import JUDGING, out_of_memory
 from agents.run import (
     OWNERS,
     SECTIONS,
@@ -31,9 +33,9 @@ from agents.run import (
     save_config,
     set_results_aside,
 )
-from agents.sizes import share_out, sizes_table
+from agents.sizes import AUTO, share_out, sizes_table
 from agents.strategy_choice import settle_strategy
-from agents.trainer import Job, Training, train
+from agents.trainer import Job, MakeEnv, Training, train
 from envs.faults import EnvironmentFault
 from envs.simulated_market import market_card
 from envs.task import GymTask, check_flags
@@ -47,6 +49,7 @@ from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
 from rl_dist.monitor import Monitor, sources_of
+from rl_dist.out_of_memory import is_out_of_memory
 from rl_dist.run_lock import hold
 from rl_dist.scaling_outcome import describe, outcome_of
 from rl_dist.strategy import parameter_hash
@@ -178,12 +181,14 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d on %s", config.task.env, world.rank, world.size, world.device)
         task = config.prepare_task(world.beat)
+        make_env: MakeEnv = lambda count, first: task.training_env(count, first, str(world.device))  # noqa: E731
+        config = settle_batch_size(config, make_env, run_dir, world)
         config = settle_strategy(config, resolved, task, world, run_dir)
         job = Job(
             train=config.train,
             policy=config.policy,
             ppo=config.ppo,
-            make_env=lambda count, first: task.training_env(count, first, str(world.device)),
+            make_env=make_env,
             run_dir=run_dir,
             strategy=dataclasses.replace(config.launch.strategy_config, device_ids=resolved.gpu_ids),
             dtype=config.launch.dtype,
@@ -220,8 +225,10 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         return judge(config, task, training, run_dir)
     except EnvironmentFault as fault:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
-    except OSError as error:
-        if error.errno not in FULL_DISK:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, config, run_dir, world) from error
+        if not isinstance(error, OSError) or error.errno not in FULL_DISK:
             raise
         raise unwritable(str(error.filename or run_dir), error) from None
     finally:
@@ -252,6 +259,7 @@ def judge(config: RunConfig, task: TradingTask | GymTask, training: Training, ru
     """
     end_at_signals()
     world = training.world
+    world.enter(JUDGING)
     if world.size == 1:  # several ranks may wait for each other where Python sees no signal; their launcher does
         for each in (one for one in STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN):
             signal.signal(each, _stop)
@@ -292,7 +300,8 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -> None:
     """Check what can be checked before ranks start, and say what will happen."""
     saved_num_envs = len(found.state["carry"]["obs"]) if found else 0
-    sizes = share_out(config.train, 0, resolved.num_ranks, saved_num_envs)
+    measured = config.train.batch_size == AUTO  # by the ranks, which then tell
+    sizes = None if measured else share_out(config.train, 0, resolved.num_ranks, saved_num_envs)
     task = config.prepare_task()
     if found:
         check_resumable(found.state, config, task, resolved.num_ranks)
@@ -300,7 +309,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:
         print(market_card(task.markets("train", 8), config.market))
-    print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo))
+    if sizes:
+        print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo))
 
 
 def refuse(error: ValueError, config: RunConfig | None, run_dir: Path | None) -> int:

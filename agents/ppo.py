@@ -197,7 +197,7 @@ class PPO:
             epoch_kl = torch.zeros((), dtype=torch.float64, device=slots.obs.device)
             steps_before = num_steps
             for minibatch in minibatches(slots, order):
-                parts, grad_norm, stepped = self._step(minibatch)
+                parts, grad_norm, stepped = self.step(minibatch)
                 self.world.beat()
                 if not stepped:
                     num_skipped += 1
@@ -227,7 +227,7 @@ class PPO:
             "optim/skipped_steps": num_skipped,
         }
 
-    def _step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
+    def step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
         """One gradient step; the gradient is clipped after its reduction over ranks.
 
         All ranks skip it together if the loss or the gradient of any of them is not finite.

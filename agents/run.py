@@ -21,7 +21,7 @@ from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.pipeline import NO_CASCADE
 from agents.ppo import PPOConfig
-from agents.sizes import TrainConfig, share_out
+from agents.sizes import AUTO, TrainConfig, share_out
 from agents.trainer import check_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
@@ -181,14 +181,17 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     """
     sections: dict[str, Any] = {}
     differing: list[str] = []
+    changeable = CHANGEABLE | _same_step(saved.train, parsed)
     for name in SECTIONS:
         old, new = getattr(saved, name), parsed.configs[name]
         given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
         changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
+        if changes.get("batch_size") == AUTO:  # it was measured when the run began
+            del changes["batch_size"]
         if changes.get("strategy", "hybrid") != "hybrid":
             changes = {"hybrid_form": "shard", "shard_size": 0} | changes  # they would do nothing from here on
-        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - CHANGEABLE]
-        kept = {flag: changes[flag] for flag in changes.keys() & CHANGEABLE}
+        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - changeable]
+        kept = {flag: changes[flag] for flag in changes.keys() & changeable}
         sections[name] = dataclasses.replace(old, **kept | (_other_devices(kept) if name == "launch" else {}))
     _refuse_differences(differing, "leave out what differs, or start a fresh run")
     config = RunConfig(**sections)
@@ -214,6 +217,14 @@ def glance(task: TradingTask | GymTask) -> Any:
     if isinstance(task, TradingTask):
         return task.judging_env(task.markets("train", 1), task.spans.train)
     return task.training_env(1)
+
+
+def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
+    """The sizes that may change together, because a gradient step still takes as many slots."""
+    sizes = {"batch_size", "grad_accumulation"}
+    new = {name: getattr(parsed.configs["train"], name) for name in sizes & parsed.given}
+    same = new.get("batch_size") != AUTO and dataclasses.replace(old, **new).slots_per_step == old.slots_per_step
+    return sizes if same else set()
 
 
 def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 from agents.ppo import PPOConfig, learning_rate
+from rl_dist.batch_size import LR_RULES, learning_rate_factor
 from rl_dist.flags import flag
 from rl_dist.world import UserError
 
-LR_SCALINGS = ("none", "sqrt", "linear")
+LR_SCALINGS = LR_RULES
+AUTO = 0  # batch_size: measured by the ranks when a run begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,12 @@ class TrainConfig:
 
     num_episodes: int = flag(5000, "training episodes, total over all ranks", "episodes")
     total_steps: int = flag(0, "stop by environment steps of all ranks instead; 0 = by episodes", "steps")
-    batch_size: int = flag(128, "slots (sequences of bptt_steps) per minibatch", "slots")
+    batch_size: int = flag(
+        128,
+        "slots (sequences of bptt_steps) per minibatch; auto (or 0): the fastest that fits, measured at the start",
+        "slots",
+        words={"auto": AUTO},
+    )
     grad_accumulation: int = flag(
         1, "minibatches whose gradients add up to one step: as with a batch_size this many times larger, in less memory"
     )
@@ -76,7 +83,7 @@ class TrainConfig:
         for name, low, high in (
             ("num_episodes", 1, 10**12),
             ("total_steps", 0, 10**15),
-            ("batch_size", 1, 10**7),
+            ("batch_size", AUTO, 10**7),
             ("grad_accumulation", 1, 10**6),
             ("num_envs", 0, 10**7),
             ("num_steps", 1, 10**6),
@@ -138,8 +145,11 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: in
             scaling it tells how many ranks the run began with: their totals and learning rate are kept.
 
     Raises:
-        UserError: something that must divide does not; the message names the nearest sizes that do.
+        UserError: something that must divide does not; the message names the nearest sizes that do. Or batch_size
+            is still to be measured.
     """
+    if config.batch_size == AUTO:
+        raise UserError("batch_size auto is measured when a training starts: name a number here")
     slots_per_env = config.num_steps // config.bptt_steps
     unit_envs = config.num_envs or _default_num_envs(config.slots_per_step, slots_per_env)
     unit = 1  # totals per unit of the flags
@@ -168,8 +178,17 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: in
         global_num_envs=num_envs,
         global_batch_size=batch_size,
         num_parts=config.grad_accumulation,
-        learning_rate_factor={"none": 1.0, "sqrt": math.sqrt(unit), "linear": float(unit)}[config.lr_scaling],
+        learning_rate_factor=learning_rate_factor(unit, config.lr_scaling),
     )
+
+
+def shares_out(config: TrainConfig, num_ranks: int) -> bool:
+    """Whether these sizes share out over so many ranks."""
+    try:
+        share_out(config, 0, num_ranks)
+    except UserError:
+        return False
+    return True
 
 
 def _asked_batch(config: TrainConfig) -> str:

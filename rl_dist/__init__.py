@@ -16,6 +16,8 @@ _HOMES = {
     "estimate_training_speedup": "speedup",
     "print_training_speedup_estimates": "speedup",
     "launch_distributed_training": "training_process",
+    "largest_batch_size": "batch_size",
+    "fastest_batch_size": "batch_size",
 }
 __all__ = list(_HOMES)
 

@@ -19,9 +19,11 @@ _NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def flag(default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = ()) -> T:
-    """A dataclass field that becomes a command-line flag."""
-    metadata: dict[str, Any] = {"help": help_text, "unit": unit}
+def flag(
+    default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = (), words: Mapping[str, T] | None = None
+) -> T:
+    """A dataclass field that becomes a flag; `words` stand for some of its values."""
+    metadata: dict[str, Any] = {"help": help_text, "unit": unit, "words": words or {}}
     return dataclasses.field(default=default, metadata=metadata | ({"choices": choices} if choices else {}))
 
 
@@ -131,8 +133,10 @@ def _add_field(group: Any, entry: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(*names, action=_OnOff, nargs=0, **options)
         return
     choices = entry.metadata.get("choices")
-    metavar = "{" + ",".join(map(str, choices)) + "}" if choices else kind.__name__.upper()
-    group.add_argument(f"--{entry.name}", type=_converter(kind, optional), choices=choices, metavar=metavar, **options)
+    words = entry.metadata.get("words", {})
+    metavar = "{" + ",".join(map(str, choices)) + "}" if choices else "|".join([kind.__name__.upper(), *words])
+    convert = _converter(kind, optional, words)
+    group.add_argument(f"--{entry.name}", type=convert, choices=choices, metavar=metavar, **options)
 
 
 class _OnOff(argparse.Action):
@@ -161,8 +165,10 @@ def _help(entry: dataclasses.Field[Any]) -> str:
     return f"{entry.metadata.get('help', '')} (default: {shown}{unit})".strip().replace("%", "%%")
 
 
-def _converter(kind: type, optional: bool) -> Callable[[str], Any]:
+def _converter(kind: type, optional: bool, words: Mapping[str, Any]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
+        if text.lower() in words:
+            return words[text.lower()]
         if optional and text.lower() in ("none", "off"):
             return None
         if kind is str:

@@ -280,7 +280,7 @@ def gradient_probe(world, run_dir):
     unclipped = PPOConfig(max_grad_norm=1e6, update_epochs=1)
     training = Recording(make_job("trading, clstm", run_dir, iterations=1, ppo=unclipped), world)
     parameters = list(training.policy.parameters())
-    step = training.ppo._step
+    step = training.ppo.step
     found: dict[str, list[torch.Tensor]] = {}
 
     def probe(minibatch):
@@ -294,7 +294,7 @@ def gradient_probe(world, run_dir):
             found.update(own=list(own), reduced=reduced)
         return result
 
-    with mock.patch.object(training.ppo, "_step", probe):
+    with mock.patch.object(training.ppo, "step", probe):
         train(training, NullWriter(), StopFlag())
     return found
 

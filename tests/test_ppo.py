@@ -326,7 +326,7 @@ def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
 def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
     """So the normaliser is frozen, states and inputs are the stored ones, and nothing is clipped."""
     training = Recording(make_job(name, iterations=3), world)
-    step = training.ppo._step
+    step = training.ppo.step
     first_of_iteration: dict[int, LossParts] = {}
     counts: dict[int, list[float]] = {}
 
@@ -336,7 +336,7 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
         first_of_iteration.setdefault(training.iteration, result[0])
         return result
 
-    with mock.patch.object(training.ppo, "_step", probe):
+    with mock.patch.object(training.ppo, "step", probe):
         train(training, NullWriter(), StopFlag())
     assert sorted(first_of_iteration) == [1, 2, 3]
     for parts in first_of_iteration.values():

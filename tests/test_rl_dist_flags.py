@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl_dist.flags import parse_flags
+from rl_dist.flags import flag, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,22 @@ def test_values_go_to_their_section_and_type_and_are_remembered_as_given():
 
 def test_a_value_equal_to_the_default_counts_as_given():
     assert parse("--num_envs", "64").given == {"num_envs"}
+
+
+def test_a_word_stands_for_a_value_beside_numbers(capsys):
+    @dataclass(frozen=True, kw_only=True)
+    class Sizes:
+        batch_size: int = flag(128, "slots", words={"auto": 0})
+
+    values = [parse(f"--batch_size={text}", sections={"sizes": Sizes}) for text in ("auto", "AUTO", "0", "64")]
+    assert [parsed.configs["sizes"].batch_size for parsed in values] == [0, 0, 0, 64]
+    assert values[0].given == {"batch_size"}
+    with pytest.raises(SystemExit):
+        parse("--batch_size", "largest", sections={"sizes": Sizes})
+    assert "invalid int value: 'largest'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse("--help", sections={"sizes": Sizes})
+    assert "--batch_size INT|auto" in capsys.readouterr().out
 
 
 def test_dashes_and_underscores_are_the_same():

@@ -265,7 +265,7 @@ def test_a_rollout_must_be_whole_slots_and_the_proposal_is():
     [
         ("num_episodes", 0),
         ("total_steps", -1),
-        ("batch_size", 0),
+        ("batch_size", -1),
         ("num_envs", -4),
         ("num_steps", 0),
         ("bptt_steps", 0),

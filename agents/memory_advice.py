@@ -1,0 +1,79 @@
+"""What to tell the user of a training that ran out of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from agents.run import RunConfig
+from agents.sizes import AUTO, TrainConfig, share_out, shares_out
+from agents.trainer import last_checkpoint
+from rl_dist.checkpoint import latest_checkpoint
+from rl_dist.out_of_memory import free_memory_bytes
+from rl_dist.world import UserError, World
+
+GIB = 2**30
+JUDGING = "judging"
+STEPPING = ("update", "choice of the batch size")  # phases whose memory grows with batch_size
+
+
+def out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError:
+    """The error of one line: phase, sizes, what is free, and the flags to change."""
+    train, phase = config.train, world.doing.phase
+    wanted = " ".join(str(error).split())[:200]
+    sizes = (
+        f"num_envs {train.num_envs or 'by default'}, batch_size {train.batch_size or 'auto'}, "
+        f"bptt_steps {train.bptt_steps}, hidden_size {config.policy.hidden_size}, "
+        f"{world.size} rank{'s' * (world.size > 1)}"
+    )
+    if train.batch_size != AUTO and shares_out(train, world.size):
+        sizes = sizes.replace("by default", str(share_out(train, 0, world.size).global_num_envs))
+    free = f"{free_memory_bytes(world.device) / GIB:.2f} GiB free on {world.device}"
+    said = f": {wanted}" if wanted else ""
+    return UserError(
+        f"rank {world.rank} ran out of memory in {phase}, with {sizes}, {free}; "
+        f"{_advice(train, phase, run_dir, world)}; the error was {type(error).__name__}{said}",
+        exit_code=1,
+    )
+
+
+def _advice(train: TrainConfig, phase: str, run_dir: Path, world: World) -> str:
+    """The flags to change, and where the run can go on."""
+    saved = latest_checkpoint(run_dir) is not None
+    if phase == JUDGING:
+        judging = f"python -m agents.evaluate {run_dir} judges it, on less with --num_worlds or --episodes"
+        return f"training is saved: {judging}"
+    smaller = smaller_parts(train, world.size) if phase in STEPPING else ""
+    if smaller:
+        resumed = f"--resume {run_dir} " if saved else ""
+        return f"the same gradient steps in less memory: {resumed}{smaller}; {last_checkpoint(run_dir)}"
+    fewer = fewer_environments(train, world.size) or "a smaller --hidden_size"
+    return f"a fresh run fits with less: {fewer}; {last_checkpoint(run_dir)}"
+
+
+def smaller_parts(train: TrainConfig, num_ranks: int) -> str:
+    """Flags that cut each minibatch into parts, for the same step; "": none divide."""
+    for parts in range(2, train.batch_size + 1):
+        if train.batch_size % parts:
+            continue
+        batch_size, accumulation = train.batch_size // parts, train.grad_accumulation * parts
+        if shares_out(replace(train, batch_size=batch_size, grad_accumulation=accumulation), num_ranks):
+            return f"--batch_size {batch_size} --grad_accumulation {accumulation}"
+    return ""
+
+
+def fewer_environments(train: TrainConfig, num_ranks: int) -> str:
+    """Flags for half as many environments or fewer; "": none divide."""
+    if train.batch_size == AUTO or not shares_out(train, num_ranks):  # or a run begun on other ranks
+        return f"--num_envs {train.num_envs // 2}" if train.num_envs > 1 else ""
+    total = share_out(train, 0, num_ranks).global_num_envs
+    now = total // num_ranks if train.scaling == "weak" else total
+    for num_envs in range(now // 2, 0, -1):
+        if shares_out(replace(train, num_envs=num_envs), num_ranks):
+            return f"--num_envs {num_envs}"
+    for batch_size in range(train.batch_size // 2, 0, -1):
+        smaller = replace(train, num_envs=0, batch_size=batch_size)
+        if shares_out(smaller, num_ranks) and share_out(smaller, 0, num_ranks).global_num_envs <= total // 2:
+            num_envs = share_out(smaller, 0, num_ranks).global_num_envs * now // total
+            return f"--num_envs {num_envs} --batch_size {batch_size}"
+    return ""

@@ -1,0 +1,42 @@
+"""Running out of memory: told from other errors, and how much there is."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+import psutil
+import torch
+
+from rl_dist.host_memory import host_memory
+
+WORDS = (  # of a RuntimeError, in lower case
+    "out of memory",  # CUDA, NCCL
+    "not enough memory",  # torch's allocator of host memory
+    "can't allocate memory",  # the same on Linux
+    "cannot allocate memory",  # the kernel, through whatever library
+    "alloc_failed",  # cuBLAS and cuDNN
+    "bad_alloc",  # C++ libraries, oneDNN among them
+    "status_out_of_memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that is not there, of the device or the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What this process may still take, with what torch holds on a GPU without use."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free = host_memory().available
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit - psutil.Process().memory_info().vms)
+    return max(free, 0)

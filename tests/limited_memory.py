@@ -1,0 +1,50 @@
+"""Real work under a real limit of memory: `limited_memory.py search`, or `limited_memory.py train MIB FLAGS ...`.
+
+The limit is on this process's address space, counted from what it takes once everything is imported.
+"""
+
+import resource
+import sys
+
+import psutil
+import torch
+import torch._dynamo  # optimizers import it when they are made
+from torch import nn
+
+import train_distributed
+from rl_dist.batch_size import largest_batch_size
+
+
+def limit_memory(more_mib):
+    limit = psutil.Process().memory_info().vms + more_mib * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def search():
+    """Print the largest batch of an LSTM that fits, and whether it and others then run."""
+    torch.set_num_threads(1)
+    model = nn.LSTM(64, 256)
+
+    def step(size):
+        model.zero_grad()
+        model(torch.zeros(16, size, 64))[0].square().mean().backward()
+
+    step(1)
+    limit_memory(200)
+    largest = largest_batch_size(step, range(8, 100_000, 8), headroom=0.8)
+    step(largest)
+    try:
+        step(2 * largest)
+    except RuntimeError as error:
+        print(type(error).__name__, end=" ")
+    step(largest)
+    print(largest)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "search":
+        search()
+    else:
+        limit_memory(int(sys.argv[2]))
+        sys.argv[1:] = sys.argv[3:]
+        sys.exit(train_distributed.main())
