@@ -141,7 +141,10 @@ def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
 
 
 def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
-    """What all ranks hold alike: parameters, optimizer state, statistics; all ranks must call."""
+    """What all ranks hold alike, whole: parameters, optimizer state, statistics.
+
+    All ranks must call.
+    """
     found: dict[str, Tensor] = dict(ppo.policy.named_parameters())
     states = ppo.strategy.optimizer_state(ppo.optimizer)["state"]
     for index, name in enumerate(list(found)):
