@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state shared out over groups of ranks (FSDP2), replicated across groups.
+"""Gradients and optimizer state shared out over groups of ranks (FSDP2).
 
 The module is one unit: its forward may call its parts another number of times on every rank (as sequences cut
 at episode starts do), and a unit's collectives follow its forward. Between steps the parameters are whole, so
@@ -52,7 +52,7 @@ class Shards:
             self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
-        """Whether the next backward pass reduces the gradients, its own and those kept whole before it."""
+        """Let the next backward pass reduce its gradients, and those before it, or not."""
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
@@ -74,14 +74,14 @@ class Shards:
         return norm
 
     def module_state(self) -> dict[str, Tensor]:
-        """The whole `state_dict` of the module, on the CPU of every rank."""
+        """The module's whole `state_dict`, on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
             state = _whole(self.module.state_dict())  # which first drops the whole parameters
         self.make_whole()
         return state
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole `state_dict` of an optimizer of `parameters`, on the CPU of every rank."""
+        """The optimizer's whole `state_dict`, on the CPU of every rank."""
         with self.world.waiting("gather of the optimizer's state"):
             return _whole(optimizer.state_dict())
 

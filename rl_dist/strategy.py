@@ -229,17 +229,23 @@ class Strategy:
         return grad_norm, stepped
 
     def module_state(self) -> dict[str, Tensor]:
-        """The whole `state_dict` of the module given to `wrap`, the same in every mode; all ranks must call."""
+        """The whole `state_dict` of the module given to `wrap`.
+
+        It is the same in every mode; all ranks must call.
+        """
         return self.shards.module_state() if self.shards else self._inner.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole `state_dict` of an optimizer of `parameters`, the same in every mode; all ranks must call."""
+        """The whole `state_dict` of an optimizer of `parameters`.
+
+        It is the same in every mode; all ranks must call.
+        """
         return self.shards.optimizer_state(optimizer) if self.shards else optimizer.state_dict()
 
     def load(
         self, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
     ) -> None:
-        """Go on from states of `module_state` and `optimizer_state`, whatever the mode and ranks they come from."""
+        """Go on from whole states, saved in whatever mode by however many ranks."""
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:

@@ -1,5 +1,7 @@
 """Mode hybrid on real ranks over gloo, started once by our launcher; the tests judge what they brought back."""
 
+import json
+
 import pytest
 import sharding_ranks
 import torch
@@ -7,11 +9,13 @@ from agents_ranks import world_of_one
 from sharding_ranks import HALF, MAX_GRAD_NORM, job, make_policy, run, trained
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from train_runs import SIZES, records, start_training
 
-from rl_dist.checkpoint import load_checkpoint
+from rl_dist.checkpoint import load_checkpoint, load_latest
 from rl_dist.launch import UserError, launch
-from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash, resolve_shard_size
+from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash, resolve_shard_size, tensor_hash
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks' work, on any machine
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}
 
 
@@ -199,3 +203,23 @@ def test_checkpoint_files_are_those_of_ddp(trained_ranks, folder):
 
 def leaves(state):
     return [(keystr(path), value) for path, value in tree_flatten_with_path(state)[0]]
+
+
+@pytest.mark.slow
+def test_the_command_trains_in_hybrid_and_goes_on_with_one_rank(tmp_path):
+    run_dir = tmp_path / "run"
+
+    def command(*flags):
+        process = start_training(*flags, "--device", "cpu")
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        return out
+
+    command("--env", "Recall-v0", *SIZES, "--num_gpus", "2", "--strategy", "hybrid", "--run_dir", run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    newest = load_latest(run_dir)
+    assert newest is not None and json.loads(newest.state["config"])["launch"]["strategy"] == "hybrid"
+    assert summary["parameter_sha256"] == tensor_hash(*newest.state["policy"].values())
+    told = command("--resume", run_dir, "--num_episodes", "16", "--strategy", "default", "--num_gpus", "1")
+    assert "going on from" in told
+    assert [record["iteration"] for record in records(run_dir)] == list(range(1, len(records(run_dir)) + 1))
