@@ -46,6 +46,7 @@ from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_met
 from rl_dist.monitor import Monitor, sources_of
 from rl_dist.run_lock import hold
 from rl_dist.scaling_outcome import describe, outcome_of
+from rl_dist.speed import check_compiler
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import FULL_DISK, STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag, unwritable
 
@@ -182,6 +183,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             make_env=lambda count, first: task.training_env(count, first, str(world.device)),
             run_dir=run_dir,
             strategy=config.launch.strategy_config,
+            speed=config.speed,
             dtype=config.launch.dtype,
             validate=validation(task, config, world),
             config=config.to_dict(),
@@ -318,6 +320,8 @@ def main() -> int:
         with ExitStack() as held:
             config, run_dir, found = choose_run(parsed, held)
             resolved = resolve(config.launch)
+            if config.speed.compile:
+                check_compiler(resolved.device_type)
             is_new = run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
             if is_first():
                 announce(config, resolved, found)

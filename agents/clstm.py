@@ -18,6 +18,8 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.lstm import run_sequence
 from rl_dist.flags import flag
+from rl_dist.precision import autocast
+from rl_dist.speed import compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,12 @@ class Policy(nn.Module):
     The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out. With
     `feature_window` n, an observation passed in is the last n of the episode, oldest first, flattened to
     n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
+
+    With `low_precision` LSTMs and layers compute in that type, acting as well as training; parameters, state, heads
+    and distribution keep theirs.
     """
+
+    low_precision: torch.dtype | None = None
 
     def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
         super().__init__()
@@ -121,11 +128,19 @@ class Policy(nn.Module):
         Returns:
             (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
+        with autocast(self.low_precision, obs.device):
+            (actor, critic), new_state = self._cascade(obs, state)
+        if self.low_precision:
+            actor, critic, new_state = (tensor.to(state.dtype) for tensor in (actor, critic, new_state))
+        return (self.actor_head(actor), self.critic_head(critic).squeeze(-1)), new_state
+
+    def _cascade(self, obs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What the heads read, actor and critic [L, N, H], and the new state."""
         if self.config.policy == "mlp":
             features = self.feature_mlp(self.feature_core(obs))
             actor, critic, new_state = self.actor_core(features), self.critic_core(features), state
         elif self.config.stateless and len(obs) > 1:  # every step is a sequence of its own
-            outputs, _ = self.network(obs.flatten(0, 1)[None], self.initial_state(obs.shape[0] * obs.shape[1]))
+            outputs, _ = self._cascade(obs.flatten(0, 1)[None], self.initial_state(obs.shape[0] * obs.shape[1]))
             return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
         else:
             if self.config.stateless:
@@ -140,7 +155,7 @@ class Policy(nn.Module):
             actor, actor_state = _run_lstm(self.actor_core, features, parts[0:2])
             critic, critic_state = _run_lstm(self.critic_core, features, parts[2:4])
             new_state = torch.cat([*actor_state, *critic_state, *new_parts]).permute(1, 0, 2)
-        return (self.actor_head(actor), self.critic_head(critic).squeeze(-1)), new_state
+        return (actor, critic), new_state
 
     def _windowed_features(self, obs: Tensor) -> Tensor:
         """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
@@ -185,8 +200,18 @@ class Policy(nn.Module):
             (actor, values), _ = self.network(obs, state)
         else:
             actor, values = run_sequence(self.network, obs, state, episode_start)
+        return self.evaluate(actor, values, actions)
+
+    def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
+        """Log probabilities and entropies of actions under the network's outputs."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+
+    def compile_parts(self) -> None:
+        """Compile what is not an LSTM; torch.compile would unroll those."""
+        for layer in (self.feature_mlp, self.actor_head, self.critic_head):
+            layer.compile(dynamic=True)
+        self.evaluate = compiled(self.evaluate)  # type: ignore[method-assign]
 
 
 def _run_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

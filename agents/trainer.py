@@ -32,6 +32,8 @@ from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, 
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
+from rl_dist.precision import autocast_dtype
+from rl_dist.speed import SpeedConfig, load_optimizer
 from rl_dist.stragglers import Stragglers
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import StopFlag, World
@@ -51,6 +53,7 @@ class Job:
     make_env: MakeEnv
     run_dir: Path
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
@@ -67,9 +70,12 @@ class Training:
         num_obs = int(self.env.single_observation_space.shape[0])  # type: ignore[index]
         torch.manual_seed(stream_seeds(job.train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
+        self.policy.low_precision = autocast_dtype(job.strategy.precision)
+        if job.speed.compile:
+            self.policy.compile_parts()
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
-        self.ppo = PPO(self.policy, job.ppo, Strategy(job.strategy, world), job.train.grad_accumulation)
+        self.ppo = PPO(self.policy, job.ppo, Strategy(job.strategy, world), job.train.grad_accumulation, job.speed)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()
@@ -195,6 +201,7 @@ class Training:
             "policy": self.policy.state_dict(),
             "optimizer": self.ppo.optimizer.state_dict(),
             "bad_in_a_row": self.ppo.bad_in_a_row,
+            "strategy": self.ppo.strategy.state_dict(),
             "obs_normalizer": self.obs_normalizer.state_dict(),
             "reward_normalizer": self.reward_normalizer.state_dict(),
             "carry": carry,
@@ -206,7 +213,8 @@ class Training:
         self.iteration, self.global_step = state["iteration"], state["global_step"]
         self.episodes = state["episodes"]
         load_weights(self.policy, state["policy"])
-        self.ppo.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.ppo.optimizer, state["optimizer"])
+        self.ppo.strategy.load_state_dict(state.get("strategy", {}))  # older checkpoints have none
         self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)  # older checkpoints do not know it
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])

@@ -22,6 +22,7 @@ from rl_dist.calibration import steps_per_episode
 from rl_dist.hardware import Facts
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
+from rl_dist.strategy import StrategyConfig
 from rl_dist.trial import run_trial
 from rl_dist.world import close_world, open_world, threads_per_rank
 
@@ -172,6 +173,8 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
         make_env=make_env,
         run_dir=Path(),  # the dry run has its own
         dtype=config.launch.dtype,
+        strategy=StrategyConfig(precision=config.launch.precision),
+        speed=config.speed,
     )
     try:
         world = open_world(question.device_type)

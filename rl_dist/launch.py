@@ -24,9 +24,10 @@ import torch
 from rl_dist import events
 from rl_dist.agent import Job, say
 from rl_dist.flags import flag
+from rl_dist.precision import PRECISIONS, check_precision, parameter_dtype
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import MODES, StrategyConfig, resolve_mode
+from rl_dist.strategy import COMPRESSIONS, MODES, StrategyConfig, check_compression, resolve_mode
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -41,7 +42,14 @@ class LaunchConfig:
     )
     device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
     strategy: str = flag("default", "how ranks train together; default: ddp on several, none on one", choices=MODES)
-    precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
+    precision: str = flag(
+        "auto",
+        "auto = fp32; tf32: fp32 rounded in products, GPUs; bf16, fp16: autocast, parameters stay fp32; fp64: proofs",
+        choices=PRECISIONS,
+    )
+    gradient_compression: str = flag(
+        "none", "bf16: gradients travel in half the bytes, for slow links; ddp only", choices=tuple(COMPRESSIONS)
+    )
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
     )
@@ -59,7 +67,8 @@ class LaunchConfig:
         for name, choices in (
             ("device", ("auto", "cpu", "cuda")),
             ("strategy", MODES),
-            ("precision", ("auto", "fp32", "fp64")),
+            ("precision", PRECISIONS),
+            ("gradient_compression", tuple(COMPRESSIONS)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -67,12 +76,14 @@ class LaunchConfig:
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy."""
-        return StrategyConfig(mode=self.strategy)
+        return StrategyConfig(
+            mode=self.strategy, precision=self.precision, gradient_compression=self.gradient_compression
+        )
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return torch.float64 if self.precision == "fp64" else torch.float32
+        return parameter_dtype(self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +100,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
     Raises:
         ValueError: more ranks than GPUs, cuda without a GPU, strategy none with several ranks,
-            num_gpus against what torchrun started, or environment variables that contradict.
+            num_gpus against what torchrun started, a precision or compression without effect here,
+            or environment variables that contradict.
     """
     check_variables()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -106,7 +118,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = max(1, config.num_gpus)
     if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
         raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
-    resolve_mode(config.strategy, num_ranks)
+    check_compression(config.gradient_compression, resolve_mode(config.strategy, num_ranks))
+    check_precision(config.precision, "cuda" if on_gpu else "cpu")
     message = _describe(num_ranks, on_gpu, gpus)
     if "RANK" in os.environ:
         if config.max_restarts:
