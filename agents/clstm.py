@@ -19,7 +19,6 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from agents.lstm import run_sequence
 from rl_dist.flags import flag
 from rl_dist.precision import autocast
-from rl_dist.speed import compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +205,6 @@ class Policy(nn.Module):
         """Log probabilities and entropies of actions under the network's outputs."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
-
-    def compile_parts(self) -> None:
-        """Compile what is not an LSTM; torch.compile would unroll those."""
-        for layer in (self.feature_mlp, self.actor_head, self.critic_head):
-            layer.compile(dynamic=True)
-        self.evaluate = compiled(self.evaluate)  # type: ignore[method-assign]
 
 
 def _run_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

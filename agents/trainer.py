@@ -71,8 +71,6 @@ class Training:
         torch.manual_seed(stream_seeds(job.train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
         self.policy.low_precision = autocast_dtype(job.strategy.precision)
-        if job.speed.compile:
-            self.policy.compile_parts()
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         self.ppo = PPO(self.policy, job.ppo, Strategy(job.strategy, world), job.train.grad_accumulation, job.speed)
