@@ -178,7 +178,7 @@ class PPO:
         self.optimizer = make_adam(policy.parameters(), config.learning_rate, self.world.device, speed.fused_adam)
         self.compiled_loss = compiled(ppo_loss) if speed.compile else None
         if speed.compile:  # LSTMs would be unrolled, single layers gain nothing, GAE takes a minute to compile
-            policy.evaluate = compiled(policy.evaluate)  # type: ignore[assignment, arg-type]
+            policy.evaluate = compiled(policy.evaluate)  # type: ignore[assignment, type-var]
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""
