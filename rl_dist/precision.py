@@ -1,4 +1,4 @@
-"""In which numbers is computed: what a precision means for parameters, matrix products and gradients.
+"""What a precision means for parameters, products and gradients.
 
 Parameters, optimizer, losses and statistics are fp32 (fp64 where asked for). bf16 and fp16 go through torch's autocast,
 fp16 with a loss scale as well, because gradients below 6e-8 would vanish in it.
@@ -45,7 +45,7 @@ def check_precision(precision: str, device_type: str) -> None:
 
 
 def set_cuda_math(precision: str, cudnn_autotune: bool) -> None:
-    """Whether CUDA may round the inputs of fp32 products to TF32, and cuDNN try out its algorithms.
+    """Set whether fp32 products are rounded to TF32, and cuDNN's autotuner.
 
     torch allows cuDNN, and so LSTMs, TF32 unless told otherwise; here fp32 means fp32.
     """
@@ -77,7 +77,7 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
 
 @lru_cache
 def _onednn_has_lstm(dtype: torch.dtype) -> bool:
-    """Tried out: torch hands an LSTM under autocast to oneDNN without asking whether the CPU can do it."""
+    """Tried out: torch asks oneDNN for such an LSTM whether the CPU has it or not."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype):
         try:
             torch.nn.LSTM(8, 8)(torch.zeros(2, 2, 8))[0].float().sum().backward()
@@ -87,5 +87,5 @@ def _onednn_has_lstm(dtype: torch.dtype) -> bool:
 
 
 def loss_scaler(precision: str, device_type: str) -> torch.amp.GradScaler | None:
-    """What scales losses so that fp16 gradients do not vanish; None where none is needed."""
+    """What scales losses so that fp16 gradients do not vanish, if needed."""
     return torch.amp.GradScaler(device_type) if precision == "fp16" else None

@@ -1,4 +1,4 @@
-"""Options that change how fast a step is, and its numbers by no more than rounding."""
+"""Options that make steps faster and change numbers by no more than rounding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_adam(parameters: Iterable[nn.Parameter], lr: float, device: torch.devic
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Continue from saved state; whether steps are fused is this run's choice, not that of the saved one."""
+    """Continue from saved state; whether steps are fused stays this run's choice."""
     fused = optimizer.param_groups[0]["fused"]
     groups = [group | {"fused": fused} for group in state["param_groups"]]
     optimizer.load_state_dict(state | {"param_groups": groups})
@@ -58,7 +58,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def compiled(function: F) -> F:
-    """The same function through torch.compile, for any sizes; what the compiler cannot do is an error.
+    """The same function through torch.compile, for any sizes.
 
     Sizes are variables from the first call on: kernels do not depend on what was called before, as a resumed run
     must not.

@@ -90,7 +90,7 @@ def resolve_mode(mode: str, num_ranks: int) -> str:
 
 
 def check_compression(compression: str, mode: str) -> None:
-    """Refuse to compress gradients that do not travel, or not through DistributedDataParallel.
+    """Refuse to compress gradients that do not travel through ddp.
 
     Raises:
         UserError: gradient_compression without ddp.
