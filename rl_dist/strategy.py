@@ -1,4 +1,4 @@
-"""How a module is trained on the ranks of a world: one small interface for every way.
+"""How a module is trained on the ranks of a world: one small interface.
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(module.to(world.device))
@@ -155,7 +155,7 @@ class Strategy:
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Around forward and backward of one part of a step; only the last part's gradients travel."""
+        """Around forward and backward of a part of a step; gradients of the last travel."""
         silent = isinstance(self.module, DistributedDataParallel) and not last
         with self.module.no_sync() if silent else nullcontext():  # type: ignore[union-attr, operator]
             yield
