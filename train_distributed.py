@@ -52,6 +52,7 @@ from rl_dist.monitor import Monitor, sources_of
 from rl_dist.out_of_memory import is_out_of_memory
 from rl_dist.run_lock import hold
 from rl_dist.scaling_outcome import describe, outcome_of
+from rl_dist.speed import check_compiler
 from rl_dist.strategy import parameter_hash
 from rl_dist.world import FULL_DISK, STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag, unwritable
 
@@ -191,6 +192,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             make_env=make_env,
             run_dir=run_dir,
             strategy=dataclasses.replace(config.launch.strategy_config, device_ids=resolved.gpu_ids),
+            speed=config.speed,
             dtype=config.launch.dtype,
             validate=validation(task, config, world),
             config=config.to_dict(),
@@ -333,6 +335,8 @@ def main() -> int:
             config, run_dir, found = choose_run(parsed, held)
             settled = settle_launch(config.launch)
             config, resolved = dataclasses.replace(config, launch=settled.config), settled.resolved
+            if config.speed.compile:
+                check_compiler(resolved.device_type)
             is_new = run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
             if is_first():
                 if settled.note:

@@ -53,6 +53,8 @@ def settle_batch_size(config: RunConfig, make_env: MakeEnv, run_dir: Path, world
             ppo=config.ppo,
             make_env=make_env,
             run_dir=run_dir,
+            strategy=config.launch.strategy_config,
+            speed=config.speed,
             dtype=config.launch.dtype,
         )
         batch_size, told = choose_batch_size(job, world)
@@ -135,7 +137,8 @@ class UpdateTryout:
         space = spaces.Discrete(number) if self.shapes.discrete else spaces.Box(-1.0, 1.0, (number,))
         self.policy = Policy(job.policy, self.shapes.num_obs, space).to(world.device, job.dtype)
         alone = replace(world, rank=0, size=1, watchdog=None)
-        self.ppo = PPO(self.policy, job.ppo, Strategy(StrategyConfig(mode="none"), alone))
+        strategy = Strategy(StrategyConfig(mode="none", precision=job.strategy.precision), alone)
+        self.ppo = PPO(self.policy, job.ppo, strategy, speed=job.speed)
 
     def __call__(self, slots: int) -> None:
         """One step, while as much is allocated as training holds besides.

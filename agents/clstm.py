@@ -18,6 +18,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.lstm import run_sequence
 from rl_dist.flags import flag
+from rl_dist.precision import autocast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,12 @@ class Policy(nn.Module):
     The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out. With
     `feature_window` n, an observation passed in is the last n of the episode, oldest first, flattened to
     n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
+
+    With `low_precision` LSTMs and layers compute in that type, acting as well as training; parameters, state, heads
+    and distribution keep theirs.
     """
 
+    low_precision: torch.dtype | None = None
     BATCH_AXES = (1, 1, 0, 1)  # of the slots, in the inputs of `forward`; in its outputs it is the first of these
 
     def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
@@ -124,8 +129,10 @@ class Policy(nn.Module):
             (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
         if self.config.policy == "mlp":
-            features = self.feature_mlp(self.feature_core(obs))
-            return self._heads(self.actor_core(features), self.critic_core(features)), state
+            with autocast(self.low_precision, obs.device):
+                features = self.feature_mlp(self.feature_core(obs))
+                actor, critic = self.actor_core(features), self.critic_core(features)
+            return self._heads(actor, critic), state
         if self.config.stateless and len(obs) > 1:  # every step is a sequence of its own
             outputs, _ = self.network(obs.flatten(0, 1)[None], self.initial_state(obs.shape[0] * obs.shape[1]))
             return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
@@ -134,7 +141,7 @@ class Policy(nn.Module):
         parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         features, feature_parts = self.features(obs, parts[4:])
         outputs, decision_parts = self.decisions(features, parts[:4])
-        return outputs, torch.cat([*decision_parts, *feature_parts]).permute(1, 0, 2)
+        return outputs, torch.cat([*decision_parts, *feature_parts]).permute(1, 0, 2).to(state.dtype)
 
     def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """First half of the cascade, without resets.
@@ -144,12 +151,13 @@ class Policy(nn.Module):
             state: [2, N, H], (h, c) of the feature LSTM before them; [0, N, H] with a window.
 
         Returns:
-            Features [L, N, H] and the state after them.
+            Features [L, N, H] of the parameters' type, and the state after them.
         """
-        if self.config.feature_window:
-            return self.feature_mlp(self._windowed_features(obs)), ()
-        outputs, new_state = _run_lstm(self.feature_core, obs, state)
-        return self.feature_mlp(outputs), new_state
+        with autocast(self.low_precision, obs.device):
+            if self.config.feature_window:
+                return self.feature_mlp(self._windowed_features(obs)).to(state.dtype), ()
+            outputs, new_state = _run_lstm(self.feature_core, obs, state)
+            return self.feature_mlp(outputs).to(state.dtype), new_state
 
     def decisions(self, features: Tensor, state: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         """Second half of the cascade, without resets.
@@ -161,12 +169,14 @@ class Policy(nn.Module):
         Returns:
             (actor [L, N, A], values [L, N]) and the state after them.
         """
-        actor, actor_state = _run_lstm(self.actor_core, features, state[0:2])
-        critic, critic_state = _run_lstm(self.critic_core, features, state[2:4])
+        with autocast(self.low_precision, features.device):
+            actor, actor_state = _run_lstm(self.actor_core, features, state[0:2])
+            critic, critic_state = _run_lstm(self.critic_core, features, state[2:4])
         return self._heads(actor, critic), (*actor_state, *critic_state)
 
     def _heads(self, actor: Tensor, critic: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor_head(actor), self.critic_head(critic).squeeze(-1)
+        dtype = self.critic_head.weight.dtype
+        return self.actor_head(actor.to(dtype)), self.critic_head(critic.to(dtype)).squeeze(-1)
 
     def _windowed_features(self, obs: Tensor) -> Tensor:
         """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
@@ -211,10 +221,10 @@ class Policy(nn.Module):
             (actor, values), _ = self.network(obs, state)
         else:
             actor, values = run_sequence(self.network, obs, state, episode_start)
-        return self.evaluation(actor, values, actions)
+        return self.evaluate(actor, values, actions)
 
-    def evaluation(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
-        """What `forward` returns, of the network's outputs and the actions taken."""
+    def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
+        """Log probabilities and entropies of actions under the network's outputs."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 

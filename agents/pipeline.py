@@ -94,7 +94,7 @@ class DecisionStage(Stage):
             return outputs, state
 
         actor, values = run_sequence(network, features, slots.lstm_state[:, :4], self.starts(slots))
-        return torch.stack(self.loss_of(self.policy.evaluation(actor, values, slots.actions), slots))
+        return torch.stack(self.loss_of(self.policy.evaluate(actor, values, slots.actions), slots))
 
 
 def first_term(terms: Tensor, number: Tensor) -> Tensor:

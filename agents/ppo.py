@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from agents.clstm import Evaluation
+from agents.clstm import Evaluation, Policy
 from agents.pipeline import PipelineStrategy
 from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
 from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
+from rl_dist.precision import autocast_dtype
+from rl_dist.speed import SpeedConfig, compiled, make_adam
 from rl_dist.step_clock import StepClock
 from rl_dist.strategy import Strategy
 from rl_dist.world import UserError, World
@@ -148,6 +150,8 @@ def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
     for index, name in enumerate(list(found)):
         values = states.get(index, {})
         found |= {f"optimizer {key} of {name}": value for key, value in values.items() if isinstance(value, Tensor)}
+    if ppo.strategy.scaler:
+        found["loss scale"] = torch.tensor(ppo.strategy.scaler.get_scale())
     for owner, normalizer in normalizers.items():
         found |= {f"{owner} {name.rpartition('.')[2]}": buffer for name, buffer in normalizer.named_buffers()}
     return found
@@ -160,14 +164,25 @@ class NonFiniteGradient(UserError):
 class PPO:
     """The optimizer and the update of a policy that a strategy trains."""
 
-    def __init__(self, policy: nn.Module, config: PPOConfig, strategy: Strategy, grad_accumulation: int = 1) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        config: PPOConfig,
+        strategy: Strategy,
+        grad_accumulation: int = 1,
+        speed: SpeedConfig = SpeedConfig(),  # noqa: B008  # frozen
+    ) -> None:
         self.policy, self.config, self.strategy, self.world = policy, config, strategy, strategy.world
         self.num_parts = grad_accumulation  # of a minibatch
+        if isinstance(policy, Policy):
+            policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.clock = StepClock(self.world.device)
-        fused = self.world.device.type == "cuda"
-        self.optimizer = torch.optim.Adam(strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=fused)
+        self.optimizer = make_adam(strategy.parameters, config.learning_rate, self.world.device, speed.fused_adam)
+        self.compiled_loss = compiled(ppo_loss) if speed.compile else None
+        if speed.compile:  # LSTMs would be unrolled, single layers gain nothing, GAE takes a minute to compile
+            policy.evaluate = compiled(policy.evaluate)  # type: ignore[assignment, type-var]
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""
@@ -190,7 +205,7 @@ class PPO:
         """
         totals = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64, device=slots.obs.device)
         slots_per_env = slots.obs.shape[1] // num_envs
-        num_steps = num_skipped = 0
+        num_steps = num_skipped = num_bad = 0
         self.clock.start()
         for epoch in range(self.config.update_epochs):
             order = slot_order((*key, epoch), first_env, num_envs, slots_per_env, num_minibatches)
@@ -201,6 +216,7 @@ class PPO:
                 self.world.beat()
                 if not stepped:
                     num_skipped += 1
+                    num_bad += not self.strategy.overflowed
                     continue
                 totals += torch.stack([part.detach().double() for part in (*parts, grad_norm)])
                 epoch_kl += parts.approx_kl
@@ -211,9 +227,9 @@ class PPO:
             self.clock.mark("")
         if isinstance(self.strategy, PipelineStrategy):
             self.strategy.share_parameters()
-        if num_skipped:
-            text = f"{num_skipped} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
-            events.notify("bad_steps", text, iteration=key[1], skipped=num_skipped)
+        if num_bad:
+            text = f"{num_bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
+            events.notify("bad_steps", text, iteration=key[1], skipped=num_bad)
         reduced = sum_over_ranks({"totals": totals, "steps": float(num_steps)}, self.world)
         _, policy, value, entropy, kl, clipped, norm = (reduced["totals"] / reduced["steps"]).tolist()
         return {
@@ -225,6 +241,7 @@ class PPO:
             "optim/grad_norm": norm,
             "optim/steps": float(num_steps),
             "optim/skipped_steps": num_skipped,
+            **({"optim/loss_scale": self.strategy.scaler.get_scale()} if self.strategy.scaler else {}),
         }
 
     def step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
@@ -241,7 +258,8 @@ class PPO:
         self.clock.waited(self.world.gradient_seconds - waited_s)
         grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
         self.clock.mark("optimizer")
-        self._count_bad(stepped, parts.total)
+        if not self.strategy.overflowed:  # else it is part of the search for a loss scale
+            self._count_bad(stepped, parts.total)
         return parts, grad_norm, stepped
 
     def _gradients(self, minibatch: Minibatch) -> LossParts:
@@ -264,7 +282,7 @@ class PPO:
         return self._loss_of(evaluation, minibatch)
 
     def _loss_of(self, evaluation: Evaluation, minibatch: Minibatch) -> LossParts:
-        return ppo_loss(
+        return (self.compiled_loss or ppo_loss)(
             evaluation,
             minibatch.logprobs,
             minibatch.values,

@@ -32,11 +32,14 @@ from rl_dist.checkpoint import CHECKPOINT_DIR, Found, load_checkpoint, load_late
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import EVENT_FILES, METRICS_FILE, close_logging
+from rl_dist.precision import autocast_dtype
+from rl_dist.speed import SpeedConfig
 from rl_dist.watchdog import end_rank
 from rl_dist.world import unwritable
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
+    "speed": SpeedConfig,
     "train": TrainConfig,
     "ppo": PPOConfig,
     "policy": PolicyConfig,
@@ -64,6 +67,9 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "collective_timeout",
     "monitor_every",
     "shard_size",
+    "gradient_compression",
+    "fused_adam",
+    "compile",
 }
 
 
@@ -72,6 +78,7 @@ class RunConfig:
     """Everything that defines a run, nested by owner; config.json holds it."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -317,6 +324,7 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     number = state["num_actions"]
     space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))
     policy = Policy(config.policy, state["num_obs"], space).to(config.launch.dtype)
+    policy.low_precision = autocast_dtype(config.launch.precision)
     check_weights(policy, state["policy"])
     policy.load_state_dict(state["policy"])
     normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agents.clstm import Policy
 from agents.memory import Shapes, compute_memory
+from agents.pipeline import make_strategy
 from agents.ppo import PPO, ppo_loss
 from agents.rollout import Minibatch, equal_parts
 from agents.run import RunConfig, glance, save_config
@@ -92,7 +93,7 @@ class StrategyTrial:
 
         def wrap() -> None:
             nonlocal ppo
-            ppo = PPO(policy, one_epoch, strategy, config.train.grad_accumulation)
+            ppo = PPO(policy, one_epoch, strategy, config.train.grad_accumulation, config.speed)
 
         def alone() -> None:
             for part in equal_parts(minibatch, sizes.num_parts):
@@ -112,7 +113,7 @@ class StrategyTrial:
         config: StrategyConfig = dataclasses.replace(
             asked, mode=mode, device_ids=self.device_ids, batch_axes=Policy.BATCH_AXES
         )
-        return Strategy(config, self.world)
+        return make_strategy(config, self.world)
 
     def _rollout(self, policy: Policy) -> Tensor:
         """As many bytes as training holds in its rollouts during an update."""

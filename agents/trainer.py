@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agents.clstm import Policy, PolicyConfig
+from agents.episodes import episode_metrics, tell_stragglers
 from agents.gae import gae
 from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
 from agents.normalize import Normalizer
@@ -33,6 +34,7 @@ from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, 
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
+from rl_dist.speed import SpeedConfig, keep_fused
 from rl_dist.stragglers import Stragglers
 from rl_dist.strategy import StrategyConfig
 from rl_dist.world import StopFlag, World
@@ -52,6 +54,7 @@ class Job:
     make_env: MakeEnv
     run_dir: Path
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
@@ -71,7 +74,7 @@ class Training:
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         strategy = make_strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
-        self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation)
+        self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation, job.speed)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()
@@ -199,6 +202,7 @@ class Training:
             "policy": policy,
             "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,
+            "strategy": self.ppo.strategy.state_dict(),
             "obs_normalizer": self.obs_normalizer.state_dict(),
             "reward_normalizer": self.reward_normalizer.state_dict(),
             "carry": carry,
@@ -210,7 +214,9 @@ class Training:
         self.iteration, self.global_step = state["iteration"], state["global_step"]
         self.episodes = state["episodes"]
         check_weights(self.policy, state["policy"])
-        self.ppo.strategy.load(state["policy"], self.ppo.optimizer, state["optimizer"])
+        optimizer = self.ppo.optimizer
+        self.ppo.strategy.load(state["policy"], optimizer, keep_fused(optimizer, state["optimizer"]))
+        self.ppo.strategy.load_state_dict(state.get("strategy", {}))  # older checkpoints have none
         self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)  # older checkpoints do not know it
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])
@@ -254,35 +260,6 @@ def last_checkpoint(run_dir: Path) -> str:
     """Where a run that stopped can go on, in words."""
     newest = latest_checkpoint(run_dir)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-
-
-def episode_metrics(rollout: Rollout, timing: dict[str, float], env_restarts: int, world: World) -> dict[str, Any]:
-    """Returns and lengths of this rollout's ended episodes, overall and per rank."""
-    ended = rollout.episode_end
-    own = {
-        "rank": world.rank,
-        "episode/count": int(ended.sum()),
-        "return_sum": float((rollout.episode_returns * ended).sum()),
-        "length_sum": int((rollout.episode_lengths * ended).sum()),
-        "restarts": env_restarts,
-        **timing,
-        **world.monitor.take(),
-    }
-    ranks = gather_json(own, world)
-    count = sum(item["episode/count"] for item in ranks)
-    return_sum = sum(item["return_sum"] for item in ranks)
-    length_sum = sum(item.pop("length_sum") for item in ranks)
-    for item in ranks:
-        total = item.pop("return_sum")
-        item["episode/return"] = total / item["episode/count"] if item["episode/count"] else None
-    return {
-        "episode/return": return_sum / count if count else None,
-        "episode/length": length_sum / count if count else None,
-        "episode/count": count,
-        "env/restarts": sum(item.pop("restarts") for item in ranks),
-        **{key: max(item[key] for item in ranks) for key in timing},
-        "ranks": ranks,
-    }
 
 
 def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag) -> int:
@@ -341,14 +318,6 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
     if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
     return signal or agree_max(stop.signum, world)  # it may have come while the last iteration was saved
-
-
-def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
-    """Warn of ranks that keep the others waiting."""
-    keys = {"collect": "time/collect_s", "update": "time/update_own_s"}
-    phases = {phase: [rank[key] for rank in metrics["ranks"]] for phase, key in keys.items()}
-    for line in stragglers.observe(phases):
-        logger.warning(line)
 
 
 def check_best_metric(job: Job, metrics: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from rl_dist.job_of_run import flags_of
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
 from rl_dist.monitor import clear_gpu_memory
+from rl_dist.strategy import StrategyConfig
 from rl_dist.trial import SideBySide
 from rl_dist.world import close_world, open_world, threads_per_rank
 
@@ -176,6 +177,8 @@ def measure_memory(question: Question, make_env: MakeEnv, figures: MemoryFigures
         make_env=make_env,
         run_dir=Path(),  # the dry run has its own
         dtype=config.launch.dtype,
+        strategy=StrategyConfig(precision=config.launch.precision),
+        speed=config.speed,
     )
     try:
         world = open_world(question.device_type, gpu_ids=question.gpu_ids)

@@ -26,9 +26,10 @@ from rl_dist.agent import Job, say
 from rl_dist.data_parallel import check_devices
 from rl_dist.flags import flag, recorded
 from rl_dist.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
+from rl_dist.precision import PRECISIONS, check_precision, parameter_dtype
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
-from rl_dist.strategy import HYBRID_FORMS, MODES, StrategyConfig
+from rl_dist.strategy import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
 from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
@@ -60,7 +61,14 @@ class LaunchConfig:
     fallback: bool = flag(
         False, "if the strategy cannot be set up here, step down (hybrid, ddp, dp, none) and say so, instead of ending"
     )
-    precision: str = flag("auto", "auto = fp32; fp64 is for proofs", choices=("auto", "fp32", "fp64"))
+    precision: str = flag(
+        "auto",
+        "auto = fp32; tf32: fp32 rounded in products, GPUs; bf16, fp16: autocast, parameters stay fp32; fp64: proofs",
+        choices=PRECISIONS,
+    )
+    gradient_compression: str = flag(
+        "none", "bf16: gradients travel in half the bytes, for slow links; ddp only", choices=tuple(COMPRESSIONS)
+    )
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
     )
@@ -94,7 +102,8 @@ class LaunchConfig:
             ("device", ("auto", "cpu", "cuda")),
             ("strategy", MODES),
             ("hybrid_form", HYBRID_FORMS),
-            ("precision", ("auto", "fp32", "fp64")),
+            ("precision", PRECISIONS),
+            ("gradient_compression", tuple(COMPRESSIONS)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -106,8 +115,13 @@ class LaunchConfig:
     @property
     def strategy_config(self) -> StrategyConfig:
         """What the flags say of the strategy, and what came of auto and fallback."""
-        mode = self.chosen_strategy or self.strategy
-        return StrategyConfig(mode=mode, shard_size=self.shard_size, hybrid_form=self.hybrid_form)
+        return StrategyConfig(
+            mode=self.chosen_strategy or self.strategy,
+            shard_size=self.shard_size,
+            hybrid_form=self.hybrid_form,
+            precision=self.precision,
+            gradient_compression=self.gradient_compression,
+        )
 
     def by_default(self) -> LaunchConfig:
         """The same with the default strategy and without the flags of others."""
@@ -116,7 +130,7 @@ class LaunchConfig:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return torch.float64 if self.precision == "fp64" else torch.float32
+        return parameter_dtype(self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +153,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
     Raises:
         ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs that are not there,
-            num_gpus against what torchrun started, or environment variables that contradict.
+            a precision or compression without effect here, num_gpus against what torchrun started, or environment
+            variables that contradict.
     """
     check_variables()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -164,6 +179,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks, gpu_ids = _one_process(num_ranks, gpu_ids, gpus, on_gpu)
     config.strategy_config.resolve(num_ranks)
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
+    check_precision(config.precision, "cuda" if on_gpu else "cpu")
     if "RANK" in os.environ:
         if config.max_restarts:
             cure = "give --max_restarts 0 here and --max-restarts to torchrun"

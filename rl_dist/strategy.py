@@ -18,7 +18,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_dist.data_parallel import DataParallel, check_devices
+from rl_dist.precision import PRECISIONS, autocast, autocast_dtype, check_precision, loss_scaler, set_cuda_math
 from rl_dist.world import UserError, World
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 MODES = ("default", "none", "dp", "ddp", "hybrid", "auto")
 HYBRID_FORMS = ("shard", "pipeline")
+COMPRESSIONS = {"none": allreduce_hook, "bf16": bf16_compress_hook}
 GRADIENT_BYTES_LOGGED = "gradients of %d bytes"
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ class StrategyConfig:
         find_unused_parameters: some parameters may take no part in a step; costs a walk over the graph.
         hybrid_form: of mode hybrid. shard: parameters sharded over ranks; pipeline: two stages on pairs of ranks.
         shard_size: ranks that share one copy of gradients and optimizer state in mode hybrid; 0: those of a machine.
+        gradient_compression: none, or bf16: gradients travel as bf16, half the bytes, rounded to 8 bits (ddp only).
+        precision: see `rl_dist.precision`; forward passes must be inside `Strategy.autocast`.
+        cudnn_autotune: cuDNN tries its algorithms for convolutions and keeps the fastest; for sizes that stay the same.
 
     Raises:
         UserError: unknown mode, or a size that cannot be.
@@ -73,10 +78,18 @@ class StrategyConfig:
     find_unused_parameters: bool = False
     hybrid_form: str = "shard"
     shard_size: int = 0
+    gradient_compression: str = "none"
+    precision: str = "auto"
+    cudnn_autotune: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"strategy must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.gradient_compression not in COMPRESSIONS:
+            known = ", ".join(COMPRESSIONS)
+            raise UserError(f"gradient_compression must be one of {known}, got {self.gradient_compression!r}")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if not 0 <= self.bucket_mb <= 10_000:
             raise UserError(f"bucket_mb must be 0..10000, got {self.bucket_mb}: 0 is one bucket")
         if self.shard_size < 0:
@@ -105,9 +118,14 @@ class StrategyConfig:
             )
         if self.mode == "hybrid" and not self.pipelined:
             resolve_shard_size(self.shard_size, num_ranks)
-        if self.mode == "default":
-            return "ddp" if num_ranks > 1 else "none"
-        return self.mode
+        mode = ("ddp" if num_ranks > 1 else "none") if self.mode == "default" else self.mode
+        if self.gradient_compression != "none" and mode not in ("ddp", "auto"):
+            raise UserError(
+                f"gradient_compression {self.gradient_compression} works with strategy ddp, not {mode}: leave it out"
+            )
+        if self.precision == "fp16" and mode == "hybrid":
+            raise UserError("precision fp16 scales losses, which strategy hybrid cannot: use bf16, or --strategy ddp")
+        return mode
 
 
 def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
@@ -142,6 +160,14 @@ class Strategy:
             raise UserError("strategy auto has to be measured first, see rl_dist.strategy_choice; or name a mode")
         if self.mode == "dp":
             check_devices(world.device.type, len(config.device_ids), world.size)
+        device_type = world.device.type
+        check_precision(config.precision, device_type)
+        if config.cudnn_autotune and device_type != "cuda":
+            raise UserError("cudnn_autotune does nothing without a GPU: leave it out")
+        if device_type == "cuda":
+            set_cuda_math(config.precision, config.cudnn_autotune)
+        self.scaler = loss_scaler(config.precision, device_type)
+        self.overflowed = False  # the last step was skipped, and the loss scale may be the only reason
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.shards: Shards | None = None
@@ -190,7 +216,9 @@ class Strategy:
                 find_unused_parameters=config.find_unused_parameters,
                 bucket_cap_mb=config.bucket_mb or math.ceil(self.gradient_bytes / 2**20) + 1,
             )
-        wrapped.register_comm_hook(self.world, lambda world, bucket: _reduce(world, bucket))  # torch refuses our types
+        hook = COMPRESSIONS[config.gradient_compression]
+        # A lambda, because torch refuses the types of ours.
+        wrapped.register_comm_hook(self.world, lambda world, bucket: _reduce(world, bucket, hook))
         return wrapped
 
     @contextmanager
@@ -202,6 +230,10 @@ class Strategy:
         with self.module.no_sync() if silent else nullcontext():  # type: ignore[union-attr, operator]
             yield
 
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around a module's forward pass: matrix products in the strategy's precision."""
+        return autocast(autocast_dtype(self.config.precision), self.world.device)
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's loss, reduced over ranks.
 
@@ -209,14 +241,19 @@ class Strategy:
         """
         one = torch.ones_like(loss)
         with self.world.reducing():
-            loss.backward(torch.where(torch.isfinite(loss), one, one * torch.nan))
+            scaled = self.scaler.scale(loss) if self.scaler else loss
+            scaled.backward(torch.where(torch.isfinite(loss), one, one * torch.nan))
 
     def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf) -> tuple[Tensor, bool]:
         """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
 
+        A loss scale that was too large falls, which `overflowed` tells.
+
         Returns:
             The norm of the reduced gradient before clipping, and whether the step was taken.
         """
+        if self.scaler:
+            self.scaler.unscale_(optimizer)
         clip = self.shards.clip if self.shards else partial(nn.utils.clip_grad_norm_, self.parameters)
         grad_norm = clip(max_grad_norm)
         stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
@@ -224,6 +261,9 @@ class Strategy:
             optimizer.step()
         if self.shards:
             self.shards.make_whole()
+        if self.scaler:
+            self.overflowed = not stepped and self.scaler.get_scale() > 1.0
+            self.scaler.update()
         self.steps += stepped
         self.skipped += not stepped
         return grad_norm, stepped
@@ -277,15 +317,24 @@ class Strategy:
             **(self.shards.facts() if self.shards else {}),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the loss scale of fp16."""
+        return {"loss_scaler": self.scaler.state_dict()} if self.scaler else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; nothing of it need be there."""
+        if self.scaler and "loss_scaler" in state:
+            self.scaler.load_state_dict(state["loss_scaler"])
+
     def close(self) -> None:
         """Let go of the module; the world stays open."""
         self.module, self.parameters, self.shards = None, [], None
 
 
-def _reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean over all ranks, as without a hook; the world learns when waiting begins."""
+def _reduce(world: World, bucket: dist.GradBucket, hook: Any) -> torch.futures.Future[torch.Tensor]:
+    """The mean over all ranks, by one of torch's hooks; the world learns when waiting begins."""
     world.gradients_ready()
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
+    return hook(None, bucket)  # None: all ranks
 
 
 def parameter_hash(module: nn.Module) -> str:
