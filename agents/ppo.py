@@ -14,6 +14,7 @@ from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
 from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
+from rl_dist.sections import section
 from rl_dist.step_clock import StepClock
 from rl_dist.strategy import Strategy
 from rl_dist.world import UserError, World
@@ -175,6 +176,7 @@ class PPO:
             group["lr"] = rate
         return rate
 
+    @section("update")
     def update(
         self, slots: Minibatch, key: tuple[int, int], first_env: int, num_envs: int, num_minibatches: int
     ) -> dict[str, float]:
@@ -247,6 +249,7 @@ class PPO:
         self._count_bad(stepped, parts.total)
         return parts, grad_norm, stepped
 
+    @section("forward")
     def _loss(self, minibatch: Minibatch) -> LossParts:
         evaluation = self.wrapped(minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start)
         return ppo_loss(

@@ -60,6 +60,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "sync_check_every",
     "collective_timeout",
     "monitor_every",
+    "profile",
 }
 
 

@@ -14,6 +14,7 @@ import gymnasium
 import torch
 from torch import Tensor
 
+from agents.bottleneck import bottleneck
 from agents.clstm import Policy, PolicyConfig
 from agents.gae import gae
 from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
@@ -32,6 +33,7 @@ from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, 
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
+from rl_dist.profiler import Profiler
 from rl_dist.stragglers import Stragglers
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import StopFlag, World
@@ -70,6 +72,7 @@ class Training:
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         self.ppo = PPO(self.policy, job.ppo, Strategy(job.strategy, world), job.train.grad_accumulation)
+        self.profiler = Profiler(job.run_dir, world, on=job.train.profile, explain=bottleneck)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()
@@ -300,6 +303,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         rate = training.ppo.set_learning_rate(
             training.iteration, 1.0 - training.progress, sizes.learning_rate_factor
         )
+        training.profiler.begin(training.iteration)
         rollout = training.collect(lifetime_step=training.iteration * job.train.num_steps)
         collected = time.perf_counter()
         losses = training.update(rollout)
@@ -315,6 +319,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         training.episodes += metrics["episode/count"]
         signal = agree_max(stop.signum, world)
         elapsed = time.perf_counter() - started
+        training.profiler.end(writer.say)
         counters = {"iteration": training.iteration, "global_step": training.global_step}
         metrics = counters | metrics | losses | {
             "episode/total": training.episodes,
@@ -335,6 +340,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             save(training, best, last)
         elif job.train.sync_check_every and training.iteration % job.train.sync_check_every == 0:
             check_in_sync(training.replicated(), world)
+    training.profiler.close(writer.say)
     if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
     return signal or agree_max(stop.signum, world)  # it may have come while the last iteration was saved

@@ -16,6 +16,7 @@ _HOMES = {
     "estimate_training_speedup": "speedup",
     "print_training_speedup_estimates": "speedup",
     "launch_distributed_training": "training_process",
+    "check_loader": "loader_check",
 }
 __all__ = list(_HOMES)
 

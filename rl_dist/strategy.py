@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from rl_dist.sections import section
 from rl_dist.world import UserError, World
 
 MODES = ("default", "none", "ddp")
@@ -126,6 +127,7 @@ class Strategy:
         with self.module.no_sync() if silent else nullcontext():  # type: ignore[union-attr, operator]
             yield
 
+    @section("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's loss, reduced over ranks.
 
@@ -135,6 +137,7 @@ class Strategy:
         with self.world.reducing():
             loss.backward(torch.where(torch.isfinite(loss), one, one * torch.nan))
 
+    @section("optimizer")
     def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf) -> tuple[Tensor, bool]:
         """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
 
