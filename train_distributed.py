@@ -129,7 +129,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
-    """What a new run's flags lead to: the task and the presets have defaults of their own.
+    """What the flags of a new run lead to, with the defaults of task and presets.
 
     Raises:
         ValueError: flags that cannot take effect.
@@ -312,7 +312,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
 
 
 def ask_user(parsed: ParsedFlags) -> ParsedFlags | int:
-    """The flags with the user's answers, or the exit code where nothing shall be started."""
+    """The flags with the user's answers, or an exit code: start nothing."""
     refuse_without_user(parsed)
     try:
         asked = ask_for_flags(parsed, fresh_config)

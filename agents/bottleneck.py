@@ -1,4 +1,4 @@
-"""What limits a training, out of the seconds of its sections; and what to do about it."""
+"""What limits a training, out of the seconds of its sections."""
 
 from __future__ import annotations
 

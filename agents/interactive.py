@@ -1,4 +1,4 @@
-"""Asks for what a training needs, question by question, and shows the command that says the same.
+"""Asks for what a training needs, and shows the command that says the same.
 
 Every answer goes the way of a flag: the same conversion, the same checks, the same messages. Nothing is written.
 """

@@ -50,7 +50,7 @@ class ParsedFlags:
         return dataclasses.replace(self, configs=configs)
 
     def answered(self, name: str, text: str) -> ParsedFlags:
-        """The same as if `--name text` had stood on the command line as well; `name` is no on/off flag.
+        """The same as if `--name text` had been given, too; no on/off flag.
 
         Raises:
             ValueError: the command line would be refused.

@@ -1,4 +1,4 @@
-"""Which of loading, transfer and step limits a training from a DataLoader, and what to do about it.
+"""Which of loading, transfer and step limits a training from a DataLoader.
 
     from rl_dist import check_loader
     check = check_loader(loader, step, device)  # step(batch): forward, backward, optimizer, on a copy of the model

@@ -1,4 +1,4 @@
-"""Where the time of a training loop goes: sections by the clock, operators by torch.profiler.
+"""Where the time of a training loop goes: by the clock and by torch.profiler.
 
     profiler = Profiler(run_dir, world, on=True)
     for iteration in ...:
@@ -137,7 +137,7 @@ class Operator:
 
 
 def read_operators(trace: profile, *, on_gpu: bool) -> tuple[list[Operator], float]:
-    """Operators of a trace, the longest first, and seconds of copies between CPU and GPU."""
+    """Operators of a trace, longest first, and seconds of copies to and from a GPU."""
     found, copies_s = [], 0.0
     for event in trace.key_averages():
         self_us: Any = event.self_device_time_total if on_gpu else event.self_cpu_time_total

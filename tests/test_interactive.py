@@ -126,14 +126,14 @@ def test_answers_become_a_command_line_and_a_training(terminal, tmp_path):
     assert json.loads((tmp_path / "a run" / "summary.json").read_text())["global_step"] == 256
 
 
-@pytest.mark.parametrize("key", [b"\x03", b"\x04"], ids=["Ctrl-C", "end of input"])
-def test_leaving_writes_nothing(terminal, tmp_path, key):
-    dialogue = terminal()
-    dialogue.answer("Environment", "CartPole-v1")
-    dialogue.until(r"Ranks.*\]: ")  # prices are asked for where they are traded
-    dialogue.press(key)
-    said, code = dialogue.end()
-    assert code == 128 + signal.SIGINT and "nothing was started or written" in said and "Traceback" not in said
+def test_leaving_writes_nothing(terminal, tmp_path):
+    dialogues = {key: terminal() for key in (b"\x03", b"\x04")}  # Ctrl-C and the end of input
+    for key, dialogue in dialogues.items():
+        dialogue.answer("Environment", "CartPole-v1")
+        dialogue.until(r"Ranks.*\]: ")  # prices are asked for where they are traded
+        dialogue.press(key)
+        said, code = dialogue.end()
+        assert code == 128 + signal.SIGINT and "nothing was started or written" in said and "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
 
 

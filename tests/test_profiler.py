@@ -140,6 +140,7 @@ def test_a_profile_that_cannot_be_written_is_told_and_training_goes_on(world, tm
     assert any("the profile cannot be written" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_two_ranks_each_leave_a_profile_and_count_their_waiting(tmp_path):
     run_dir = tmp_path / "run"
     flags = ["--num_gpus", "2", "--device", "cpu", "--env", "Recall-v0", "--eval_episodes", "2", "--total_steps", "640"]
