@@ -12,6 +12,7 @@ from train_runs import SIZES, start_training
 
 import train_distributed
 from agents.bottleneck import CURES, bottleneck, parts_of
+from agents.ppo import PPOConfig
 from agents.run import SECTIONS, RunConfig, resumed_config
 from agents.trainer import Training, train
 from rl_dist.flags import parse_flags
@@ -46,7 +47,7 @@ class Said(NullWriter):
 
 def trained(world, run_dir, iterations, *, profile):
     """A training's final state, and what its writer was told."""
-    job = make_job("recall, clstm", run_dir, iterations=iterations, profile=profile)
+    job = make_job("recall, clstm", run_dir, iterations=iterations, ppo=PPOConfig(update_epochs=1), profile=profile)
     training, writer = Training(job, world), Said()
     train(training, writer, StopFlag())
     return training, writer
