@@ -18,6 +18,7 @@ from typing import Any
 
 from agents.batch_choice import settle_batch_size
 from agents.evaluate import judge_run, validation
+from agents.interactive import ask_user
 from agents.memory_advice import JUDGING, out_of_memory
 from agents.run import (
     OWNERS,
@@ -94,6 +95,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", default="", metavar="DIR", help=what)
     group.add_argument("--quick", action="store_true", help="a complete small run in half a minute, too short to learn")
     group.add_argument("--preset", default="", choices=("", "paper"), help="paper: the form of arXiv 2212.02721")
+    group.add_argument("--interactive", action="store_true", help="ask for the main flags in the terminal, then start")
 
 
 def is_first() -> bool:
@@ -121,15 +123,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
             saved = RunConfig.from_dict(json.loads(found.state["config"]))
             return resumed_config(saved, parsed), run_dir, found
         print("nothing to resume: starting a fresh run")
-    is_trading = parsed.configs["task"].is_trading
-    check_flags(parsed.configs["task"], parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
-    if extra.preset and not is_trading:
-        raise UserError(f"--preset {extra.preset} belongs to StockTrading-v0: leave it out")
-    defaults: dict[str, Any] = TRADING if is_trading else {}
-    parsed = parsed.with_defaults(defaults | (PAPER if extra.preset else {}) | (QUICK if extra.quick else {}))
-    config = RunConfig(**parsed.configs)
-    if config.train.total_steps and "num_episodes" in parsed.given:
-        raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
+    config = fresh_config(parsed)
     if not extra.run_dir:
         return config, None, None
     run_dir = Path(extra.run_dir)
@@ -139,6 +133,24 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
         resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
         raise UserError(f"run_dir {run_dir} holds a run already: {resume}, or name another")
     return config, run_dir, None
+
+
+def fresh_config(parsed: ParsedFlags) -> RunConfig:
+    """What the flags of a new run lead to, with the defaults of task and presets.
+
+    Raises:
+        ValueError: flags that cannot take effect.
+    """
+    extra, is_trading = parsed.extra, parsed.configs["task"].is_trading
+    check_flags(parsed.configs["task"], parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
+    if extra.preset and not is_trading:
+        raise UserError(f"--preset {extra.preset} belongs to StockTrading-v0: leave it out")
+    defaults: dict[str, Any] = TRADING if is_trading else {}
+    parsed = parsed.with_defaults(defaults | (PAPER if extra.preset else {}) | (QUICK if extra.quick else {}))
+    config = RunConfig(**parsed.configs)
+    if config.train.total_steps and "num_episodes" in parsed.given:
+        raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
+    return config
 
 
 def _run_to_resume(parsed: ParsedFlags) -> Path | None:
@@ -331,6 +343,11 @@ def main() -> int:
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
     config, run_dir = None, None
     try:
+        if parsed.extra.interactive:
+            asked = ask_user(parsed, fresh_config)
+            if isinstance(asked, int):
+                return asked
+            parsed = asked
         with ExitStack() as held:
             config, run_dir, found = choose_run(parsed, held)
             settled = settle_launch(config.launch)

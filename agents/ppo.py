@@ -16,6 +16,7 @@ from rl_dist import events
 from rl_dist.collectives import sum_over_ranks
 from rl_dist.flags import flag
 from rl_dist.precision import autocast_dtype
+from rl_dist.sections import section
 from rl_dist.speed import SpeedConfig, compiled, make_adam
 from rl_dist.step_clock import StepClock
 from rl_dist.strategy import Strategy
@@ -191,6 +192,7 @@ class PPO:
             group["lr"] = rate
         return rate
 
+    @section("update")
     def update(
         self, slots: Minibatch, key: tuple[int, int], first_env: int, num_envs: int, num_minibatches: int
     ) -> dict[str, float]:
@@ -277,6 +279,7 @@ class PPO:
             self.clock.mark("backward")
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
+    @section("forward")
     def _loss(self, minibatch: Minibatch) -> LossParts:
         evaluation = self.wrapped(minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start)
         return self._loss_of(evaluation, minibatch)

@@ -14,6 +14,7 @@ from torch import Tensor
 from agents.clstm import Policy
 from agents.noise import SHUFFLE_STREAM
 from agents.normalize import Normalizer
+from rl_dist.sections import section
 from rl_dist.world import UserError
 
 
@@ -105,6 +106,7 @@ def shift_history(history: Tensor, seen: Tensor) -> Tensor:
     return seen.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
 
 
+@section("collect")
 def collect(
     policy: Policy,
     normalizer: Normalizer,
@@ -127,8 +129,10 @@ def collect(
         if t % bptt_steps == 0:
             grid_states.append(carry.lstm_state)
         seen = policy_input(normalizer, carry.history, carry.obs, dtype)
-        actions, logprobs, values, state = policy.act(seen, carry.lstm_state, carry.episode_start, step_noise)
-        obs, rewards, terminated, truncated, info = env.step(actions)
+        with section("policy"):
+            actions, logprobs, values, state = policy.act(seen, carry.lstm_state, carry.episode_start, step_noise)
+        with section("environment"):
+            obs, rewards, terminated, truncated, info = env.step(actions)
         on_step()
         ended = terminated | truncated
         running_return = carry.episode_return + info.get("raw_rewards", rewards)
@@ -161,6 +165,7 @@ def collect(
     )
 
 
+@section("policy")
 def _successor_values(
     policy: Policy,
     normalizer: Normalizer,

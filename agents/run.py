@@ -70,6 +70,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "gradient_compression",
     "fused_adam",
     "compile",
+    "profile",
 }
 
 

@@ -65,6 +65,7 @@ class TrainConfig:
         300.0, "longest wait for a rank that neither comes nor makes progress; start-up may take 600", "seconds"
     )
     monitor_every: float = flag(1.0, "sample each rank's use of GPU, CPU and memory this often; 0 = off", "seconds")
+    profile: bool = flag(False, "measure where the time of a few iterations goes: RUN_DIR/profile")
 
     def __post_init__(self) -> None:
         if self.scaling not in ("strong", "weak"):

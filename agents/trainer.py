@@ -14,6 +14,7 @@ import gymnasium
 import torch
 from torch import Tensor
 
+from agents.bottleneck import bottleneck
 from agents.clstm import Policy, PolicyConfig
 from agents.episodes import episode_metrics, tell_stragglers
 from agents.gae import gae
@@ -34,6 +35,7 @@ from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, 
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
+from rl_dist.profiler import Profiler
 from rl_dist.speed import SpeedConfig, keep_fused
 from rl_dist.stragglers import Stragglers
 from rl_dist.strategy import StrategyConfig
@@ -75,6 +77,7 @@ class Training:
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         strategy = make_strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
         self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation, job.speed)
+        self.profiler = Profiler(job.run_dir, world, on=job.train.profile, explain=bottleneck)
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()
@@ -280,6 +283,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         rate = training.ppo.set_learning_rate(
             training.iteration, 1.0 - training.progress, sizes.learning_rate_factor
         )
+        training.profiler.begin(training.iteration)
         rollout = training.collect(lifetime_step=training.iteration * job.train.num_steps)
         collected = time.perf_counter()
         losses = training.update(rollout)
@@ -295,6 +299,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         training.episodes += metrics["episode/count"]
         signal = agree_max(stop.signum, world)
         elapsed = time.perf_counter() - started
+        training.profiler.end(writer.say)
         counters = {"iteration": training.iteration, "global_step": training.global_step}
         metrics = counters | metrics | losses | {
             "episode/total": training.episodes,
@@ -315,6 +320,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
             save(training, best, last)
         elif job.train.sync_check_every and training.iteration % job.train.sync_check_every == 0:
             check_in_sync(training.replicated(), world)
+    training.profiler.close(writer.say)
     if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
     return signal or agree_max(stop.signum, world)  # it may have come while the last iteration was saved

@@ -18,6 +18,7 @@ _HOMES = {
     "launch_distributed_training": "training_process",
     "largest_batch_size": "batch_size",
     "fastest_batch_size": "batch_size",
+    "check_loader": "loader_check",
 }
 __all__ = list(_HOMES)
 

@@ -61,6 +61,55 @@ class ParsedFlags:
             configs[section] = dataclasses.replace(config, **mine)
         return dataclasses.replace(self, configs=configs)
 
+    def answered(self, name: str, text: str) -> ParsedFlags:
+        """The same as if `--name text` had been given, too; no on/off flag.
+
+        Raises:
+            ValueError: the command line would be refused.
+        """
+        section, entry = self._field(name)
+        kind, optional = _kind(typing.get_type_hints(type(self.configs[section]))[name])
+        assert kind is not bool, f"{name} takes no value"
+        try:
+            value = _converter(kind, optional, entry.metadata.get("words", {}))(text)
+        except ValueError:
+            raise ValueError(f"{name} must be a{'n' * (kind is int)} {kind.__name__}, got {text!r}") from None
+        choices = entry.metadata.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {text!r}")
+        return self._replaced(section, name, value, self.given | {name})
+
+    def forgotten(self, name: str) -> ParsedFlags:
+        """The same as if `--name` had not been given."""
+        section, entry = self._field(name)
+        return self._replaced(section, name, entry.default, self.given - {name})
+
+    def choices(self, name: str) -> tuple[Any, ...]:
+        """The values that a flag can take; (): not a matter of choice."""
+        return self._field(name)[1].metadata.get("choices") or ()
+
+    def words(self) -> list[str]:
+        """The flags given, as words of a command line."""
+        found = []
+        for config in self.configs.values():
+            for entry in dataclasses.fields(config):
+                if entry.name in self.given:
+                    found += _words(entry.name, getattr(config, entry.name))
+        return found
+
+    def _field(self, name: str) -> tuple[str, dataclasses.Field[Any]]:
+        """The section of a flag, and its field there."""
+        return next(
+            (section, entry)
+            for section, config in self.configs.items()
+            for entry in dataclasses.fields(config)
+            if entry.name == name
+        )
+
+    def _replaced(self, section: str, name: str, value: Any, given: set[str]) -> ParsedFlags:
+        config = dataclasses.replace(self.configs[section], **{name: value})
+        return dataclasses.replace(self, configs=self.configs | {section: config}, given=given)
+
 
 def parse_flags(
     sections: Mapping[str, type[Any]],
@@ -101,6 +150,14 @@ def parse_flags(
             parser.error(str(error))
     given: set[str] = set().union(*(known.pop(f"given {section}") for section in sections))
     return ParsedFlags(configs=configs, given=given, extra=argparse.Namespace(**known))
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """One flag as words of a command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    text = "none" if value is None else str(value)
+    return [f"--{name}={text}"] if text.startswith("-") or not text else [f"--{name}", text]
 
 
 class CommandParser(argparse.ArgumentParser):

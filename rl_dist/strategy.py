@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_dist.data_parallel import DataParallel, check_devices
 from rl_dist.precision import PRECISIONS, autocast, autocast_dtype, check_precision, loss_scaler, set_cuda_math
+from rl_dist.sections import section
 from rl_dist.world import UserError, World
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ class Strategy:
         """Around a module's forward pass: matrix products in the strategy's precision."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
+    @section("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's loss, reduced over ranks.
 
@@ -244,6 +246,7 @@ class Strategy:
             scaled = self.scaler.scale(loss) if self.scaler else loss
             scaled.backward(torch.where(torch.isfinite(loss), one, one * torch.nan))
 
+    @section("optimizer")
     def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf) -> tuple[Tensor, bool]:
         """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
 

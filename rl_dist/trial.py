@@ -32,7 +32,7 @@ CHOSEN = {
     "keep_best": "off",
     "max_restarts": "0",
 }
-DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", "gpu_ids", *CHOSEN)
+DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", "gpu_ids", "profile", *CHOSEN)
 POLL_S = 0.05
 
 
