@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from agents.evaluate import judge_run, validation
+from agents.pretrained import load_pretrained
 from agents.run import (
     OWNERS,
     SECTIONS,
     SUMMARY,
     RunConfig,
+    check_pretrained,
     check_resumable,
     discard_unstarted,
     fresh_directory,
@@ -144,6 +146,8 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     for name in ("run_dir", "preset", "quick"):
         if getattr(extra, name):
             raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
+    if "pretrained" in parsed.given:
+        raise UserError(f"--pretrained does nothing with --resume {extra.resume}: leave it out")
     if Path(extra.resume).is_file():
         raise UserError(f"--resume takes a run directory (its newest checkpoint counts), got the file {extra.resume}")
     return Path(extra.resume)
@@ -175,6 +179,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d on %s", config.task.env, world.rank, world.size, world.device)
         task = config.prepare_task(world.beat)
+        starts_pretrained = bool(config.train.pretrained) and not resume_from
         job = Job(
             train=config.train,
             policy=config.policy,
@@ -184,6 +189,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             strategy=config.launch.strategy_config,
             dtype=config.launch.dtype,
             validate=validation(task, config, world),
+            pretrained=load_pretrained(config.train.pretrained) if starts_pretrained else None,
             config=config.to_dict(),
         )
         training = Training(job, world)
@@ -292,6 +298,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     task = config.prepare_task()
     if found:
         check_resumable(found.state, config, task, resolved.num_ranks)
+    elif config.train.pretrained:
+        check_pretrained(config, task)
     print(resolved.message)
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:

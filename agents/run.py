@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from gymnasium import spaces
@@ -20,6 +20,7 @@ from gymnasium import spaces
 from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.ppo import PPOConfig
+from agents.pretrained import load_pretrained
 from agents.sizes import TrainConfig, share_out
 from agents.trainer import load_weights
 from envs.market_data import DataConfig
@@ -117,7 +118,14 @@ def fresh_directory(runs: Path) -> Path:
     return path
 
 
-def save_config(config: RunConfig, run_dir: Path) -> None:
+class Configuration(Protocol):
+    """What config.json can hold."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values."""
+
+
+def save_config(config: Configuration, run_dir: Path) -> None:
     """Write config.json, in place: it is what a training locks."""
     path, text = run_dir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n"
     before = b""
@@ -183,16 +191,35 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     return config
 
 
+def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
+    """Compare the feature LSTM of --pretrained with the run, before anything is written.
+
+    Raises:
+        UserError, CheckpointError: it does not fit, or is none.
+    """
+    if not isinstance(task, TradingTask):
+        raise UserError(f"--pretrained was trained on markets and does nothing with --env {config.task.env}")
+    env = _probe(task)
+    num_obs = int(env.single_observation_space.shape[0])
+    env.close()
+    found = load_pretrained(config.train.pretrained)
+    found.check(config.policy, num_obs, config.trading.observation, normalize_obs=config.train.normalize_obs)
+
+
+def _probe(task: TradingTask | GymTask) -> Any:
+    """One environment, to look at its spaces."""
+    if isinstance(task, TradingTask):
+        return task.judging_env(task.markets("train", 1), task.spans.train)
+    return task.training_env(1)
+
+
 def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:
     """Compare a checkpoint with the environments of now, before anything is written.
 
     Raises:
         UserError: names everything that differs.
     """
-    if isinstance(task, TradingTask):
-        env: Any = task.judging_env(task.markets("train", 1), task.spans.train)
-    else:
-        env = task.training_env(1)
+    env = _probe(task)
     space = env.single_action_space
     discrete = isinstance(space, spaces.Discrete)
     num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+from rl_dist.loaders import SharedLoader, shared_loader
 from rl_dist.world import UserError, World
 
 MODES = ("default", "none", "ddp")
@@ -148,6 +150,38 @@ class Strategy:
         self.steps += stepped
         self.skipped += not stepped
         return grad_norm, stepped
+
+    def module_state(self) -> dict[str, Tensor]:
+        """The whole `state_dict` of the module given to `wrap`, the same in every mode; all ranks must call."""
+        return self._inner.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole `state_dict` of an optimizer of `parameters`, the same in every mode; all ranks must call."""
+        return optimizer.state_dict()
+
+    def load(
+        self, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
+    ) -> None:
+        """Go on from states of `module_state` and `optimizer_state`, whatever the mode and ranks they come from."""
+        self._inner.load_state_dict(weights)
+        optimizer.load_state_dict(optimizer_state)
+
+    @property
+    def _inner(self) -> nn.Module:
+        assert self.module is not None, "nothing was wrapped"
+        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+
+    def loader(self, loader: DataLoader, *, training: bool = True, seed: int = 0) -> SharedLoader:
+        """This rank's share of a DataLoader whose batch size is the total over ranks.
+
+        Training: shuffled if `loader` shuffles, by `seed` and the number given to `set_epoch`; batch k holds the same
+        samples on any number of ranks, and the incomplete last one is left out. Evaluation: in order, every sample
+        once, without padding. Memory is pinned for CUDA; worker processes persist.
+
+        Raises:
+            UserError: the dataset has no length, the loader a sampler of its own, or the batch does not divide.
+        """
+        return shared_loader(loader, self.world, training=training, seed=seed)
 
     def synchronize(self) -> None:
         """Wait until every rank's device has done what was asked of it."""
