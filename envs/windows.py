@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class MarketWindows(Dataset):
         return inputs, self.targets[market, rows]
 
 
-def as_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def as_batch(batch: Any) -> tuple[Tensor, Tensor]:
     """Collate function of MarketWindows, which makes whole batches itself."""
     return batch
 

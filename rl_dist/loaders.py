@@ -48,7 +48,7 @@ def shared_loader(loader: DataLoader, world: World, *, training: bool, seed: int
     options: dict[str, Any]
     if training:
         _check_training(batch_size, num_samples, world.size)
-        sampler = DistributedSampler(
+        sampler: DistributedSampler = DistributedSampler(
             loader.dataset, world.size, world.rank, shuffle=shuffles, seed=seed, drop_last=True
         )
         options = {"batch_size": batch_size // world.size, "sampler": sampler, "drop_last": True}
