@@ -123,7 +123,10 @@ CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress", "num_workers
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the signs, and square error of the volatilities; both [N, days, 2, n]."""
+    """Cross entropy of the signs, and square error of the volatilities.
+
+    Outputs and targets: [N, days, 2, n].
+    """
     signs = functional.binary_cross_entropy_with_logits(outputs[:, :, 0], targets[:, :, 0].to(outputs.dtype))
     return signs + VOLATILITY_WEIGHT * functional.mse_loss(outputs[:, :, 1], targets[:, :, 1].to(outputs.dtype))
 
@@ -134,7 +137,10 @@ def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def volatility_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Square errors of the standardised log volatilities, [N, days, n]; always telling the mean: about 1."""
+    """Square errors of the standardised log volatilities, [N, days, n].
+
+    Always telling the mean gives about 1.
+    """
     return (outputs[:, :, 1] - targets[:, :, 1]).square()
 
 
@@ -161,7 +167,7 @@ def make_windows(config: RunConfig, task: TradingTask) -> tuple[MarketWindows, M
 
 
 def fill_moments(normalizer: Normalizer, windows: MarketWindows) -> None:
-    """Mean and deviation of all observations that train; every rank computes them alike."""
+    """Mean and deviation of all observations that train, alike on every rank."""
     for _ in range(2):  # once more around the mean: a large offset would cost digits
         normalizer.moments.restart()
         for first in range(0, len(windows), 1024):

@@ -1,4 +1,4 @@
-"""A feature LSTM that was trained before PPO begins: what `python -m agents.pretrain` writes, and its use."""
+"""A feature LSTM trained before PPO: what agents.pretrain writes, and its use."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class Pretrained:
 
 
 def load_pretrained(path: str | Path) -> Pretrained:
-    """Read what pre-training wrote: its run directory (the best epoch counts) or a checkpoint file.
+    """Read what pre-training wrote.
+
+    `path` is its run directory, of which the best epoch counts, or a checkpoint file.
 
     Raises:
         UserError, CheckpointError: there is nothing valid, or it is something else.

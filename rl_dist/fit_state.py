@@ -1,4 +1,4 @@
-"""What `fit` carries from epoch to epoch: kept in checkpoints, compared over ranks, restored."""
+"""What `fit` carries from epoch to epoch: saved, compared over ranks, restored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FitState:
-    """Epochs done, the best of them, and what trains: everything that a checkpoint of `fit` holds."""
+    """Everything that a checkpoint of `fit` holds: epochs, the best, what trains."""
 
     strategy: Strategy
     optimizer: torch.optim.Optimizer
@@ -51,7 +51,11 @@ class FitState:
         return self.epoch - self.best_epoch
 
     def look(self, record: dict[str, float]) -> bool:
-        """Take the record of the next epoch; whether its validation loss is the best so far. All ranks must call."""
+        """Take the record of the next epoch; all ranks must call.
+
+        Returns:
+            Whether its validation loss is the best so far.
+        """
         self.epoch += 1
         self.history.append(record)
         improved = record.get("valid/loss", math.inf) < self.best_loss  # never, if it is NaN
@@ -109,7 +113,7 @@ class FitState:
 
 
 def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> None:
-    """Take up the newest valid checkpoint of `run_dir`, if `resume` and there is one; all ranks must call.
+    """Take up the newest valid checkpoint, if there is one; all ranks must call.
 
     Raises:
         UserError: nothing to resume from is named, or a fresh start would overwrite checkpoints.

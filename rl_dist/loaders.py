@@ -24,7 +24,7 @@ class SharedLoader(DataLoader):
     global_batch_size: int
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its number alone decides the order, and the seeds of worker processes."""
+        """Begin an epoch: its number decides the order and the seeds of workers."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(epoch)
         assert self.generator is not None

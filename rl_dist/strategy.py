@@ -152,17 +152,20 @@ class Strategy:
         return grad_norm, stepped
 
     def module_state(self) -> dict[str, Tensor]:
-        """The whole `state_dict` of the module given to `wrap`, the same in every mode; all ranks must call."""
+        """The whole `state_dict` of the module given to `wrap`; all ranks must call."""
         return self._inner.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole `state_dict` of an optimizer of `parameters`, the same in every mode; all ranks must call."""
+        """The whole `state_dict` of an optimizer; all ranks must call."""
         return optimizer.state_dict()
 
     def load(
         self, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
     ) -> None:
-        """Go on from states of `module_state` and `optimizer_state`, whatever the mode and ranks they come from."""
+        """Go on from states of `module_state` and `optimizer_state`.
+
+        The mode and the number of ranks that they come from do not matter.
+        """
         self._inner.load_state_dict(weights)
         optimizer.load_state_dict(optimizer_state)
 

@@ -1,4 +1,4 @@
-"""Supervised training and evaluation of any module, loader, optimizer and criterion.
+"""Supervised training and evaluation of any module, with any loader and loss.
 
     strategy = Strategy(StrategyConfig(), world)
     module = strategy.wrap(net.to(world.device))
