@@ -38,7 +38,7 @@ class FeatureTraining(nn.Module):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A trained feature LSTM, and the statistics of the observations that it was trained on."""
+    """A trained feature LSTM, and the statistics of the observations it saw."""
 
     path: Path
     weights: dict[str, Tensor]  # by their names in the policy

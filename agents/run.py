@@ -192,7 +192,7 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
 
 
 def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
-    """Compare the feature LSTM of --pretrained with the run, before anything is written.
+    """Compare --pretrained with the run, before anything is written.
 
     Raises:
         UserError, CheckpointError: it does not fit, or is none.

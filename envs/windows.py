@@ -1,4 +1,4 @@
-"""Windows of market days beside what came after each day, for supervised pre-training."""
+"""Windows of market days beside what came after each day, for pre-training."""
 
 from __future__ import annotations
 
