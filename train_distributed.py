@@ -20,11 +20,13 @@ from agents.batch_choice import settle_batch_size
 from agents.evaluate import judge_run, validation
 from agents.interactive import ask_user
 from agents.memory_advice import JUDGING, out_of_memory
+from agents.pretrained import load_pretrained
 from agents.run import (
     OWNERS,
     SECTIONS,
     SUMMARY,
     RunConfig,
+    check_pretrained,
     check_resumable,
     discard_unstarted,
     fresh_directory,
@@ -163,6 +165,8 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     for name in ("run_dir", "preset", "quick"):
         if getattr(extra, name):
             raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
+    if "pretrained" in parsed.given:
+        raise UserError(f"--pretrained does nothing with --resume {extra.resume}: leave it out")
     if Path(extra.resume).is_file():
         raise UserError(f"--resume takes a run directory (its newest checkpoint counts), got the file {extra.resume}")
     return Path(extra.resume)
@@ -197,6 +201,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         make_env: MakeEnv = lambda count, first: task.training_env(count, first, str(world.device))  # noqa: E731
         config = settle_batch_size(config, make_env, run_dir, world)
         config = settle_strategy(config, resolved, task, world, run_dir)
+        starts_pretrained = bool(config.train.pretrained) and not resume_from
         job = Job(
             train=config.train,
             policy=config.policy,
@@ -207,6 +212,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             speed=config.speed,
             dtype=config.launch.dtype,
             validate=validation(task, config, world),
+            pretrained=load_pretrained(config.train.pretrained) if starts_pretrained else None,
             config=config.to_dict(),
         )
         training = Training(job, world)
@@ -319,6 +325,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     task = config.prepare_task()
     if found:
         check_resumable(found.state, config, task, resolved.num_ranks)
+    elif config.train.pretrained:
+        check_pretrained(config, task)
     print(resolved.message)
     print(task.describe())
     if isinstance(task, TradingTask) and task.real is None:

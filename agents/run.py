@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from gymnasium import spaces
@@ -21,6 +21,7 @@ from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.pipeline import NO_CASCADE
 from agents.ppo import PPOConfig
+from agents.pretrained import load_pretrained
 from agents.sizes import AUTO, TrainConfig, share_out
 from agents.trainer import check_weights
 from envs.market_data import DataConfig
@@ -136,7 +137,14 @@ def fresh_directory(runs: Path) -> Path:
     return path
 
 
-def save_config(config: RunConfig, run_dir: Path) -> None:
+class Configuration(Protocol):
+    """What config.json can hold."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values."""
+
+
+def save_config(config: Configuration, run_dir: Path) -> None:
     """Write config.json, in place: it is what a training locks."""
     path, text = run_dir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n"
     before = b""
@@ -218,6 +226,21 @@ def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
     if "strategy" in changes:
         reset |= {"chosen_strategy": "", "chosen_on": ""}
     return reset
+
+
+def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
+    """Compare --pretrained with the run, before anything is written.
+
+    Raises:
+        UserError, CheckpointError: it does not fit, or is none.
+    """
+    if not isinstance(task, TradingTask):
+        raise UserError(f"--pretrained was trained on markets and does nothing with --env {config.task.env}")
+    env = glance(task)
+    num_obs = int(env.single_observation_space.shape[0])
+    env.close()
+    found = load_pretrained(config.train.pretrained)
+    found.check(config.policy, num_obs, config.trading.observation, normalize_obs=config.train.normalize_obs)
 
 
 def glance(task: TradingTask | GymTask) -> Any:

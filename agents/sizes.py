@@ -42,6 +42,7 @@ class TrainConfig:
         "weak scaling: multiply learning_rate by the factor, or its root, by which the batch of all ranks is larger",
         choices=LR_SCALINGS,
     )
+    pretrained: str = flag("", "start from the feature LSTM that python -m agents.pretrain wrote there", "path")
     seed: int = flag(1, "seed of policy, environments, action noise and shuffling")
     normalize_obs: bool = flag(True, "normalise observations by running statistics of all ranks")
     normalize_rewards: bool = flag(True, "scale rewards by the running deviation of discounted returns")

@@ -29,6 +29,7 @@ from agents.ppo import (
     normalize_advantages,
     replicated_state,
 )
+from agents.pretrained import Pretrained
 from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
 from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
@@ -59,6 +60,7 @@ class Job:
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
+    pretrained: Pretrained | None = None
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
 
 
@@ -73,6 +75,8 @@ class Training:
         num_obs = int(self.env.single_observation_space.shape[0])  # type: ignore[index]
         torch.manual_seed(stream_seeds(job.train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
+        if job.pretrained:
+            job.pretrained.load_into(self.policy)
         self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         strategy = make_strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
@@ -108,6 +112,8 @@ class Training:
             for normalizer in (self.obs_normalizer, self.reward_normalizer):  # once more, around this mean: a large
                 normalizer.moments.restart()  # offset would cost digits, others for another number of ranks
             self.merge_statistics(rollout, discounted)
+            if self.job.pretrained:
+                self.job.pretrained.set_moments(self.obs_normalizer)
             self.carry = self._reset()
 
     def collect(self, lifetime_step: int) -> Rollout:

@@ -2,7 +2,7 @@
 
 The functions below may be imported from here; what they need is loaded when they are first asked for.
 
-    from rl_dist import get_gpu_info, get_multi_gpu_status, launch_distributed_training
+    from rl_dist import Strategy, StrategyConfig, evaluate, fit, get_gpu_info, launch_distributed_training
 """
 
 from importlib import import_module
@@ -19,6 +19,12 @@ _HOMES = {
     "largest_batch_size": "batch_size",
     "fastest_batch_size": "batch_size",
     "check_loader": "loader_check",
+    "Strategy": "strategy",
+    "StrategyConfig": "strategy",
+    "FitConfig": "supervised",
+    "accuracy": "supervised",
+    "evaluate": "supervised",
+    "fit": "supervised",
 }
 __all__ = list(_HOMES)
 

@@ -28,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from rl_dist.data_parallel import DataParallel, check_devices
+from rl_dist.loaders import SharedLoader, shared_loader
 from rl_dist.precision import PRECISIONS, autocast, autocast_dtype, check_precision, loss_scaler, set_cuda_math
 from rl_dist.sections import section
 from rl_dist.world import UserError, World
@@ -301,6 +303,18 @@ class Strategy:
         if isinstance(self.module, DataParallel):
             return self.module.inner
         return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+
+    def loader(self, loader: DataLoader, *, training: bool = True, seed: int = 0) -> SharedLoader:
+        """This rank's share of a DataLoader whose batch size is the total over ranks.
+
+        Training: shuffled if `loader` shuffles, by `seed` and the number given to `set_epoch`; batch k holds the same
+        samples on any number of ranks, and the incomplete last one is left out. Evaluation: in order, every sample
+        once, without padding. Memory is pinned for CUDA; worker processes persist.
+
+        Raises:
+            UserError: the dataset has no length, the loader a sampler of its own, or the batch does not divide.
+        """
+        return shared_loader(loader, self.world, training=training, seed=seed)
 
     def synchronize(self) -> None:
         """Wait until every rank's device has done what was asked of it."""

@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_dist", "envs", "agents")
-COMMANDS = {"agents/evaluate.py", "agents/report.py", "agents/run.py"}  # they may build environments themselves
+# These may build environments themselves.
+COMMANDS = {"agents/evaluate.py", "agents/pretrain.py", "agents/report.py", "agents/run.py"}
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
 PRINTERS = {

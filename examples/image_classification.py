@@ -1,0 +1,117 @@
+"""Train a small CNN on generated images of shapes, on one rank or many: the general-purpose API.
+
+    python examples/image_classification.py
+    python examples/image_classification.py --num_gpus 2 --device cpu
+
+Every rank sees its share of the same batches, so the figures do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rl_dist.flags import flag, parse_flags
+from rl_dist.launch import LaunchConfig, launch, resolve
+from rl_dist.strategy import Strategy, StrategyConfig
+from rl_dist.supervised import FitConfig, accuracy, evaluate, fit
+from rl_dist.world import close_world, open_world
+
+CLASSES = ("disc", "ring", "cross", "stripes")
+SIZE = 16  # pixels each way
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """What is particular to this example."""
+
+    num_gpus: int = flag(-1, "ranks, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one", "ranks")
+    device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    batch_size: int = flag(64, "images in a batch, total over all ranks", "images")
+    learning_rate: float = flag(1e-2, "Adam's learning rate")
+    json: str = flag("", "write the test figures to this file", "path")
+
+
+def make_images(count: int, seed: int) -> TensorDataset:
+    """Noisy shapes [count, 1, SIZE, SIZE] at random places, and their classes [count]."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(len(CLASSES), (count,), generator=generator)
+    centre = torch.rand(count, 2, 1, 1, generator=generator) * 4 - 2 + SIZE / 2
+    radius = torch.rand(count, 1, 1, generator=generator) * 2 + 4
+    grid = torch.arange(SIZE, dtype=torch.float32)
+    dy, dx = (grid[:, None] - centre[:, 0]).abs(), (grid[None, :] - centre[:, 1]).abs()  # each [count, SIZE, SIZE]
+    distance = (dy.square() + dx.square()).sqrt()
+    shapes = torch.stack(
+        [
+            (distance < radius).float(),
+            ((distance - radius).abs() < 1.0).float(),
+            (torch.minimum(dy, dx) < 1.0).float() * (torch.maximum(dy, dx) < radius),
+            ((dy // 2) % 2 == 0).float() * (torch.maximum(dy, dx) < radius),
+        ],
+        dim=1,
+    )
+    images = shapes[torch.arange(count), labels] + 0.6 * torch.randn(count, SIZE, SIZE, generator=generator)
+    return TensorDataset(images.unsqueeze(1), labels)
+
+
+def make_network() -> nn.Module:
+    """Two convolutions and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(), nn.Linear(128, len(CLASSES)),
+    )  # fmt: skip
+
+
+def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
+    """What every rank does: train, test."""
+    world = open_world(device)
+    strategy = Strategy(StrategyConfig(), world)  # ddp on several ranks, nothing on one
+    torch.manual_seed(fitting.seed)
+    module = strategy.wrap(make_network().to(world.device))
+    optimizer = torch.optim.Adam(strategy.parameters, lr=config.learning_rate)
+    loader = partial(DataLoader, batch_size=config.batch_size)
+    criterion, metrics = nn.CrossEntropyLoss(), {"accuracy": accuracy}
+    result = fit(
+        module,
+        loader(make_images(1024, seed=1), shuffle=True),
+        optimizer,
+        criterion,
+        strategy,
+        validation=loader(make_images(333, seed=2)),
+        metrics=metrics,
+        config=fitting,
+    )
+    figures = evaluate(module, loader(make_images(1001, seed=3)), criterion, strategy, metrics)
+    if world.main:
+        print(f"test, {figures['samples']:.0f} images: accuracy {figures['accuracy']:.4f}, loss {figures['loss']:.4f}")
+        if config.json:
+            Path(config.json).write_text(json.dumps(figures | {"best_epoch": result.best_epoch}), encoding="utf-8")
+    close_world(world)
+    return 128 + result.signum if result.signum else 0
+
+
+def main() -> int:
+    """Entry of the example; returns the exit code."""
+    sections = {"fit": FitConfig, "example": ExampleConfig}
+    parsed = parse_flags(sections, description=(__doc__ or "").partition("\n")[0])
+    parsed = parsed.with_defaults({"epochs": 5, "patience": 2})
+    fitting, config = (parsed.configs[name] for name in sections)
+    try:
+        resolved = resolve(LaunchConfig(num_gpus=config.num_gpus, device=config.device))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(resolved.message, flush=True)
+    return launch(run_rank, (fitting, config, resolved.device_type), resolved.num_ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

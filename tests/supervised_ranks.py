@@ -1,0 +1,108 @@
+"""Small supervised jobs, and what two ranks of the tests do with them; spawned processes must be able to import it."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
+from rl_dist.supervised import BatchError, FitConfig, accuracy, evaluate, fit
+from rl_dist.world import close_world, open_world
+
+FEATURES, CLASSES = 6, 3
+METRICS = {"accuracy": accuracy}
+CRITERION = nn.CrossEntropyLoss()
+
+
+def blobs(count, seed=0, flipped=False):
+    """Points around one centre per class, in float64; `flipped`: labelled as another class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    points = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+    points[torch.arange(count), labels] += 1.5
+    return TensorDataset(points, (labels + flipped) % CLASSES)
+
+
+class Raising(Dataset):
+    """Blobs of which some cannot be loaded."""
+
+    def __init__(self, count, *bad):
+        self.good, self.bad = blobs(count), bad
+
+    def __len__(self):
+        return len(self.good)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise OSError(f"image {index} is torn")
+        return self.good[index]
+
+
+def make_net(dropout=0.0, batch_norm=False):
+    torch.manual_seed(3)
+    norm = [nn.BatchNorm1d(8)] if batch_norm else []
+    return nn.Sequential(nn.Linear(FEATURES, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)).double()
+
+
+class Fitted:
+    """One fit with everything that can be resumed: Adam, a scheduler, dropout, accumulation."""
+
+    def __init__(self, world, run_dir=None, *, epochs=3, resume=False, batch_size=12, net=None, **options):
+        self.net = net or make_net()
+        self.strategy = Strategy(StrategyConfig(), world)
+        self.module = self.strategy.wrap(self.net)
+        self.optimizer = torch.optim.Adam(self.strategy.parameters, lr=0.05)
+        config = {"epochs": epochs, "grad_accumulation": 2, "progress": False} | options.pop("config", {})
+        given = {"validation": DataLoader(blobs(31, 1), batch_size=batch_size), "metrics": METRICS} | options
+        train = given.pop("train", None) or DataLoader(blobs(67), batch_size=batch_size, shuffle=True)
+        self.result = fit(
+            self.module,
+            train,
+            self.optimizer,
+            CRITERION,
+            self.strategy,
+            scheduler=torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7),
+            config=FitConfig(**config),
+            run_dir=run_dir,
+            resume=resume,
+            **given,
+        )
+
+    @property
+    def weights(self):
+        return {name: value.clone() for name, value in self.net.state_dict().items()}
+
+
+def exercise(out_dir):
+    """Fit, resume, evaluate and fail on this rank; the results go to rank_N.pt for the tests to judge."""
+    world = open_world("cpu", timeout_s=30)
+    out_dir = Path(out_dir)
+    plain = Fitted(world)
+    test = DataLoader(blobs(41, 2), batch_size=8)
+    results = {
+        "history": plain.result.history,
+        "weights": plain.weights,
+        "hash": parameter_hash(plain.net),
+        "test": evaluate(plain.module, test, CRITERION, plain.strategy, METRICS),
+    }
+    whole = Fitted(world, out_dir / "whole", net=make_net(dropout=0.3))
+    Fitted(world, out_dir / "parts", net=make_net(dropout=0.3), epochs=1)
+    resumed = Fitted(world, out_dir / "parts", net=make_net(dropout=0.3), resume=True)
+    results["whole"], results["resumed"] = (
+        {"weights": fitted.weights, "history": fitted.result.history} for fitted in (whole, resumed)
+    )
+    results["batch_norm"] = Fitted(world, out_dir / "norm", net=make_net(batch_norm=True)).weights
+    try:
+        raising = DataLoader(Raising(41, 19, 40), batch_size=8)  # one in each rank's half
+        evaluate(plain.module, raising, CRITERION, plain.strategy, METRICS)
+    except BatchError as error:
+        results["raised"] = str(error)
+    torch.save(results, out_dir / f"rank_{world.rank}.pt")
+    close_world(world)
+
+
+def fail_on_one_rank(out_dir):
+    """Fit on data of which only rank 1 meets the sample that cannot be loaded, in the third batch."""
+    world = open_world("cpu", timeout_s=30)
+    Fitted(world, train=DataLoader(Raising(48, 17), batch_size=8), validation=None)
