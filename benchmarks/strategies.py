@@ -94,7 +94,8 @@ def row_of(name: str, ranks: int, turns: Any, base: Any) -> dict[str, Any]:
     row |= {"steps_per_s": round(median(map(rate, turns))), "iterations": len(records)}
     if isinstance(base, list):
         ratios = [rate(own) / rate(other) for own, other in zip(turns, base, strict=True)]
-        row["relative"] = {"median": round(median(ratios), 3), "least": round(min(ratios), 3), "most": round(max(ratios), 3)}
+        figures = {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
+        row["relative"] = {name: round(value, 3) for name, value in figures.items()}
     return row | {
         "rollouts": round(share("time/collect_s"), 3),
         "own_update": round(share("time/update_own_s"), 3),
