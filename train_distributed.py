@@ -304,7 +304,7 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
-    scaling = outcome_of(run_dir)
+    scaling = outcome_of(run_dir) if training.ppo.strategy.mode == "ddp" else None  # the others the model does not know
     if scaling:
         found["scaling"] = scaling
     simulated = config.task.is_trading and config.data.data == "simulated"

@@ -74,7 +74,10 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
             continue
         if mode == config.strategy:
             return Settled(config, resolved)
-        settled = dataclasses.replace(config, chosen_strategy=mode, chosen_on=resolved.place)
+        compression = _with_mode(config, mode).gradient_compression
+        settled = dataclasses.replace(
+            config, chosen_strategy=mode, chosen_on=resolved.place, gradient_compression=compression
+        )
         return Settled(settled, resolved, f"fallback to strategy {mode}, {resolved.place}: {'; '.join(failed)}")
     raise ValueError(failed[0])
 
@@ -83,7 +86,9 @@ def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:
     """The launch of another strategy on the same hardware; none takes one rank of it."""
     changes: dict[str, str | int] = {"strategy": mode, "chosen_strategy": ""}
     if mode != "hybrid":
-        changes["shard_size"] = 0
+        changes |= {"shard_size": 0, "hybrid_form": "shard"}
+    if mode in ("none", "dp", "hybrid"):
+        changes["gradient_compression"] = "none"
     if mode == "none" and "RANK" not in os.environ:
         changes |= {"num_gpus": min(config.num_gpus, 1) if config.num_gpus != -1 else 1}
         changes |= {"gpu_ids": config.gpu_ids.split(",")[0]}

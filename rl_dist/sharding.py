@@ -9,6 +9,7 @@ Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277; the 2-D m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ from torch.utils._pytree import tree_map_only
 from rl_dist.world import World
 
 REPLICATE, SHARD = "replicate", "shard"
+# Newer torch has another name for it, and warns of the old one.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Outputs of a policy are views of its network's; nobody changes them in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
 
 class Shards:
@@ -116,7 +121,7 @@ class _AnnouncedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self.world.gradients_ready()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _whole(state: Any) -> Any:
