@@ -87,6 +87,8 @@ def check_loader(
 ) -> LoaderCheck:
     """Measure a loader, a step and both together.
 
+        print(check_loader(loader, step, "cuda").describe())
+
     Torch's random state, and that of the loader's generators, is afterwards as before. The dataset and the step are
     used for real: give a step that trains a copy of the model.
 

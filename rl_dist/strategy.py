@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """How gradients come together.
+    """How gradients come together: StrategyConfig(mode="ddp").
 
     Args:
         mode: none (one rank only), dp (one process, several GPUs, see `rl_dist.data_parallel`), ddp, hybrid (see
@@ -151,6 +151,8 @@ def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
 
 class Strategy:
     """One way of training modules on the ranks of a world.
+
+        strategy = Strategy(StrategyConfig(mode="ddp"), world)
 
     Raises:
         UserError: it cannot work here.
