@@ -109,6 +109,7 @@ def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_p
         (["--env", "NoSuchThing-v0"], "unknown environment"),
         pytest.param(["--num_envs", "3", "--batch_size", "64"], "try --num_envs", marks=pytest.mark.slow),
         pytest.param(["--resume", "auto"], "give the flags", marks=pytest.mark.slow),
+        pytest.param(["--interactive"], "asks nothing here", marks=pytest.mark.slow),
         pytest.param(["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env", marks=pytest.mark.slow),
     ],
 )
