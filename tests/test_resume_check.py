@@ -174,4 +174,5 @@ def test_one_rank_goes_on_without_the_strategy_of_several(tmp_path):
     sizes = {"script": tmp_path / "train.py", "iterations": 1, "flags": flags, "folder": tmp_path}
     alone = Plan(num_gpus=2, resume_on=1, **sizes).resume(tmp_path)
     assert alone[-2:] == ["--strategy=default", "--gradient_compression=none"]
-    assert Plan(num_gpus=2, resume_on=2, **sizes).resume(tmp_path)[-2:] == ["--num_gpus", "2"]
+    for ranks in (1, 2):
+        assert Plan(num_gpus=ranks, resume_on=ranks, **sizes).resume(tmp_path)[-2:] == ["--num_gpus", str(ranks)]
