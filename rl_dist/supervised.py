@@ -119,7 +119,7 @@ def fit(
     Args:
         module: what `strategy.wrap` returned.
         loader: of training; its batch_size is the total over ranks.
-        optimizer: over the wrapped module's parameters.
+        optimizer: of `strategy.parameters`, made after `strategy.wrap`.
         criterion: mean loss of a batch.
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
