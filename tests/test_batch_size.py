@@ -67,9 +67,10 @@ def test_nothing_of_a_failed_step_stays_in_memory():
 
 def test_the_largest_batch_under_a_real_limit_of_memory_really_runs():
     stdout, stderr = start(SCRIPT, "search").communicate(timeout=300)
-    assert len(stdout.split()) == 2, stderr
-    error, largest = stdout.split()
-    assert error == "RuntimeError" and 100 < int(largest) < 10_000
+    assert len(stdout.split()) == 3, stderr
+    free, error, largest = stdout.split()
+    assert error == "RuntimeError" and 64 < int(largest) < 6_400
+    assert 2**26 < int(free) <= 2**27 < free_memory_bytes(torch.device("cpu"))  # what the limit leaves, not the machine
 
 
 @pytest.fixture
@@ -126,16 +127,6 @@ def test_where_not_even_the_first_size_fits_it_says_so():
 def test_the_learning_rate_follows_the_effective_batch_by_the_rule_named():
     growth = effective_batch_size(32, num_ranks=4, grad_accumulation=2) / effective_batch_size(64)
     assert [learning_rate_factor(growth, rule) for rule in ("none", "sqrt", "linear")] == [1.0, 2.0, 4.0]
-
-
-def test_memory_under_a_limit_counts_as_free_only_up_to_it():
-    code = (
-        "import resource, psutil, torch, rl_dist.out_of_memory as m; used = psutil.Process().memory_info().vms; "
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28)); "
-        "print(m.free_memory_bytes(torch.device('cpu')))"
-    )
-    stdout, stderr = start("-c", code).communicate(timeout=60)
-    assert not stderr and 2**27 < int(stdout) <= 2**28 < free_memory_bytes(torch.device("cpu"))
 
 
 def test_all_ranks_agree_on_what_the_poorest_can_hold_and_the_slowest_can_do(two_ranks):
