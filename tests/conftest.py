@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items):
     """The first test that looks at what two ranks did waits for all that they do, on any machine."""
     for item in items:
-        if "two_ranks" in item.fixturenames:
+        if "ranks_folder" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(900), append=False)
 
 
@@ -40,14 +40,14 @@ def all_of_two_ranks(request, tmp_path_factory):
     """What two ranks did for all the files to be tested, in one launch."""
     from two_ranks import EXERCISES
 
-    asking = {item.path.stem for item in request.session.items if "two_ranks" in item.fixturenames}
+    asking = {item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames}
     folder = tmp_path_factory.mktemp("two_ranks")
     on_two_ranks(folder, [name for name in EXERCISES if name in asking])
     return folder
 
 
 @pytest.fixture(scope="module")
-def two_ranks(all_of_two_ranks, request, tmp_path_factory):
+def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
     """The folder in which two ranks have left what they found for this file."""
     name = request.path.stem
     if len(list((all_of_two_ranks / name).glob("done_*"))) == 2:

@@ -129,8 +129,8 @@ def test_the_learning_rate_follows_the_effective_batch_by_the_rule_named():
     assert [learning_rate_factor(growth, rule) for rule in ("none", "sqrt", "linear")] == [1.0, 2.0, 4.0]
 
 
-def test_all_ranks_agree_on_what_the_poorest_can_hold_and_the_slowest_can_do(two_ranks):
-    slow, poor = (torch.load(two_ranks / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+def test_all_ranks_agree_on_what_the_poorest_can_hold_and_the_slowest_can_do(ranks_folder):
+    slow, poor = (torch.load(ranks_folder / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert slow["largest"] == poor["largest"] and 0.97 * 270 <= slow["largest"] <= 270
     assert (slow["size"], slow["paces"]) == (poor["size"], poor["paces"]) and slow["size"] == 256
     assert all(pace <= 2 * size / 0.02 for size, pace in zip([16, 64, 256], slow["paces"], strict=True))

@@ -15,15 +15,15 @@ def classified(path, monkeypatch, *flags):
     return json.loads(path.read_text())
 
 
-def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(two_ranks, tmp_path, monkeypatch):
+def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(ranks_folder, tmp_path, monkeypatch):
     one = classified(tmp_path / "one.json", monkeypatch, "--num_gpus", "1")
-    two = json.loads((two_ranks / "figures.json").read_text())
+    two = json.loads((ranks_folder / "figures.json").read_text())
     assert one["samples"] == two["samples"] == 1001
     assert one["accuracy"] == two["accuracy"] and one["accuracy"] > 0.6
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
 
 
 @pytest.mark.slow  # starts two processes
-def test_the_command_tells_of_two_ranks_what_they_found(two_ranks, tmp_path, monkeypatch):
+def test_the_command_tells_of_two_ranks_what_they_found(ranks_folder, tmp_path, monkeypatch):
     told = classified(tmp_path / "two.json", monkeypatch, "--num_gpus", "2")
-    assert told == json.loads((two_ranks / "figures.json").read_text())
+    assert told == json.loads((ranks_folder / "figures.json").read_text())

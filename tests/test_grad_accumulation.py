@@ -35,9 +35,9 @@ def once(world):
 
 
 @pytest.fixture(scope="module")
-def ranks(two_ranks):
+def ranks(ranks_folder):
     """What each of two ranks has written."""
-    return [torch.load(two_ranks / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
 def last(training):

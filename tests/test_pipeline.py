@@ -27,8 +27,8 @@ def results_of(out_dir, num_ranks):
 
 
 @pytest.fixture(scope="module")
-def pair(two_ranks):
-    return results_of(two_ranks, 2)
+def pair(ranks_folder):
+    return results_of(ranks_folder, 2)
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-9}
     scope="module",
     params=[pytest.param((2, 0), id="one group of 2"), pytest.param((4, 2), id="2 x 2", marks=pytest.mark.slow)],
 )
-def folder(request, two_ranks, tmp_path_factory):
+def folder(request, ranks_folder, tmp_path_factory):
     num_ranks, shard_size = request.param
     if num_ranks == 2:
-        return two_ranks
+        return ranks_folder
     directory = tmp_path_factory.mktemp("sharding")
     assert launch(sharding_ranks.probe, (str(directory), shard_size), num_ranks=num_ranks) == 0
     return directory

@@ -92,8 +92,8 @@ def test_candidates_and_steps_down_are_those_that_the_ranks_can_train_with():
     assert steps_down("none", 1, 0) == ["none"] and steps_down("default", 2, 0) == ["default"]
 
 
-def test_two_ranks_choose_alike_when_a_mode_fails_on_one_of_them(two_ranks):
-    one, other = (json.loads((two_ranks / f"{rank}.json").read_text()) for rank in range(2))
+def test_two_ranks_choose_alike_when_a_mode_fails_on_one_of_them(ranks_folder):
+    one, other = (json.loads((ranks_folder / f"{rank}.json").read_text()) for rank in range(2))
     assert one == other
     assert one["fitting"]["mode"] == one["stepped down"]["mode"] == "ddp"
     assert "full does not work here (rank 1: CUDA out of memory" in one["fitting"]["reason"]

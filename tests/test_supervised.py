@@ -111,9 +111,9 @@ def test_fewer_samples_than_ranks_cannot_be_evaluated():
 
 
 @pytest.fixture(scope="module")
-def ranks(two_ranks, tmp_path_factory):
+def ranks(ranks_folder, tmp_path_factory):
     """What two ranks found, and the same on one."""
-    two = [torch.load(two_ranks / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+    two = [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
     alone = tmp_path_factory.mktemp("one")
     exercise(str(alone))
     return two, torch.load(alone / "rank_0.pt", weights_only=True)
