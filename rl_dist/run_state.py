@@ -118,6 +118,8 @@ def read_run(run_dir: Path, num_messages: int = 5) -> RunState:
         reason += "; --resume goes on from its checkpoint" if saved else "; it has no checkpoint to go on from"
     num_ranks, device = _began(logs, last)
     strategy = config["launch"].get("chosen_strategy") or config["launch"].get("strategy", "")
+    if strategy == "hybrid" and config["launch"].get("hybrid_form") == "pipeline":
+        strategy = "hybrid (pipeline)"
     if strategy == "default" and num_ranks:
         strategy = "ddp" if num_ranks > 1 else "none"  # as rl_dist.strategy, which loads torch
     return RunState(

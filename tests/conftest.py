@@ -1,6 +1,57 @@
 """For every test."""
 
+import gc
+
+import pytest
 import torch
 
 # The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is busy.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """The first test that looks at what two ranks did waits for all that they do, on any machine."""
+    for item in items:
+        if "ranks_folder" in item.fixturenames:
+            item.add_marker(pytest.mark.timeout(900), append=False)
+
+
+def pytest_collection_finish():
+    """What freeing memory walks over is the objects of a test, not those of all modules."""
+    gc.collect()
+    gc.freeze()
+
+
+def on_two_ranks(folder, names):
+    """Launch the exercises of test files."""
+    from two_ranks import exercise_in_turn
+
+    from rl_dist.launch import launch
+
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return launch(exercise_in_turn, (str(folder), names), num_ranks=2)
+
+
+@pytest.fixture(scope="session")
+def all_of_two_ranks(request, tmp_path_factory):
+    """What two ranks did for all the files to be tested, in one launch."""
+    from two_ranks import EXERCISES
+
+    asking = {item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames}
+    folder = tmp_path_factory.mktemp("two_ranks")
+    on_two_ranks(folder, [name for name in EXERCISES if name in asking])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
+    """The folder in which two ranks have left what they found for this file."""
+    name = request.path.stem
+    if len(list((all_of_two_ranks / name).glob("done_*"))) == 2:
+        return all_of_two_ranks / name
+    alone = tmp_path_factory.mktemp("alone")  # another file's exercise has failed, or this one
+    assert on_two_ranks(alone, [name]) == 0
+    return alone / name

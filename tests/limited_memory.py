@@ -8,11 +8,10 @@ import sys
 
 import psutil
 import torch
-import torch._dynamo  # optimizers import it when they are made
 from torch import nn
 
-import train_distributed
 from rl_dist.batch_size import largest_batch_size
+from rl_dist.out_of_memory import free_memory_bytes
 
 
 def limit_memory(more_mib):
@@ -21,7 +20,7 @@ def limit_memory(more_mib):
 
 
 def search():
-    """Print the largest batch of an LSTM that fits, and whether it and others then run."""
+    """Print the bytes that are free, and the largest batch of an LSTM that fits; it and smaller ones then run."""
     torch.set_num_threads(1)
     model = nn.LSTM(64, 256)
 
@@ -30,7 +29,8 @@ def search():
         model(torch.zeros(16, size, 64))[0].square().mean().backward()
 
     step(1)
-    limit_memory(200)
+    limit_memory(128)
+    print(free_memory_bytes(torch.device("cpu")), end=" ")
     largest = largest_batch_size(step, range(8, 100_000, 8), headroom=0.8)
     step(largest)
     try:
@@ -45,6 +45,10 @@ if __name__ == "__main__":
     if sys.argv[1] == "search":
         search()
     else:
+        import torch._dynamo  # optimizers import it when they are made
+
+        import train_distributed
+
         limit_memory(int(sys.argv[2]))
         sys.argv[1:] = sys.argv[3:]
         sys.exit(train_distributed.main())

@@ -20,7 +20,7 @@ from rl_dist.world import StopFlag, close_world, open_world
 
 NUM_SLOTS, LENGTH = 8, 4  # of all ranks together
 MAX_GRAD_NORM = 0.05  # always clips
-HALF = "iteration_00000002.pt"
+HALF = "iteration_00000001.pt"
 
 
 def make_policy(seed=0):
@@ -208,9 +208,9 @@ def refusal(world):
 
 
 def job(run_dir, mode="hybrid", **options):
-    """A small training in a mode, with a checkpoint every second iteration."""
+    """A small training in a mode, with a checkpoint every iteration."""
     strategy = StrategyConfig(mode=mode, **options)
-    return replace(make_job("recall, clstm", run_dir, iterations=4, checkpoint_every=2), strategy=strategy)
+    return replace(make_job("recall, clstm", run_dir, iterations=2, checkpoint_every=1), strategy=strategy)
 
 
 def run(job, world, resume_from=""):
@@ -226,7 +226,7 @@ def run(job, world, resume_from=""):
 
 
 def trainings(world, out, shard_size):
-    """Whole trainings: in hybrid, from its second iteration on in hybrid and ddp, and from ddp's in hybrid."""
+    """Whole trainings: in hybrid, from its first iteration on in hybrid and ddp, and from ddp's in hybrid."""
     half = f"checkpoints/{HALF}"
 
     def hybrid(name, resume_from=""):

@@ -22,8 +22,8 @@ NAME = "brief, clstm"  # actions in a box, episodes shorter than slots
 
 
 def job_of(name=NAME, *, fused_adam="auto", compile=False, precision="auto", compression="none", **options):
-    """A small job of `agents_ranks`, three iterations long unless told otherwise."""
-    job = make_job(name, **{"iterations": 3} | options)
+    """A small job of `agents_ranks`, two iterations long unless told otherwise."""
+    job = make_job(name, **{"iterations": 2} | options)
     strategy = StrategyConfig(precision=precision, gradient_compression=compression)
     return replace(job, strategy=strategy, speed=SpeedConfig(fused_adam=fused_adam, compile=compile))
 

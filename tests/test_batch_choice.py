@@ -136,6 +136,7 @@ def test_auto_on_two_ranks_trains_as_its_number_would(tmp_path):
 # ---- out of memory
 
 
+@pytest.mark.slow  # a process of its own; tests/test_batch_size.py has a search under a real limit
 def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_what_to_change(tmp_path):
     flags = [*TINY[:2], "--total_steps", "100000", "--num_envs", "256", "--num_steps", "32", "--batch_size", "256"]
     flags += ["--hidden_size", "128", "--device", "cpu", "--run_dir", tmp_path / "run"]

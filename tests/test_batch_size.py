@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch_size_ranks import EXHAUSTED, limited
 from train_runs import start
 
 from rl_dist import batch_size
@@ -20,33 +21,10 @@ from rl_dist.batch_size import (
     runs,
     throughput_curve,
 )
-from rl_dist.launch import launch
 from rl_dist.out_of_memory import free_memory_bytes, is_out_of_memory
-from rl_dist.world import close_world, open_world
 
 SCRIPT = Path(__file__).with_name("limited_memory.py")
-EXHAUSTED = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
-    MemoryError(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
-    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("std::bad_alloc"),
-    OSError(errno.ENOMEM, "Cannot allocate memory"),
-]
 OTHERS = [RuntimeError("size mismatch"), OSError(errno.ENOSPC, "No space left on device"), ValueError("out of memory")]
-
-
-def limited(cap, error=EXHAUSTED[0]):
-    """A step that runs out of memory beyond `cap` samples, and the sizes it was tried with."""
-    tried = []
-
-    def step(size):
-        tried.append(size)
-        if size > cap:
-            raise error
-
-    return step, tried
 
 
 @pytest.mark.parametrize("error", EXHAUSTED, ids=str)
@@ -89,9 +67,10 @@ def test_nothing_of_a_failed_step_stays_in_memory():
 
 def test_the_largest_batch_under_a_real_limit_of_memory_really_runs():
     stdout, stderr = start(SCRIPT, "search").communicate(timeout=300)
-    assert len(stdout.split()) == 2, stderr
-    error, largest = stdout.split()
-    assert error == "RuntimeError" and 100 < int(largest) < 10_000
+    assert len(stdout.split()) == 3, stderr
+    free, error, largest = stdout.split()
+    assert error == "RuntimeError" and 64 < int(largest) < 6_400
+    assert 2**26 < int(free) <= 2**27 < free_memory_bytes(torch.device("cpu"))  # what the limit leaves, not the machine
 
 
 @pytest.fixture
@@ -150,38 +129,8 @@ def test_the_learning_rate_follows_the_effective_batch_by_the_rule_named():
     assert [learning_rate_factor(growth, rule) for rule in ("none", "sqrt", "linear")] == [1.0, 2.0, 4.0]
 
 
-def test_memory_under_a_limit_counts_as_free_only_up_to_it():
-    code = (
-        "import resource, psutil, torch, rl_dist.out_of_memory as m; used = psutil.Process().memory_info().vms; "
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28)); "
-        "print(m.free_memory_bytes(torch.device('cpu')))"
-    )
-    stdout, stderr = start("-c", code).communicate(timeout=60)
-    assert not stderr and 2**27 < int(stdout) <= 2**28 < free_memory_bytes(torch.device("cpu"))
-
-
-def search_on_a_rank(folder):
-    """Rank 1 has less memory, rank 0 is slower."""
-    world = open_world("cpu", timeout_s=30)
-    step, tried = limited(10**9 if world.main else 300)
-    largest = largest_batch_size(step, range(1, 4097), world)
-
-    def timed(size):
-        step(size)
-        until = batch_size.time.perf_counter() + (0.02 if world.main else 0.001)
-        while batch_size.time.perf_counter() < until:
-            pass
-
-    choice = fastest_batch_size(timed, [16, 64, 256, 512], world)
-    paces = [point.samples_per_s for point in choice.points]
-    torch.save({"largest": largest, "size": choice.size, "paces": paces, "tried": tried}, f"{folder}/{world.rank}.pt")
-    close_world(world)
-
-
-def test_all_ranks_agree_on_what_the_poorest_can_hold_and_the_slowest_can_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert launch(search_on_a_rank, (str(tmp_path),), num_ranks=2) == 0
-    slow, poor = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+def test_all_ranks_agree_on_what_the_poorest_can_hold_and_the_slowest_can_do(ranks_folder):
+    slow, poor = (torch.load(ranks_folder / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert slow["largest"] == poor["largest"] and 0.97 * 270 <= slow["largest"] <= 270
     assert (slow["size"], slow["paces"]) == (poor["size"], poor["paces"]) and slow["size"] == 256
     assert all(pace <= 2 * size / 0.02 for size, pace in zip([16, 64, 256], slow["paces"], strict=True))

@@ -13,8 +13,9 @@ import jsonschema
 import psutil
 import pytest
 import torch
-from train_runs import REPO, only_error, records, start
+from train_runs import REPO, only_error, records, run_here, start
 
+import check_gpu_setup
 from agents import tryout
 from agents.run import SECTIONS, RunConfig
 from agents.setup_report import Report, decide_ranks, recommend
@@ -39,6 +40,12 @@ def check(*argv, **options):
     finally:
         job.kill()
     return job.returncode, out, err
+
+
+def check_here(monkeypatch, capfd, *argv):
+    """The same in this process, of what ends before anything is measured."""
+    code = run_here(check_gpu_setup.main, argv, monkeypatch)
+    return code, *capfd.readouterr()
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +115,21 @@ def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_p
     [
         (["--num_env", "4"], "did you mean --num_envs?"),
         (["--env", "NoSuchThing-v0"], "unknown environment"),
-        pytest.param(["--num_envs", "3", "--batch_size", "64"], "try --num_envs", marks=pytest.mark.slow),
-        pytest.param(["--resume", "auto"], "give the flags", marks=pytest.mark.slow),
-        pytest.param(["--interactive"], "asks nothing here", marks=pytest.mark.slow),
-        pytest.param(["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env", marks=pytest.mark.slow),
+        (["--num_envs", "3", "--batch_size", "64"], "try --num_envs"),
+        (["--resume", "auto"], "give the flags"),
+        (["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env"),
+        (["--interactive"], "asks nothing here"),
     ],
 )
-def test_bad_flags_are_one_line_and_exit_code_2(argv, words):
-    code, out, err = check(*argv)
+def test_bad_flags_are_one_line_and_exit_code_2(argv, words, monkeypatch, capfd):
+    code, out, err = check_here(monkeypatch, capfd, *argv)
     assert code == 2 and out == "" and words in only_error(err)
 
 
 @pytest.mark.parametrize(("name", "words"), [("RANK", "without torchrun"), ("WORLD_SIZE", "WORLD_SIZE is 2, but RANK")])
-def test_under_torchrun_or_half_of_it_it_refuses_to_start(name, words, monkeypatch):
+def test_under_torchrun_or_half_of_it_it_refuses_to_start(name, words, monkeypatch, capfd):
     monkeypatch.setenv(name, "2")
-    code, out, err = check(*TINY)
+    code, out, err = check_here(monkeypatch, capfd, *TINY)
     assert code == 2 and out == "" and words in only_error(err)
 
 

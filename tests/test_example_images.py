@@ -8,14 +8,22 @@ from train_runs import run_here
 from examples import image_classification
 
 
-def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(tmp_path, monkeypatch, capsys):
-    found = []
-    for ranks in ("1", "2"):
-        path = tmp_path / f"{ranks}.json"
-        argv = ["--device", "cpu", "--num_gpus", ranks, "--epochs", "3", "--json", path]
-        assert run_here(image_classification.main, argv, monkeypatch) == 0
-        found.append(json.loads(path.read_text()))
-    one, two = found
+def classified(path, monkeypatch, *flags):
+    """The figures of the command."""
+    argv = ["--device", "cpu", "--epochs", "2", "--json", path, *flags]
+    assert run_here(image_classification.main, argv, monkeypatch) == 0
+    return json.loads(path.read_text())
+
+
+def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(ranks_folder, tmp_path, monkeypatch):
+    one = classified(tmp_path / "one.json", monkeypatch, "--num_gpus", "1")
+    two = json.loads((ranks_folder / "figures.json").read_text())
     assert one["samples"] == two["samples"] == 1001
     assert one["accuracy"] == two["accuracy"] and one["accuracy"] > 0.6
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+
+
+@pytest.mark.slow  # starts two processes
+def test_the_command_tells_of_two_ranks_what_they_found(ranks_folder, tmp_path, monkeypatch):
+    told = classified(tmp_path / "two.json", monkeypatch, "--num_gpus", "2")
+    assert told == json.loads((ranks_folder / "figures.json").read_text())

@@ -94,7 +94,8 @@ def parsed(*argv):
     return parse_flags(SECTIONS, argv, description="", extra=train_distributed.add_run_flags)
 
 
-def test_answers_become_a_command_line_and_a_training(terminal, tmp_path):
+def answered(terminal):
+    """The dialogue, answered with mistakes down to its last question, and the command that it proposes."""
     dialogue = terminal(*SMALL, "--device", "cpu", "--run_dir", "a run")
     assert "CPU cores" in dialogue.answer("Environment")
     dialogue.answer("Prices", "nowhere.csv")
@@ -111,29 +112,49 @@ def test_answers_become_a_command_line_and_a_training(terminal, tmp_path):
     assert "try --num_envs 2 or --num_envs 4" in dialogue.answer("Environments")
     assert "[8 episodes]" in dialogue.answer("Length", "256 steps")
     command = dialogue.until(r"--interactive|\n  (python .*)\n").strip().splitlines()[-1]
-    assert not (tmp_path / "a run").exists()
     dialogue.answer("Start it?", "perhaps")
+    words = shlex.split(command)
+    assert words[:2] == ["python", "train_distributed.py"] and "'a run'" in command and "--interactive" not in words
+    return dialogue, parsed(*words[2:])
+
+
+def check_left(dialogue):
+    said, code = dialogue.end()
+    assert code == 128 + signal.SIGINT and "nothing was started or written" in said and "Traceback" not in said
+
+
+def test_answers_become_a_command_line_and_leaving_writes_nothing(terminal, tmp_path):
+    dialogue, again = answered(terminal)
+    dialogue.until(r"answer yes or no(.|\n)*\]: ")
+    dialogue.press(b"\x03")  # Ctrl-C
+    check_left(dialogue)
+    config = train_distributed.fresh_config(again)
+    assert again.extra.run_dir == "a run"
+    assert (config.policy.hidden_size, config.train.total_steps, config.launch.num_gpus) == (6, 256, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow  # trains
+def test_answers_become_a_training(terminal, tmp_path):
+    dialogue, again = answered(terminal)
+    assert not (tmp_path / "a run").exists()
     assert "answer yes or no" in dialogue.answer("Start it?")
     said, code = dialogue.end()
     assert code == 0, said
-    words = shlex.split(command)
-    assert words[:2] == ["python", "train_distributed.py"] and "'a run'" in command and "--interactive" not in words
-    again = parsed(*words[2:])
-    assert again.extra.run_dir == "a run"
     saved = RunConfig.from_dict(json.loads((tmp_path / "a run" / "config.json").read_text()))
     assert train_distributed.fresh_config(again) == saved
     assert (saved.policy.hidden_size, saved.train.total_steps, saved.launch.num_gpus) == (6, 256, 1)
     assert json.loads((tmp_path / "a run" / "summary.json").read_text())["global_step"] == 256
 
 
-def test_leaving_writes_nothing(terminal, tmp_path):
+@pytest.mark.slow  # two processes
+def test_leaving_at_any_question_writes_nothing(terminal, tmp_path):
     dialogues = {key: terminal() for key in (b"\x03", b"\x04")}  # Ctrl-C and the end of input
     for key, dialogue in dialogues.items():
         dialogue.answer("Environment", "CartPole-v1")
         dialogue.until(r"Ranks.*\]: ")  # prices are asked for where they are traded
         dialogue.press(key)
-        said, code = dialogue.end()
-        assert code == 128 + signal.SIGINT and "nothing was started or written" in said and "Traceback" not in said
+        check_left(dialogue)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from agents_ranks import world_of_one
-from pipeline_ranks import CURVES, FORMS, UNCLIPPED, exercise, first_minibatch, training_of
+from pipeline_ranks import BRIEFLY, FORMS, REST, UNCLIPPED, exercise, first_minibatch, training_of
 from torch import nn
 from train_runs import SMALL, only_error, records, start_training
 
@@ -17,18 +17,37 @@ PIPELINE = FORMS["pipeline"]
 TWO_RANKS = ["--num_gpus", "2", "--device", "cpu", "--strategy", "hybrid", "--hybrid_form", "pipeline"]
 
 
-def results_of(out_dir, num_ranks, *, everything):
-    assert launch(exercise, (str(out_dir), everything), num_ranks) == 0
+def launched(out_dir, num_ranks, labels):
+    assert launch(exercise, (str(out_dir), labels, False), num_ranks) == 0
+    return results_of(out_dir, num_ranks)
+
+
+def results_of(out_dir, num_ranks):
     return [torch.load(out_dir / f"{num_ranks}_rank_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return results_of(tmp_path_factory.mktemp("pair"), 2, everything=True)
+def pair(ranks_folder):
+    return results_of(ranks_folder, 2)
 
 
-@pytest.mark.parametrize("label", CURVES)
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("rest"), 2, REST)
+
+
+@pytest.mark.parametrize("label", BRIEFLY)
 def test_two_stages_train_as_two_replicas_do(pair, label):
+    check_curve(pair, label)
+
+
+@pytest.mark.slow  # two more processes
+@pytest.mark.parametrize("label", REST)
+def test_two_stages_train_as_two_replicas_do_in_every_form(rest, label):
+    check_curve(rest, label)
+
+
+def check_curve(pair, label):
     tolerance = 1e-6 if label == "fp32" else 1e-12
     for rank in pair:
         pipeline, ddp = rank[label, "pipeline"], rank[label, "ddp"]
@@ -81,9 +100,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(pair):
 
 @pytest.mark.slow  # four processes
 def test_two_pairs_average_the_gradients_of_each_stage(tmp_path):
-    ranks = results_of(tmp_path, 4, everything=False)
+    ranks = launched(tmp_path, 4, BRIEFLY[:1])
     check_gradient(ranks)
-    label = next(iter(CURVES))
+    label = BRIEFLY[0]
     for rank in ranks:
         torch.testing.assert_close(
             rank[label, "pipeline"]["parameters"], rank[label, "ddp"]["parameters"], rtol=0, atol=1e-12

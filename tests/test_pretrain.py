@@ -134,7 +134,7 @@ def test_the_features_are_those_that_the_policy_will_have(trained):
 
 def test_ppo_starts_from_the_weights(trained, tmp_path, monkeypatch):
     run_dir = tmp_path / "ppo"
-    flags = ["--learning_rate", "0", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
+    flags = ["--num_episodes", "4", "--learning_rate", "0", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
     assert train_here(monkeypatch, *PPO, *flags, "--pretrained", trained, "--run_dir", run_dir) == 0
     state, found = checkpoint(run_dir, 1), load_pretrained(trained)
     for name, value in found.weights.items():

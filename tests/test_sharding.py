@@ -1,4 +1,4 @@
-"""Mode hybrid on real ranks over gloo, started once by our launcher; the tests judge what they brought back."""
+"""Mode hybrid on real ranks over gloo, started once; the tests judge what they brought back."""
 
 import json
 
@@ -23,8 +23,10 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-9}
     scope="module",
     params=[pytest.param((2, 0), id="one group of 2"), pytest.param((4, 2), id="2 x 2", marks=pytest.mark.slow)],
 )
-def folder(request, tmp_path_factory):
+def folder(request, ranks_folder, tmp_path_factory):
     num_ranks, shard_size = request.param
+    if num_ranks == 2:
+        return ranks_folder
     directory = tmp_path_factory.mktemp("sharding")
     assert launch(sharding_ranks.probe, (str(directory), shard_size), num_ranks=num_ranks) == 0
     return directory
@@ -183,7 +185,7 @@ def test_a_training_is_that_of_one_process(trained_ranks, tmp_path):
 def test_a_resumed_training_ends_bit_for_bit_as_one_never_interrupted(trained_ranks):
     for rank in trained_ranks:
         assert torch.equal(rank["hybrid, resumed"]["parameters"], rank["hybrid"]["parameters"])
-        assert rank["hybrid, resumed"]["records"] == rank["hybrid"]["records"][2:]
+        assert rank["hybrid, resumed"]["records"] == rank["hybrid"]["records"][1:]
 
 
 def test_checkpoints_of_hybrid_and_ddp_stand_for_each_other(trained_ranks, folder, tmp_path):

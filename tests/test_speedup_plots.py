@@ -5,7 +5,7 @@ import itertools
 import matplotlib.pyplot as plt
 import pytest
 
-from rl_dist.speedup_plots import plot_report, plot_speedup, plot_split
+from rl_dist.speedup_plots import _unit_of_time, plot_report, plot_speedup, plot_split
 from rl_dist.speedup_report import Report
 
 MACHINES = ("this machine", "RTX 6000 Ada", "A100 + H100 SXM", "H200 + B200")
@@ -37,11 +37,15 @@ def report(hours, cost):
 
 
 @pytest.mark.parametrize(("hours", "unit"), [(100, "days"), (3, "hours"), (0.5, "minutes"), (0.01, "seconds")])
-def test_times_have_the_unit_that_suits_them_and_titles_tell_job_and_machine(hours, unit, tmp_path, monkeypatch):
+def test_times_have_the_unit_that_suits_them(hours, unit):
+    assert _unit_of_time(report(hours, None).rows)[0] == unit
+
+
+def test_times_are_drawn_in_their_unit_and_titles_tell_job_and_machine(tmp_path, monkeypatch):
     axes = []
     monkeypatch.setattr(plt, "close", lambda figure: axes.append(figure.axes[0]))
-    files = plot_report(report(hours, None), tmp_path)
-    assert axes[0].get_ylabel() == f"training time, {unit}" and axes[0].get_xlabel() == "ranks"
+    files = plot_report(report(0.5, None), tmp_path)
+    assert axes[0].get_ylabel() == "training time, minutes" and axes[0].get_xlabel() == "ranks"
     assert {axis.get_title() for axis in axes} == {"Recall-v0, 4 environments; 2 CPU cores, 2026-11-21"}
     assert len(files) == 5 and all(file.exists() for file in files)
     monkeypatch.undo()

@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-import strategy_ranks
 import torch
 from agents_ranks import world_of_one
 from strategy_ranks import nothing, sleeping
@@ -19,7 +18,7 @@ from agents.strategy_choice import StrategyTrial, settle_strategy
 from envs.task import TaskConfig
 from rl_dist.all_reduce_bench import BenchFailed
 from rl_dist.fallback import settle_launch, try_ranks
-from rl_dist.launch import LaunchConfig, launch, resolve
+from rl_dist.launch import LaunchConfig, resolve
 from rl_dist.run_comparison import differences, result_of
 from rl_dist.strategy_choice import Trying, candidates, fastest, first_working, steps_down
 from rl_dist.world import UserError
@@ -93,9 +92,8 @@ def test_candidates_and_steps_down_are_those_that_the_ranks_can_train_with():
     assert steps_down("none", 1, 0) == ["none"] and steps_down("default", 2, 0) == ["default"]
 
 
-def test_two_ranks_choose_alike_when_a_mode_fails_on_one_of_them(tmp_path):
-    assert launch(strategy_ranks.choose, (str(tmp_path),), num_ranks=2) == 0
-    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_two_ranks_choose_alike_when_a_mode_fails_on_one_of_them(ranks_folder):
+    one, other = (json.loads((ranks_folder / f"{rank}.json").read_text()) for rank in range(2))
     assert one == other
     assert one["fitting"]["mode"] == one["stepped down"]["mode"] == "ddp"
     assert "full does not work here (rank 1: CUDA out of memory" in one["fitting"]["reason"]

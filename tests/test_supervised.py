@@ -111,11 +111,9 @@ def test_fewer_samples_than_ranks_cannot_be_evaluated():
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(ranks_folder, tmp_path_factory):
     """What two ranks found, and the same on one."""
-    out = tmp_path_factory.mktemp("two")
-    assert launch(exercise, (str(out),), 2) == 0
-    two = [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+    two = [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
     alone = tmp_path_factory.mktemp("one")
     exercise(str(alone))
     return two, torch.load(alone / "rank_0.pt", weights_only=True)
@@ -159,6 +157,7 @@ def test_a_sample_that_cannot_be_loaded_is_told_by_the_rank_that_has_it(ranks):
     assert one["raised"] == "evaluation, batch 2, rank 0: OSError: image 19 is torn"
 
 
+@pytest.mark.slow  # starts two processes; what the ranks say is tested above
 def test_a_batch_that_raises_on_one_rank_ends_the_job_with_its_place(tmp_path, capfd):
     assert launch(fail_on_one_rank, (str(tmp_path),), 2) == 1
     assert "BatchError: epoch 1, batch 2, rank 1: OSError: image 17 is torn" in capfd.readouterr().err

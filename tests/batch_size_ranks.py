@@ -1,0 +1,49 @@
+"""Steps that run out of memory, and what two ranks find with them; spawned processes must be able to import it."""
+
+import errno
+import time
+
+import torch
+
+from rl_dist.batch_size import fastest_batch_size, largest_batch_size
+from rl_dist.world import close_world, open_world
+
+EXHAUSTED = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("std::bad_alloc"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+]
+
+
+def limited(cap, error=EXHAUSTED[0]):
+    """A step that runs out of memory beyond `cap` samples, and the sizes it was tried with."""
+    tried = []
+
+    def step(size):
+        tried.append(size)
+        if size > cap:
+            raise error
+
+    return step, tried
+
+
+def search(folder):
+    """Rank 1 has less memory, rank 0 is slower."""
+    world = open_world("cpu", timeout_s=30)
+    step, tried = limited(10**9 if world.main else 300)
+    largest = largest_batch_size(step, range(1, 4097), world)
+
+    def timed(size):
+        step(size)
+        until = time.perf_counter() + (0.02 if world.main else 0.001)
+        while time.perf_counter() < until:
+            pass
+
+    choice = fastest_batch_size(timed, [16, 64, 256, 512], world)
+    paces = [point.samples_per_s for point in choice.points]
+    torch.save({"largest": largest, "size": choice.size, "paces": paces, "tried": tried}, f"{folder}/{world.rank}.pt")
+    close_world(world)

@@ -1,0 +1,50 @@
+"""What two ranks do for the tests of several files, in one launch: a process costs more than most of it.
+
+Spawned processes must be able to import it.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import batch_size_ranks
+import pipeline_ranks
+import sharding_ranks
+import speed_ranks
+import strategy_ranks
+import supervised_ranks
+
+from examples import image_classification
+from rl_dist.supervised import FitConfig
+
+
+def classify_images(out_dir, epochs=2):
+    """The example, as its command starts it on every rank."""
+    config = image_classification.ExampleConfig(json=str(Path(out_dir, "figures.json")))
+    assert image_classification.run_rank(FitConfig(epochs=epochs, patience=2, progress=False), config, "cpu") == 0
+
+
+EXERCISES: dict[str, Callable[[str], Any]] = {  # by test file; each gets a folder, and opens and closes its world
+    "test_batch_size": batch_size_ranks.search,
+    "test_example_images": classify_images,
+    "test_grad_accumulation": speed_ranks.exercise,
+    "test_pipeline": partial(pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY, everything=True),
+    "test_strategy_choice": strategy_ranks.choose,
+    "test_supervised": supervised_ranks.exercise,
+    "test_sharding": sharding_ranks.probe,  # the last: it leaves a reduction undone
+}
+
+
+def exercise_in_turn(out_dir, names):
+    """Do the named exercises one after the other, each in a folder of its name and in a world of its own.
+
+    The variable that counts restarts is in the name of the file where ranks meet, so every world has its own.
+    """
+    rank = os.environ["RANK"]
+    for number, name in enumerate(names):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        folder = Path(out_dir, name)
+        EXERCISES[name](str(folder))
+        (folder / f"done_{rank}").touch()
