@@ -182,6 +182,8 @@ def main() -> int:
             raise UserError("RANK is set: check_gpu_setup starts ranks by itself, so start it once, without torchrun")
         if parsed.extra.resume:
             raise UserError(f"--resume {parsed.extra.resume}: give the flags that the run was started with instead")
+        if parsed.extra.interactive:
+            raise UserError("--interactive asks nothing here: give the flags that are to be checked")
         check_variables()
         with prints_to_stderr() if parsed.extra.json else nullcontext():
             told, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)

@@ -297,22 +297,35 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Judge a trained policy, without noise, beside equal weight under the same costs.",
         epilog="examples:\n  python -m agents.evaluate runs/my_run\n"
         "  python -m agents.evaluate runs/my_run --compare runs/my_mlp --num_worlds 50\n"
-        "  python -m agents.evaluate runs/my_run --data prices.csv --start 2016-01-04 --end 2020-07-07",
+        "  python -m agents.evaluate runs/my_run --data prices.csv --start 2016-01-04 --end 2020-07-07\n"
+        "exit codes: 0 done, 1 failed, 2 bad usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help="more policies for the table")
-    parser.add_argument("--data", default="", help="CSV of daily bars, or 'simulated' (default: the run's data)")
-    parser.add_argument("--start", default="", help="first day, YYYY-MM-DD (default: the run's test span)")
-    parser.add_argument("--end", default="", help="last day, YYYY-MM-DD (default: the data's last)")
-    parser.add_argument("--num_worlds", type=int, help="simulated worlds to judge on (default: 50)")
-    parser.add_argument("--market_seed", type=int, help="seed of the simulated worlds (default: the run's)")
-    parser.add_argument("--market_edge", type=float, help="planted drift, bps per day (default: the run's)")
-    parser.add_argument("--episodes", type=int, help="episodes of other environments (default: the run's)")
-    parser.add_argument("--num_gpus", type=int, default=1, help="CPU ranks that share the work (default: 1)")
-    parser.add_argument("--plot", default="", help="equity picture (default: RUN_DIR/plots/evaluation.png)")
-    parser.add_argument("--json", default="", help="write all figures to this file")
+    parser.add_argument(
+        "--data", default="", metavar="FILE", help="CSV of daily bars, or 'simulated' (default: the run's data)"
+    )
+    parser.add_argument(
+        "--start", default="", metavar="DATE", help="first day, YYYY-MM-DD (default: the run's test span)"
+    )
+    parser.add_argument("--end", default="", metavar="DATE", help="last day, YYYY-MM-DD (default: the data's last)")
+    parser.add_argument("--num_worlds", type=int, metavar="N", help="simulated worlds to judge on (default: 50)")
+    parser.add_argument(
+        "--market_seed", type=int, metavar="N", help="seed of the simulated worlds (default: the run's)"
+    )
+    parser.add_argument(
+        "--market_edge", type=float, metavar="BPS", help="planted drift, bps per day (default: the run's)"
+    )
+    parser.add_argument("--episodes", type=int, metavar="N", help="episodes of other environments (default: the run's)")
+    parser.add_argument(
+        "--num_gpus", type=int, default=1, metavar="N", help="CPU ranks that share the work (default: 1)"
+    )
+    parser.add_argument(
+        "--plot", default="", metavar="FILE", help="equity picture (default: RUN_DIR/plots/evaluation.png)"
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="write all figures to this file")
     args = parser.parse_args([_underscored(token) for token in (sys.argv[1:] if argv is None else argv)])
     for name in ("num_worlds", "episodes", "num_gpus"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

@@ -324,7 +324,9 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> RunConfig:
 def main() -> int:
     """Entry of the command; returns the exit code."""
     text = (__doc__ or "").partition("\n")[0]
-    parsed = parse_flags(SECTIONS, description=text, epilog=EPILOG, extra=_add_run_flags)
+    parsed = parse_flags(
+        SECTIONS, description=text, epilog=EPILOG, extra=_add_run_flags, prog="python -m agents.pretrain"
+    )
     try:
         config, run_dir, resume = choose_run(parsed)
         check_launch(config.launch)

@@ -31,11 +31,13 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     if points:
         steps, values = np.array(points).T
-        axis.plot(steps, values, color="#b9c9e2", linewidth=0.8, label="each iteration")
         window = max(1, len(values) // 20)
-        smooth = np.convolve(values, np.ones(window) / window, "valid")
-        label = f"mean of {window} iterations" if window > 1 else None  # too few to smooth
-        axis.plot(steps[window - 1 :], smooth, color=COLORS["policy"], label=label)
+        if window > 1:
+            axis.plot(steps, values, color="#b9c9e2", linewidth=0.8, label="each iteration")
+            smooth = np.convolve(values, np.ones(window) / window, "valid")
+            axis.plot(steps[window - 1 :], smooth, color=COLORS["policy"], label=f"mean of {window} iterations")
+        else:  # too few to smooth; a single one is a dot
+            axis.plot(steps, values, "o-", color=COLORS["policy"], markersize=3, label="each iteration")
     axis.set(xlabel="environment steps, all ranks", ylabel="return of training episodes", title=title)
     names = sorted({key for record in records for key in record if key.startswith("valid/")})
     if "valid/sharpe" in names:

@@ -63,14 +63,23 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         told = one_line(error)
     if told == facts.host.address_error:
         return *nearest(launch, facts), []  # told under Host
-    if launch.strategy in ("none", "dp", "hybrid"):
+    changes = _by_default(launch)
+    if changes:
         with suppress(ValueError, RuntimeError):
             resolved = resolve(launch.by_default())
-            problem = Check("Plan", "ranks", PROBLEM, told, "--strategy default")
+            cure = " ".join(f"--{name} {value}" for name, value in changes.items())
+            problem = Check("Plan", "ranks", PROBLEM, told, cure)
             return resolved.num_ranks, resolved.device_type, [problem]
     ranks, device_type = nearest(launch, facts)
     cure = f"--num_gpus {ranks}" if device_type == "cuda" else "--device cpu, or see Software and GPUs"
     return ranks, device_type, [Check("Plan", "ranks", PROBLEM, told, cure)]
+
+
+def _by_default(launch: LaunchConfig) -> dict[str, str | int]:
+    """The flags that turn a launch into one with the default strategy."""
+    default = launch.by_default()
+    names = ("strategy", "hybrid_form", "shard_size", "gradient_compression")
+    return {name: getattr(default, name) for name in names if getattr(launch, name) != getattr(default, name)}
 
 
 def nearest(launch: LaunchConfig, facts: Facts) -> tuple[int, str]:
@@ -137,9 +146,7 @@ def recommend(
         if launch.strategy == "dp":
             check_devices(question.device_type, len(facts.gpu.usable), question.num_ranks)
     except UserError:
-        default = launch.by_default()
-        names = ("strategy", "hybrid_form", "shard_size")
-        changes |= {name: getattr(default, name) for name in names if getattr(launch, name) != getattr(default, name)}
+        changes |= _by_default(launch)
     if memory and memory.needed > memory.limit and memory.largest_num_envs:
         changes["num_envs"] = memory.largest_num_envs
     elif memory and memory.needed > memory.limit and memory.largest_batch_size:

@@ -76,6 +76,8 @@ def largest_batch_size(
 ) -> int:
     """The largest size that fits with head-room: by doubling, then by bisection.
 
+        size = largest_batch_size(lambda size: train_on(make_batch(size)), range(1, 4096))
+
     Args:
         sizes: what is allowed, ascending; a range will do.
         headroom: a size is taken only if one of size / headroom fits.
@@ -164,6 +166,8 @@ def fastest_batch_size(
     try_step: TryStep, sizes: Sequence[int], world: World | None = None, *, longest_step_s: float = LONGEST_STEP_S
 ) -> Choice:
     """The smallest size that is about as fast as any and fits with head-room.
+
+        choice = fastest_batch_size(lambda size: train_on(make_batch(size)), [8, 16, 32, 64, 128])
 
     Where throughput still grows when memory ends, the largest that fits is measured as well.
 

@@ -28,7 +28,8 @@ SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
 # Chosen here for the short runs.
 OF_RANKS = (
-    "num_gpus", "gpu_ids", "strategy", "hybrid_form", "shard_size", "fallback", "scaling", "lr_scaling", "device"
+    "num_gpus", "gpu_ids", "strategy", "hybrid_form", "shard_size", "fallback", "gradient_compression",
+    "scaling", "lr_scaling", "device",
 )  # fmt: skip
 PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
 BUSY_SHARE = 0.5  # of the cores, that others may want while copies are measured

@@ -118,6 +118,7 @@ def parse_flags(
     description: str,
     epilog: str = "",
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
+    prog: str | None = None,
 ) -> ParsedFlags:
     """Parse `argv` into one instance per section.
 
@@ -128,8 +129,10 @@ def parse_flags(
             metadata: "help", "unit", "choices".
         argv: without the program's name; None is the process's own.
         extra: adds further flags to the parser, first in --help and returned in `.extra`.
+        prog: the command's name in --help; by default the script's.
     """
     parser = CommandParser(
+        prog=prog,
         usage="%(prog)s [--flag value ...]",
         description=description,
         epilog=epilog,

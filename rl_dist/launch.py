@@ -110,7 +110,7 @@ class LaunchConfig:
         if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
             raise ValueError(f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: add --strategy hybrid")
         if self.hybrid_form == "pipeline" and self.shard_size:
-            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: leave one out")
+            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: use --shard_size 0")
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -125,7 +125,8 @@ class LaunchConfig:
 
     def by_default(self) -> LaunchConfig:
         """The same with the default strategy and without the flags of others."""
-        return replace(self, strategy="default", hybrid_form="shard", shard_size=0, fallback=False)
+        others = {"hybrid_form": "shard", "shard_size": 0, "fallback": False, "gradient_compression": "none"}
+        return replace(self, strategy="default", **others)  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rl_dist.world import UserError, available_cores
 
 LEAST_BATCHES = 3  # of a measurement, however long they take
 WORTHWHILE = 1.05  # as much faster must another number of workers be
+NOTICEABLE = 0.2  # share of the time: a loader that the step waits for longer does not keep up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,11 @@ class LoaderCheck:
         return min(count for count, rate in self.together.items() if rate * WORTHWHILE >= best)
 
     @property
+    def waits(self) -> float:
+        """Share of the time without a batch to step on, with the present workers."""
+        return max(0.0, 1.0 - self.together[self.num_workers] / self.step)
+
+    @property
     def cure(self) -> str:
         """What makes it faster."""
         count, now = self.best_num_workers, self.together[self.num_workers]
@@ -60,7 +67,10 @@ class LoaderCheck:
         if self.bottleneck == "transfer":
             return "smaller types in the batch, converted on the GPU" + ("" if self.pinned else ", and pin_memory=True")
         if self.bottleneck == "step":
-            return "the loader keeps up; only a faster step helps: precision, batch size, ranks"
+            faster = "a faster step helps: precision, batch size, ranks"
+            if self.waits < NOTICEABLE:
+                return f"the loader keeps up; only {faster}"
+            return f"workers do not help ({self.cores} CPU cores); {faster}; so does a cheaper __getitem__"
         return f"workers do not help ({self.cores} CPU cores): make __getitem__ of the dataset cheaper"
 
     def describe(self) -> str:
@@ -71,9 +81,8 @@ class LoaderCheck:
             lines.append(f"  {count:>3} workers   {self.loader[count]:>14,.0f}{self.together[count]:>12,.0f}{mark}")
         alone = [f"step alone {self.step:,.0f}"]
         alone += [f"transfer alone {self.transfer:,.0f}"] if self.transfer else []
-        waits = max(0.0, 1.0 - self.together[self.num_workers] / self.step)
         lines.append(f"  {', '.join(alone)}")
-        lines.append(f"bottleneck: the {self.bottleneck} (the step waits {waits:.0%} of the time); {self.cure}")
+        lines.append(f"bottleneck: the {self.bottleneck} (the step waits {self.waits:.0%} of the time); {self.cure}")
         return "\n".join(lines)
 
 
@@ -86,6 +95,8 @@ def check_loader(
     seconds: float = 1.0,
 ) -> LoaderCheck:
     """Measure a loader, a step and both together.
+
+        print(check_loader(loader, step, "cuda").describe())
 
     Torch's random state, and that of the loader's generators, is afterwards as before. The dataset and the step are
     used for real: give a step that trains a copy of the model.
@@ -121,7 +132,8 @@ def check_loader(
         transfer = _rate(transferred, device, seconds) if device.type != "cpu" else None
         step_rate = _rate(stepped, device, seconds)
         for count in counts:
-            with closing(_endless(with_workers(loader, count))) as batches:
+            with warnings.catch_warnings(), closing(_endless(with_workers(loader, count))) as batches:
+                warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores: as asked
                 alone[count], together[count] = _rates_of(batches, _queued(loader, count), step, device, seconds)
     return LoaderCheck(
         num_workers=loader.num_workers,

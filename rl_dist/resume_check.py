@@ -88,7 +88,10 @@ class Plan:
 
     def resume(self, run_dir: Path) -> list[str]:
         """The command line of a run that goes on."""
-        return self.command("--resume", run_dir, "--num_gpus", self.resume_on)
+        alone = self.resume_on == 1 and not self.exact
+        of_several = {"strategy": "default", "gradient_compression": "none"} if alone else {}
+        changed = [f"--{name}={value}" for name, value in of_several.items() if name in _given(self.flags)]
+        return self.command("--resume", run_dir, "--num_gpus", self.resume_on, *changed)
 
 
 # ---- the command line

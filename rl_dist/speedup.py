@@ -55,9 +55,11 @@ _OWN, _ALONE = "it is an argument of its own", "leave it out: short runs train a
 IDLE = {
     "run_dir": "RUN_DIR, the first word, stands for the flags of a run",
     "resume": "RUN_DIR, the first word, stands for the flags of a run",
+    "interactive": "leave it out: nothing is asked",
     "num_gpus": "use --gpus",
     "gpu_ids": "use --gpus; CUDA_VISIBLE_DEVICES says which",
     **dict.fromkeys(("strategy", "hybrid_form", "shard_size", "fallback"), "leave it out: several ranks have ddp"),
+    "gradient_compression": "leave it out: reductions are measured without",
     "lr_scaling": "leave it out: the learning rate changes no speed",
     "seed": "leave it out: every short run has its own",
     "validate_every": _ALONE,

@@ -180,12 +180,13 @@ def _axis(label: str, rows: Rows, title: str) -> tuple[Any, Any]:
 def _finish(figure: Any, axis: Any, path: Path) -> None:
     crowded = len(set(axis.get_legend_handles_labels()[1]) - {"ideal"}) > MOST_INSIDE
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    axis.legend(frameon=False, fontsize=8, **(beside if crowded else {}))
+    axis.legend(frameon=False, fontsize=8, handlelength=3.5, **(beside if crowded else {}))  # dashes are seen
     _save(figure, axis, path)
 
 
 def _save(figure: Any, axis: Any, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
+    axis.set_axisbelow(True)  # no grid over bars
     axis.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

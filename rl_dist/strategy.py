@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """How gradients come together.
+    """How gradients come together: StrategyConfig(mode="ddp").
 
     Args:
         mode: none (one rank only), dp (one process, several GPUs, see `rl_dist.data_parallel`), ddp, hybrid (see
@@ -124,7 +124,8 @@ class StrategyConfig:
         mode = ("ddp" if num_ranks > 1 else "none") if self.mode == "default" else self.mode
         if self.gradient_compression != "none" and mode not in ("ddp", "auto"):
             raise UserError(
-                f"gradient_compression {self.gradient_compression} works with strategy ddp, not {mode}: leave it out"
+                f"gradient_compression {self.gradient_compression} works with strategy ddp, not {mode}: "
+                "use --gradient_compression none"
             )
         if self.precision == "fp16" and mode == "hybrid":
             raise UserError("precision fp16 scales losses, which strategy hybrid cannot: use bf16, or --strategy ddp")
@@ -151,6 +152,8 @@ def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
 
 class Strategy:
     """One way of training modules on the ranks of a world.
+
+        strategy = Strategy(StrategyConfig(mode="ddp"), world)
 
     Raises:
         UserError: it cannot work here.
@@ -256,7 +259,11 @@ class Strategy:
 
         Returns:
             The norm of the reduced gradient before clipping, and whether the step was taken.
+
+        Raises:
+            UserError: the optimizer steps other parameters than `parameters`.
         """
+        self._check_optimizer(optimizer)
         if isinstance(self.module, DistributedDataParallel) and not self.steps + self.skipped:
             with self.world.waiting("order of gradients"):  # else in the next forward, where nobody would look for it
                 self.module.reducer._rebuild_buckets()
@@ -275,6 +282,17 @@ class Strategy:
         self.steps += stepped
         self.skipped += not stepped
         return grad_norm, stepped
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the module's own parameters would change nothing where shards have taken their place."""
+        if not self.shards:
+            return
+        known = {id(parameter) for parameter in self.parameters}
+        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise UserError(
+                "the optimizer holds parameters that strategy hybrid has replaced by shards: "
+                "make it of strategy.parameters, after wrap"
+            )
 
     def module_state(self) -> dict[str, Tensor]:
         """The whole `state_dict` of the module given to `wrap`.

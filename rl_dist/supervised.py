@@ -48,7 +48,7 @@ class BatchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig:
-    """How long and how to fit."""
+    """How long and how to fit: FitConfig(epochs=20, patience=3)."""
 
     epochs: int = flag(10, "passes over the training data, at most", "epochs")
     patience: int = flag(0, "stop after so many epochs in a row without a better validation loss; 0 = never", "epochs")
@@ -86,7 +86,10 @@ class FitResult:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whether the largest of the outputs [N, C] is that of the target class [N]."""
+    """Whether the largest of the outputs [N, C] is that of the target class [N].
+
+    accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) is tensor([True]).
+    """
     return outputs.argmax(-1) == targets
 
 
@@ -107,6 +110,8 @@ def fit(
 ) -> FitResult:
     """Fit a module that `strategy` wrapped; all ranks call together.
 
+        result = fit(module, loader, optimizer, nn.CrossEntropyLoss(), strategy, validation=held_out)
+
     Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a resumed run goes on as if
     it had not stopped; a stop signal ends an epoch early, and resuming repeats it. Running statistics of BatchNorm are
     averaged over ranks after every epoch.
@@ -114,7 +119,7 @@ def fit(
     Args:
         module: what `strategy.wrap` returned.
         loader: of training; its batch_size is the total over ranks.
-        optimizer: over the wrapped module's parameters.
+        optimizer: of `strategy.parameters`, made after `strategy.wrap`.
         criterion: mean loss of a batch.
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
@@ -178,6 +183,8 @@ def evaluate(
     progress: bool = True,
 ) -> dict[str, float]:
     """Mean loss and metrics over all samples of all ranks, each counted once.
+
+        figures = evaluate(module, held_out, nn.CrossEntropyLoss(), strategy, {"accuracy": accuracy})
 
     Returns:
         "loss", each metric by its name, and "samples", how many were seen.

@@ -61,18 +61,18 @@ def first_minibatch(training):
         raise Enough
 
     training.warm_up_normalizers()
-    training.ppo._step, step = probe, training.ppo._step
+    training.ppo.step, step = probe, training.ppo.step
     try:
         training.update(training.collect(training.job.train.num_steps))
     except Enough:
-        training.ppo._step = step
+        training.ppo.step = step
     return found[0]
 
 
 def gradient_of(form, world):
     """The gradient of a first minibatch by parameter name, as this rank's optimizer gets it, and its norm."""
     training = training_of("trading, clstm", form, world, ppo=UNCLIPPED)
-    _, norm, stepped = training.ppo._step(first_minibatch(training))
+    _, norm, stepped = training.ppo.step(first_minibatch(training))
     named = training.policy.named_parameters()
     gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
     moments = sum(p in training.ppo.optimizer.state for p in training.policy.parameters())
@@ -131,7 +131,7 @@ def poisoned(world):
         advantages = minibatch.advantages.clone()
         if poison and world.rank == 0:
             advantages[0, 0] = torch.inf
-        stepped.append(training.ppo._step(replace(minibatch, advantages=advantages))[2])
+        stepped.append(training.ppo.step(replace(minibatch, advantages=advantages))[2])
         training.ppo.strategy.share_parameters()
         hashes.append(parameter_hash(training.policy))
     return {"stepped": stepped, "hashes": hashes}

@@ -95,7 +95,7 @@ def probe(out_dir, shard_size=0):
     results = {"ddp": ddp, "hybrid": hybrid} | act(parts[1]) | skip(world, *parts)
     results["in sync"] = in_sync(parts[1], world)
     results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)
-    results["refused"] = refusal(world)
+    results |= {"refused": refusal(world), "refused optimizer": optimizer_refusal(world)}
     results["trainings"] = trainings(world, Path(out_dir), shard_size)
     results["other calls"] = other_calls(world, shard_size)  # the last: a reduction stays undone
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
@@ -183,6 +183,20 @@ def hang(out_dir):
     train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
     time.sleep(1000.0 * world.rank)
     train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
+
+
+def optimizer_refusal(world):
+    """What is said of an optimizer that was made before sharding, of parameters that are no longer trained."""
+    policy, strategy = make_policy(), Strategy(StrategyConfig(mode="hybrid"), world)
+    early = torch.optim.Adam(policy.parameters(), lr=0.01)
+    module = strategy.wrap(policy)
+    with strategy.accumulating():
+        strategy.backward(loss_of(module, batch(world.rank, world.size)))
+    try:
+        strategy.step(early, MAX_GRAD_NORM)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def refusal(world):

@@ -342,6 +342,7 @@ def test_durations(seconds, text):
         (["--resume", "runs/x"], "--resume does nothing here"),
         (["--num_gpus", "banana"], "--num_gpus does nothing here: use --gpus"),
         (["--strategy=none"], "--strategy does nothing here: leave it out"),
+        (["--gradient_compression", "bf16"], "--gradient_compression does nothing here: leave it out"),
         (["--lr-scaling", "sqrt"], "--lr_scaling does nothing here: leave it out"),
         (["--env", "Recall-v0", "--seed", "3"], "--seed does nothing here: leave it out"),
         (["--validate_every", "3"], "--validate_every does nothing here: leave it out"),

@@ -16,11 +16,12 @@ import torch
 from train_runs import REPO, only_error, records, start
 
 from agents import tryout
-from agents.run import RunConfig
+from agents.run import SECTIONS, RunConfig
 from agents.setup_report import Report, decide_ranks, recommend
 from agents.sizes import TrainConfig, share_out
 from agents.tryout import Question
 from rl_dist.all_reduce_bench import BenchFailed
+from rl_dist.flags import parse_flags
 from rl_dist.hardware import read_facts
 from rl_dist.launch import LaunchConfig
 
@@ -109,6 +110,7 @@ def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_p
         (["--env", "NoSuchThing-v0"], "unknown environment"),
         pytest.param(["--num_envs", "3", "--batch_size", "64"], "try --num_envs", marks=pytest.mark.slow),
         pytest.param(["--resume", "auto"], "give the flags", marks=pytest.mark.slow),
+        pytest.param(["--interactive"], "asks nothing here", marks=pytest.mark.slow),
         pytest.param(["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env", marks=pytest.mark.slow),
     ],
 )
@@ -152,7 +154,7 @@ def test_a_strategy_that_cannot_be_is_told_and_replaced(facts):
 def test_shards_that_do_not_divide_the_ranks_are_told_and_left_out(facts):
     asked = LaunchConfig(num_gpus=2, device="cpu", strategy="hybrid", shard_size=3)
     ranks, _, (check,) = decide_ranks(asked, facts)
-    assert (ranks, check.verdict, check.cure) == (2, "problem", "--strategy default")
+    assert (ranks, check.verdict, check.cure) == (2, "problem", "--strategy default --shard_size 0")
     assert "shard_size 3 does not divide 2 ranks" in check.measured
     words = shlex.split(command(asked, 2, facts, "--num_gpus", "2", "--strategy", "hybrid", "--shard_size", "3"))
     assert words[2:] == ["--num_gpus", "2", "--strategy", "default", "--shard_size", "0"]
@@ -161,11 +163,29 @@ def test_shards_that_do_not_divide_the_ranks_are_told_and_left_out(facts):
 def test_an_odd_number_of_ranks_for_the_pipeline_is_told_and_replaced(facts):
     asked = LaunchConfig(num_gpus=1, device="cpu", strategy="hybrid", hybrid_form="pipeline")
     ranks, _, (check,) = decide_ranks(asked, facts)
-    assert (ranks, check.verdict, check.cure) == (1, "problem", "--strategy default")
+    assert (ranks, check.verdict, check.cure) == (1, "problem", "--strategy default --hybrid_form shard")
     assert "pairs of ranks, got 1" in check.measured
     flags = ("--num_gpus", "1", "--strategy", "hybrid", "--hybrid_form", "pipeline")
     words = shlex.split(command(asked, 1, facts, *flags))
     assert words[words.index("--strategy") + 1] == "default" and words[words.index("--hybrid_form") + 1] == "shard"
+
+
+def test_compression_on_one_rank_is_told_and_left_out(facts):
+    asked = LaunchConfig(num_gpus=1, device="cpu", gradient_compression="bf16")
+    ranks, _, (check,) = decide_ranks(asked, facts)
+    assert (ranks, check.verdict, check.cure) == (1, "problem", "--gradient_compression none")
+    words = shlex.split(command(asked, 1, facts, "--gradient_compression", "bf16"))
+    assert words[2:] == ["--gradient_compression", "none"]
+
+
+def test_short_runs_are_of_one_rank_each_whatever_the_strategy_of_several(monkeypatch):
+    monkeypatch.setattr(tryout, "SideBySide", lambda flags, *_, **__: flags)
+    launch = LaunchConfig(num_gpus=2, device="cpu", strategy="ddp", gradient_compression="bf16")
+    train = TrainConfig(num_envs=8, batch_size=8)
+    config = RunConfig(launch=launch, train=train)
+    flags = tryout.short_runs(Question(config, 2, "cpu", share_out(train, 0, 2), 4096, full=False))
+    parsed = parse_flags(SECTIONS, flags, description="")
+    assert parsed.configs["launch"].strategy_config.resolve(1) == "none"
 
 
 def test_the_command_works_from_other_directories(facts, tmp_path, monkeypatch):

@@ -90,6 +90,12 @@ def rates(**changed):
     return LoaderCheck(**(given | changed))
 
 
+def test_a_loader_that_takes_turns_with_the_step_does_not_keep_up():
+    turns = rates(transfer=None, together={0: 390.0, 1: 380.0}, loader={0: 900.0, 1: 500.0})
+    assert turns.bottleneck == "step" and "keeps up" not in turns.cure and "a cheaper __getitem__" in turns.cure
+    assert "the loader keeps up" in rates(transfer=None, together={0: 690.0}).cure
+
+
 def test_the_slowest_part_is_the_bottleneck_and_more_workers_must_be_worth_it():
     assert rates().bottleneck == "transfer" and "pin_memory=True" in rates().cure
     assert "pin_memory" not in rates(pinned=True).cure

@@ -43,7 +43,7 @@ def check_gradient(ranks):
     """The stages' gradients together are that of one process on the slots of all ranks, and so is their norm."""
     with world_of_one() as world:
         training = training_of("trading, clstm", "pipeline", world, ppo=UNCLIPPED)
-        _, norm, _ = training.ppo._step(first_minibatch(training))
+        _, norm, _ = training.ppo.step(first_minibatch(training))
         alone = {name: parameter.grad for name, parameter in training.policy.named_parameters()}
     assert float(norm) > 1e-3
     for rank, found in enumerate(one["gradient", "pipeline"] for one in ranks):

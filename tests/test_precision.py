@@ -128,7 +128,7 @@ def test_training_in_fewer_bits_follows_fp32(name, world):
 @pytest.mark.parametrize("name", LOW)
 def test_the_ratio_is_1_to_the_rounding_before_the_first_gradient_step(name, world):
     training = Recording(job_of("recall, clstm", dtype=SINGLE, precision=name, iterations=2), world)
-    step, first = training.ppo._step, {}
+    step, first = training.ppo.step, {}
 
     def probe(minibatch):
         with torch.no_grad():
@@ -137,7 +137,7 @@ def test_the_ratio_is_1_to_the_rounding_before_the_first_gradient_step(name, wor
         first.setdefault(training.iteration, (ratio - 1).abs().max().item())
         return step(minibatch)
 
-    with mock.patch.object(training.ppo, "_step", probe):
+    with mock.patch.object(training.ppo, "step", probe):
         train(training, NullWriter(), StopFlag())
     assert sorted(first) == [1, 2] and max(first.values()) < ROUNDING[name]
 

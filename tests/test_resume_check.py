@@ -13,7 +13,7 @@ from tensorboard_readers import seen
 from train_runs import REPO, records, start
 
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from rl_dist.resume_check import _verdict, main, training_flags
+from rl_dist.resume_check import Plan, _verdict, main, training_flags
 from rl_dist.run_comparison import parameter_sha256
 
 pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
@@ -167,3 +167,12 @@ def test_a_check_that_is_stopped_leaves_no_process_and_no_file(tmp_path):
     assert job.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(everyone, timeout=30)[1]
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_one_rank_goes_on_without_the_strategy_of_several(tmp_path):
+    flags = ["--strategy=hybrid", "--gradient_compression", "none", "--env", "Recall-v0"]
+    sizes = {"script": tmp_path / "train.py", "iterations": 1, "flags": flags, "folder": tmp_path}
+    alone = Plan(num_gpus=2, resume_on=1, **sizes).resume(tmp_path)
+    assert alone[-2:] == ["--strategy=default", "--gradient_compression=none"]
+    for ranks in (1, 2):
+        assert Plan(num_gpus=ranks, resume_on=ranks, **sizes).resume(tmp_path)[-2:] == ["--num_gpus", str(ranks)]

@@ -147,6 +147,10 @@ def test_ranks_refuse_a_size_that_does_not_divide_them(ranks):
     assert all("does not divide" in rank["refused"] for rank in ranks)
 
 
+def test_an_optimizer_whose_steps_would_change_nothing_is_refused_with_the_cure(ranks):
+    assert all(rank["refused optimizer"].endswith("make it of strategy.parameters, after wrap") for rank in ranks)
+
+
 def test_a_rank_that_makes_another_call_while_gradients_are_reduced_is_named(ranks):
     for rank in ranks:
         assert "the ranks made different collective calls: rank 0 in 'gradient reduction' (coll" in rank["other calls"]

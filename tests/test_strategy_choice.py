@@ -41,7 +41,7 @@ def test_the_fastest_is_kept_and_the_line_says_why(world):
     assert choice.mode == "hybrid"
     assert re.fullmatch(
         r"strategy auto takes hybrid [\d.]+ ms a gradient step "
-        r"\(ddp [\d.]+ ms a gradient step\), measured over 6 steps",
+        r"\(ddp [\d.]+ ms a gradient step\), the better of 2 turns of 6 steps each",
         choice.reason,
     )
     assert fastest(["ddp", "hybrid"], sleeping({"ddp": 0.001, "hybrid": 0.05}), world).mode == "ddp"
