@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from agents.pretrained import KIND, FeatureTraining
-from agents.run import fresh_directory, save_config
+from agents.run import discard_unstarted, fresh_directory, save_config
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.task import TaskConfig, check_flags
@@ -84,6 +84,19 @@ class PretrainConfig:
                 raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
         if self.observation not in ("relative", "paper"):
             raise ValueError(f"observation must be relative or paper, got {self.observation!r}")
+
+
+def check_launch(config: LaunchConfig) -> None:
+    """Refuse what only PPO has.
+
+    Raises:
+        UserError: a strategy that is measured or tried, or that cuts the cascade.
+    """
+    if config.strategy == "auto" or config.fallback:
+        asked = "--fallback" if config.fallback else "--strategy auto"
+        raise UserError(f"{asked} is for train_distributed.py only: name a strategy, or leave it out")
+    if config.hybrid_form == "pipeline":
+        raise UserError("hybrid_form pipeline cuts the whole policy, of which this is a part: use --hybrid_form shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +201,13 @@ def make_module(config: RunConfig, windows: MarketWindows) -> FeatureTraining:
     return module
 
 
-def run_fit(config: RunConfig, world: World, run_dir: Path, resume: bool) -> tuple[FitResult, dict[str, Any]]:
+def run_fit(
+    config: RunConfig, world: World, run_dir: Path, resume: bool, gpu_ids: tuple[int, ...] = ()
+) -> tuple[FitResult, dict[str, Any]]:
     """Train on this rank; what became of it, and the figures of the best epoch."""
     task = config.prepare_task()
     train, valid = make_windows(config, task)
-    strategy = Strategy(config.launch.strategy_config, world)
+    strategy = Strategy(dataclasses.replace(config.launch.strategy_config, device_ids=gpu_ids), world)
     module: nn.Module = strategy.wrap(make_module(config, train).to(world.device))
     optimizer = torch.optim.Adam(strategy.parameters, lr=config.pretrain.learning_rate)
     size, workers = config.pretrain.batch_size, config.pretrain.num_workers
@@ -227,7 +242,7 @@ def run_fit(config: RunConfig, world: World, run_dir: Path, resume: bool) -> tup
 
 def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume: bool) -> int:
     """What every rank does; returns the exit code."""
-    world = open_world(resolved.device_type)
+    world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids)
     lock: AbstractContextManager[Any] = nullcontext()
     try:
         run_dir = Path(gather_json(str(run_dir), world)[0])  # torchrun's ranks may have chosen differently
@@ -235,7 +250,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume:
             lock = hold(run_dir / CONFIG_FILE)  # until this process ends
             events.configure(config.launch.on_event, run_dir)
         setup_logging(run_dir, world.rank)
-        result, summary = run_fit(config, world, run_dir, resume or restart_count() > 0)
+        result, summary = run_fit(config, world, run_dir, resume or restart_count() > 0, resolved.gpu_ids)
         if result.signum:
             if world.main:
                 print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
@@ -314,6 +329,7 @@ def main() -> int:
     )
     try:
         config, run_dir, resume = choose_run(parsed)
+        check_launch(config.launch)
         resolved = resolve(config.launch)
         if os.environ.get("RANK", "0") == "0":
             task = config.prepare_task()
@@ -327,7 +343,10 @@ def main() -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
     args = (config, resolved, run_dir or RUNS, resume)
-    return launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
+    code = launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
+    if code and run_dir and not resume:  # a failed start may be cleared away
+        discard_unstarted(run_dir)
+    return code
 
 
 if __name__ == "__main__":

@@ -264,6 +264,9 @@ class Strategy:
             UserError: the optimizer steps other parameters than `parameters`.
         """
         self._check_optimizer(optimizer)
+        if isinstance(self.module, DistributedDataParallel) and not self.steps + self.skipped:
+            with self.world.waiting("order of gradients"):  # else in the next forward, where nobody would look for it
+                self.module.reducer._rebuild_buckets()
         if self.scaler:
             self.scaler.unscale_(optimizer)
         clip = self.shards.clip if self.shards else partial(nn.utils.clip_grad_norm_, self.parameters)

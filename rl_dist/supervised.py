@@ -192,6 +192,7 @@ def evaluate(
     Raises:
         BatchError: a batch raised.
     """
+    strategy.world.enter("evaluation")
     shared = _shared(loader, strategy, training=False, seed=0)
     sums, was_training = _Sums(metrics or {}), module.training
     module.eval()
@@ -203,6 +204,7 @@ def evaluate(
                     outputs = module(inputs)
                     loss = criterion(outputs, targets)
                 sums.add(loss, outputs, targets)
+            strategy.world.beat()
             bar.update()
         bar.close()
     finally:
@@ -227,6 +229,7 @@ class _Task:
 def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState) -> tuple[dict[str, float], int]:
     """One pass over the training data; the signal number that ended it early, or 0."""
     config, world, num_batches = task.config, task.strategy.world, len(loader)
+    world.enter(f"epoch {epoch}")
     loader.set_epoch(epoch)
     torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
     task.module.train()

@@ -4,7 +4,8 @@ The process group's own timeout cannot tell a slow rank from a dead one, nor say
 tells the others what it is doing, every few seconds, through the store where the ranks met, from a thread of its
 own. A rank that waits reads what the others do. It ends when
 
-- all ranks wait, but not all in the same collective: they made different calls, and none will ever come back; or
+- all ranks wait, but not all in the same collective: they made different calls, and none will ever come back;
+- a rank has left for good and never made the call in which it waits; or
 - a rank has neither come nor made progress for `timeout_s`. A slow rank that goes on is waited for.
 
 Where the store is lost, training goes on as long as no collective takes longer than `timeout_s`.
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher; its ranks meet there
 STARTUP = "start-up"
+LEFT = "left"  # the phase of a rank that makes no more calls
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # between two beats
 LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
@@ -58,6 +60,8 @@ class Beat:
     @property
     def where(self) -> str:
         """The place in words."""
+        if self.phase == LEFT:
+            return f"which has left after collective {self.calls}"
         if self.place:
             return f"in '{self.place}' (collective {self.calls}, {self.phase})"
         return f"in {self.phase}, outside any collective"
@@ -137,6 +141,9 @@ class Watchdog:
             if verdict and not self._closed.is_set():
                 self._tell_stack()
                 end_rank(verdict)
+        with suppress(RuntimeError):  # a store that others have taken along
+            self.doing.phase, self.doing.place = LEFT, ""
+            self._beat()
 
     def _alone(self) -> str:
         """Like `_look`, when nothing can be read of the others: they may be slow or gone."""
@@ -172,7 +179,17 @@ class Watchdog:
                 self._seen[rank] = _Seen(beat, number, now_s)
             elif seen.number != number:
                 seen.number, seen.news = number, seen.news + 1
-        return self._different_calls() or self._absent(now_s)
+        return self._departed() or self._different_calls() or self._absent(now_s)
+
+    def _departed(self) -> str:
+        """Who has left without making the call in which this rank waits."""
+        left = {
+            rank: seen.beat
+            for rank, seen in self._seen.items()
+            if seen.beat.phase == LEFT and seen.beat.calls < self._own.calls
+        }
+        told = " and ".join(f"rank {rank}, {beat.where}" for rank, beat in sorted(left.items()))
+        return f"waits {self._own.where} for {told}" if left else ""
 
     def _different_calls(self) -> str:
         others = list(self._seen.values())

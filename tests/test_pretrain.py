@@ -22,7 +22,8 @@ from envs.trading_config import TradingConfig
 from envs.trading_task import prepare_task
 from envs.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
 from rl_dist.checkpoint import load_checkpoint
-from rl_dist.world import close_world, open_world
+from rl_dist.launch import ResolvedLaunch
+from rl_dist.world import UserError, close_world, open_world
 
 MARKET = ["--num_worlds", "2", "--num_stocks", "2"]
 TINY = [*MARKET, *SPANS, "--hidden_size", "8", "--window", "20", "--batch_size", "16", "--no-progress"]
@@ -196,6 +197,36 @@ def test_what_is_no_pre_training_is_refused(trained, tmp_path, monkeypatch, capf
     assert "--window 30 (it has 20)" in only_error(capfd.readouterr().err)
     assert run_here(pretrain.main, [*TINY, "--run_dir", trained], monkeypatch) == 2
     assert f"go on with --resume {trained}" in only_error(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--strategy", "auto"], "--strategy auto is for train_distributed.py only"),
+        (["--fallback"], "--fallback is for train_distributed.py only"),
+        (["--num_gpus", "2", "--strategy", "hybrid", "--hybrid_form", "pipeline"], "use --hybrid_form shard"),
+        (["--window", "100000"], "make --window smaller"),
+        (["--batch_size", "10000"], "make it smaller"),
+    ],
+)
+def test_what_pre_training_cannot_do_is_refused_and_leaves_nothing(flags, named, tmp_path, monkeypatch, capfd):
+    argv = [*TINY, "--device", "cpu", *flags, "--run_dir", tmp_path / "run"]
+    assert run_here(pretrain.main, argv, monkeypatch) == 2
+    assert named in only_error(capfd.readouterr().err) and not (tmp_path / "run").exists()
+
+
+def test_pre_training_takes_the_gpus_that_it_is_given(tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(*args, **options):
+        asked.append((args, options))
+        raise UserError("no GPU here")
+
+    monkeypatch.setattr(pretrain, "open_world", refuse)
+    resolved = ResolvedLaunch(num_ranks=2, device_type="cuda", message="", gpu_ids=(2, 3))
+    with pytest.raises(UserError, match="no GPU here"):
+        pretrain.run_rank(pretrain.RunConfig(), resolved, tmp_path, False)
+    assert asked == [(("cuda",), {"gpu_ids": (2, 3)})]
 
 
 @pytest.mark.slow

@@ -2,10 +2,21 @@
 
 import math
 import signal
+import time
 
 import pytest
 import torch
-from supervised_ranks import CRITERION, METRICS, Fitted, Raising, blobs, exercise, fail_on_one_rank, make_net
+from supervised_ranks import (
+    CRITERION,
+    METRICS,
+    Fitted,
+    Raising,
+    blobs,
+    exercise,
+    fail_on_one_rank,
+    leave_on_one_rank,
+    make_net,
+)
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -161,6 +172,13 @@ def test_a_sample_that_cannot_be_loaded_is_told_by_the_rank_that_has_it(ranks):
 def test_a_batch_that_raises_on_one_rank_ends_the_job_with_its_place(tmp_path, capfd):
     assert launch(fail_on_one_rank, (str(tmp_path),), 2) == 1
     assert "BatchError: epoch 1, batch 2, rank 1: OSError: image 17 is torn" in capfd.readouterr().err
+
+
+def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp_path, capfd):
+    started_s = time.monotonic()
+    assert launch(leave_on_one_rank, (str(tmp_path),), 2) == 1
+    assert "for rank 1, which has left after collective" in capfd.readouterr().err
+    assert time.monotonic() - started_s < 60.0
 
 
 # ---- one rank

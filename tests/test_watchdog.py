@@ -42,6 +42,23 @@ def test_a_rank_that_makes_no_progress_is_named(monkeypatch):
     assert told.endswith("in collect, outside any collective (--collective_timeout 2)")
 
 
+def test_a_rank_that_left_before_the_call_is_not_waited_for(monkeypatch):
+    told, seconds = verdict(monkeypatch, lambda number: Doing("left", 9, "", 6), timeout_s=20.0)
+    assert told == "waits in 'sum of x' (collective 7, update) for rank 1, which has left after collective 6"
+    assert seconds < 10.0
+
+
+def test_a_rank_that_left_after_the_call_is_no_error(monkeypatch):
+    store, told = dist.HashStore(), []
+    monkeypatch.setattr(watchdog, "end_rank", told.append)
+    other = Watchdog(Doing("update", 9, "", 7), store, 1, 2, 1.0)
+    dog = Watchdog(Doing("update", 5, "sum of x", 7), store, 0, 2, 1.0)
+    other.close()
+    time.sleep(0.5)
+    dog.close()
+    assert not told and json.loads(dist.PrefixStore("doing", store).get("1"))[1]["phase"] == "left"
+
+
 def test_a_slow_rank_that_goes_on_is_waited_for(monkeypatch):
     told, _ = verdict(monkeypatch, lambda number: Doing("collect", number // 4, "", 6))
     assert told == ""
