@@ -113,7 +113,8 @@ def fastest(modes: Sequence[str], start: Start, world: World) -> Choice:
     if best is None:
         raise UserError(f"strategy auto found none that works: {'; '.join(map(str, tried))}", exit_code=1)
     others = "; ".join(str(each) for each in tried if each is not best)
-    return Choice(best.mode, f"strategy auto takes {best} ({others}), the better of {TURNS} turns of {STEPS} steps each")
+    how = f"the better of {TURNS} turns of {STEPS} steps each"
+    return Choice(best.mode, f"strategy auto takes {best} ({others}), {how}")
 
 
 def first_working(modes: Sequence[str], start: Start, world: World) -> Choice:
