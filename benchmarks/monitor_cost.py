@@ -24,9 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 
 from agents.clstm import PolicyConfig
+from agents.episodes import episode_metrics
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
-from agents.trainer import Job, Training, episode_metrics
+from agents.trainer import Job, Training
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.trading_config import TradingConfig
