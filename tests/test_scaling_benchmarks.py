@@ -45,3 +45,17 @@ def test_accuracy_compares_predicted_with_measured_throughput():
     assert len(found["errors"]) == 2 and found["predicted"] > 0 and found["measured"] > 0
     assert found["median_error"] == pytest.approx(sum(found["errors"]) / 2, abs=1e-3)
     assert found["gradient_bytes"] > 10_000 and 0 < found["reduction_s"] < 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_strategies_are_compared_in_one_run_and_what_cannot_run_is_named():
+    command = [sys.executable, ROOT / "benchmarks" / "strategies.py", *TINY, "--rounds", "2", "--turn_s", "0.5"]
+    command += ["--only", "none", "hybrid, sharded", "dp"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in map(json.loads, done.stdout.splitlines()[1:5])}
+    assert list(rows) == ["ddp", "none", "hybrid, sharded", "dp"]
+    assert rows["ddp"]["relative"]["median"] == 1.0 and rows["hybrid, sharded"]["relative"]["median"] > 0
+    assert "CUDA" in rows["dp"]["not_measured"]
+    assert done.stdout.splitlines()[5].startswith("| variant | ranks |")
