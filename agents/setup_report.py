@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.memory import Shapes
-from agents.sizes import TrainConfig, share_out
+from agents.sizes import shares_out
 from agents.tryout import TRIAL_S, Question, measure_time, over_backend, reduce_over
 from rl_dist.all_reduce_bench import Measured
 from rl_dist.data_parallel import check_devices
@@ -139,7 +139,7 @@ def recommend(
         changes["num_gpus"] = question.num_ranks
     cores = facts.host.cores
     if question.device_type == "cpu" and question.num_ranks > cores:
-        fitting = [number for number in range(cores, 0, -1) if divides(question.config.train, number)]
+        fitting = [number for number in range(cores, 0, -1) if shares_out(question.config.train, number)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
     try:
         launch.strategy_config.resolve(question.num_ranks)
@@ -156,12 +156,3 @@ def recommend(
         unset += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     script = Path(__file__).resolve().parents[1] / SCRIPT
     return command_line(given, changes, unset, SCRIPT if script.parent == Path.cwd() else str(script))
-
-
-def divides(train: TrainConfig, ranks: int) -> bool:
-    """Whether these sizes can be shared out over so many ranks."""
-    try:
-        share_out(train, 0, ranks)
-    except UserError:
-        return False
-    return True

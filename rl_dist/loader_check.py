@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from rl_dist.loaders import to_device
 from rl_dist.world import UserError, available_cores
 
 LEAST_BATCHES = 3  # of a measurement, however long they take
@@ -221,19 +222,6 @@ def _random_state_kept(loader: DataLoader[Any]) -> Iterator[None]:
         yield
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on a device, whatever they are nested in."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
 
 
 def num_samples(batch: Any) -> int:

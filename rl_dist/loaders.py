@@ -7,6 +7,7 @@ number of ranks; while evaluating, every sample is seen exactly once, by one ran
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,16 @@ def _check_training(batch_size: int, num_samples: int, num_ranks: int) -> None:
         )
     if num_samples < batch_size:
         raise UserError(f"batch_size {batch_size} is more than the {num_samples} samples to train on: make it smaller")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with all its tensors on a device, whatever they are nested in."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

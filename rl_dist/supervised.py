@@ -30,7 +30,7 @@ from tqdm import tqdm
 from rl_dist.collectives import agree_max, sum_over_ranks
 from rl_dist.fit_state import FitState, restore, save
 from rl_dist.flags import flag
-from rl_dist.loaders import SharedLoader, epoch_seed
+from rl_dist.loaders import SharedLoader, epoch_seed, to_device
 from rl_dist.strategy import Strategy
 from rl_dist.world import UserError, World, stop_flag
 
@@ -307,7 +307,7 @@ def _batches(loader: SharedLoader, where: str, world: World) -> Iterator[tuple[i
         batches = iter(loader)
     for number in range(len(loader)):
         with _named(where, number, world):
-            inputs, targets = _to_device(next(batches), world.device)
+            inputs, targets = to_device(next(batches), world.device)
         yield number, inputs, targets
 
 
@@ -322,19 +322,6 @@ def _named(where: str, number: int, world: World) -> Iterator[None]:
         what = " ".join(str(error).split())
         told = f"{where}, batch {number}, rank {world.rank}: {type(error).__name__}: {what}"
         raise BatchError(told) from error
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors on the device, also those inside of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _to_device(entry, device) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(entry, device) for entry in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_to_device(entry, device) for entry in value)
-    return value
 
 
 def _num_samples(targets: Any) -> int:

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rl_dist import check_loader
 from rl_dist.launch import UserError
-from rl_dist.loader_check import LoaderCheck, num_samples, to_device, with_workers
+from rl_dist.loader_check import LoaderCheck, num_samples, with_workers
+from rl_dist.loaders import to_device
 
 
 class Slow(Dataset):
