@@ -69,6 +69,7 @@ CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "
     "monitor_every",
     "shard_size",
     "gradient_compression",
+    "cudnn_autotune",
     "fused_adam",
     "compile",
     "profile",

@@ -26,7 +26,7 @@ from rl_dist.agent import Job, say
 from rl_dist.data_parallel import check_devices
 from rl_dist.flags import flag, recorded
 from rl_dist.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
-from rl_dist.precision import PRECISIONS, check_precision, parameter_dtype
+from rl_dist.precision import PRECISIONS, parameter_dtype
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
 from rl_dist.strategy import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
@@ -68,6 +68,9 @@ class LaunchConfig:
     )
     gradient_compression: str = flag(
         "none", "bf16: gradients travel in half the bytes, for slow links; ddp only", choices=tuple(COMPRESSIONS)
+    )
+    cudnn_autotune: bool = flag(
+        False, "cuDNN times its algorithms for convolutions and keeps the fastest; GPUs, sizes that stay the same"
     )
     max_restarts: int = flag(
         0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
@@ -121,6 +124,7 @@ class LaunchConfig:
             hybrid_form=self.hybrid_form,
             precision=self.precision,
             gradient_compression=self.gradient_compression,
+            cudnn_autotune=self.cudnn_autotune,
         )
 
     def by_default(self) -> LaunchConfig:
@@ -154,8 +158,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
     Raises:
         ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs that are not there,
-            a precision or compression without effect here, num_gpus against what torchrun started, or environment
-            variables that contradict.
+            a flag without effect here, num_gpus against what torchrun started, or environment variables that contradict.
     """
     check_variables()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -180,7 +183,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks, gpu_ids = _one_process(num_ranks, gpu_ids, gpus, on_gpu)
     config.strategy_config.resolve(num_ranks)
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
-    check_precision(config.precision, "cuda" if on_gpu else "cpu")
+    config.strategy_config.check_device("cuda" if on_gpu else "cpu")
     if "RANK" in os.environ:
         if config.max_restarts:
             cure = "give --max_restarts 0 here and --max-restarts to torchrun"

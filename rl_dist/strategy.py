@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 
 from rl_dist.data_parallel import DataParallel, check_devices
 from rl_dist.loaders import SharedLoader, shared_loader
-from rl_dist.precision import autocast, autocast_dtype, check_precision, loss_scaler, set_cuda_math
+from rl_dist.precision import autocast, autocast_dtype, loss_scaler, set_cuda_math
 from rl_dist.sections import section
 from rl_dist.strategy_config import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig, resolve_shard_size
-from rl_dist.world import UserError, World
+from rl_dist.world import GROUP_TIMEOUT, UserError, World
 
 if TYPE_CHECKING:
     from rl_dist.sharding import Shards
@@ -69,15 +69,14 @@ class Strategy:
         if self.mode == "dp":
             check_devices(world.device.type, len(config.device_ids), world.size)
         device_type = world.device.type
-        check_precision(config.precision, device_type)
-        if config.cudnn_autotune and device_type != "cuda":
-            raise UserError("cudnn_autotune does nothing without a GPU: leave it out")
+        config.check_device(device_type)
         if device_type == "cuda":
             set_cuda_math(config.precision, config.cudnn_autotune)
         self.scaler = loss_scaler(config.precision, device_type)
         self.overflowed = False  # the last step was skipped, and the loss scale may be the only reason
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
+        self.group: dist.ProcessGroup | None = None  # of gradients alone; None: the world's
         self.shards: Shards | None = None
         sharded = self.mode == "hybrid" and not config.pipelined
         self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
@@ -113,11 +112,14 @@ class Strategy:
     def _with_ddp(self, module: nn.Module) -> nn.Module:
         config, device = self.config, self.world.device
         with self.world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
+            if config.backend and self.group is None:
+                self.group = dist.new_group(backend=config.backend, timeout=GROUP_TIMEOUT)
             # Newer torch wants another name, which 2.10 does not know.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             wrapped = DistributedDataParallel(
                 module,
                 device_ids=[device.index] if device.type == "cuda" else None,
+                process_group=self.group,
                 broadcast_buffers=False,  # buffers are merged over ranks by their owner, not overwritten
                 gradient_as_bucket_view=config.gradient_as_bucket_view,
                 static_graph=config.static_graph,
@@ -126,7 +128,8 @@ class Strategy:
             )
         hook = COMPRESSIONS[config.gradient_compression]
         # A lambda, because torch refuses the types of ours.
-        wrapped.register_comm_hook(self.world, lambda world, bucket: _reduce(world, bucket, hook))
+        state = self.world, self.group
+        wrapped.register_comm_hook(state, lambda state, bucket: _reduce(*state, bucket, hook))
         return wrapped
 
     @contextmanager
@@ -267,14 +270,23 @@ class Strategy:
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Let go of the module; the world stays open."""
-        self.module, self.parameters, self.shards = None, [], None
+        """Let go of the module and of a group that is its own; the world stays open.
+
+        Over NCCL ranks may wait for each other here, watched as in any collective.
+        """
+        if self.group is not None and dist.is_initialized():  # else it went with the world
+            nccl = self.config.backend == "nccl"
+            with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
+                dist.destroy_process_group(self.group)
+        self.module, self.parameters, self.shards, self.group = None, [], None, None
 
 
-def _reduce(world: World, bucket: dist.GradBucket, hook: Any) -> torch.futures.Future[torch.Tensor]:
+def _reduce(
+    world: World, group: dist.ProcessGroup | None, bucket: dist.GradBucket, hook: Any
+) -> torch.futures.Future[torch.Tensor]:
     """The mean over all ranks, by one of torch's hooks; the world learns when waiting begins."""
     world.gradients_ready()
-    return hook(None, bucket)  # None: all ranks
+    return hook(group, bucket)
 
 
 def parameter_hash(module: nn.Module) -> str:

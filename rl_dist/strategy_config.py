@@ -1,13 +1,14 @@
-"""How gradients come together, as a configuration: what a `rl_dist.strategy.Strategy` is made of."""
+"""How gradients come together, as a configuration of `rl_dist.strategy`."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
-from rl_dist.precision import PRECISIONS
+from rl_dist.precision import PRECISIONS, check_precision
 from rl_dist.world import UserError
 
 MODES = ("default", "none", "dp", "ddp", "hybrid", "auto")
@@ -23,6 +24,8 @@ class StrategyConfig:
         mode: none (one rank only), dp (one process, several GPUs, see `rl_dist.data_parallel`), ddp, hybrid (see
             `rl_dist.sharding`), or default: none on one rank, ddp on several. auto stands for the one that
             `rl_dist.strategy_choice` finds.
+        backend: of torch's process groups, such as gloo or nccl: gradients are reduced in a group of its own over all
+            ranks, apart from every other collective (ddp only); "": in the world's group.
         device_ids: GPUs of mode dp, the world's device first.
         batch_axes: where the inputs of forward have their batch, for mode dp; the last counts for all that follow,
             the first for the outputs.
@@ -38,10 +41,11 @@ class StrategyConfig:
         cudnn_autotune: cuDNN tries its algorithms for convolutions and keeps the fastest; for sizes that stay the same.
 
     Raises:
-        UserError: unknown mode, or a size that cannot be.
+        UserError: unknown mode or backend, or a size that cannot be.
     """
 
     mode: str = "default"
+    backend: str = ""
     device_ids: tuple[int, ...] = ()
     batch_axes: tuple[int, ...] = (0,)
     bucket_mb: float = 0.0
@@ -57,6 +61,9 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"strategy must be one of {', '.join(MODES)}, got {self.mode!r}")
+        backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+        if self.backend and self.backend not in backends:
+            raise UserError(f"backend must be one of {', '.join(backends)}, or empty, got {self.backend!r}")
         if self.gradient_compression not in COMPRESSIONS:
             known = ", ".join(COMPRESSIONS)
             raise UserError(f"gradient_compression must be one of {known}, got {self.gradient_compression!r}")
@@ -96,9 +103,28 @@ class StrategyConfig:
                 f"gradient_compression {self.gradient_compression} works with strategy ddp, not {mode}: "
                 "use --gradient_compression none"
             )
+        if self.backend and mode not in ("ddp", "auto"):
+            raise UserError(f"backend {self.backend} reduces gradients of strategy ddp, not of {mode}: leave it empty")
         if self.precision == "fp16" and mode == "hybrid":
             raise UserError("precision fp16 scales losses, which strategy hybrid cannot: use bf16, or --strategy ddp")
         return mode
+
+    def check_device(self, device_type: str) -> None:
+        """Refuse what has no effect on such a device, or cannot work there.
+
+        Raises:
+            UserError: a precision, cudnn_autotune or a backend; names the cure.
+        """
+        check_precision(self.precision, device_type)
+        if self.cudnn_autotune and device_type != "cuda":
+            raise UserError("cudnn_autotune does nothing without a GPU: use --no-cudnn_autotune, or leave it out")
+        if self.backend and not dist.is_backend_available(self.backend):
+            raise UserError(f"backend {self.backend} is not part of this torch: leave it empty")
+        devices = dist.Backend.backend_capability.get(self.backend, [device_type])
+        if device_type not in devices:
+            raise UserError(
+                f"backend {self.backend} reduces on {' and '.join(devices)}, not on {device_type}: leave it empty"
+            )
 
 
 def resolve_shard_size(shard_size: int, num_ranks: int) -> int:

@@ -11,20 +11,20 @@ from agents_ranks import Recording, make_job
 
 import agents.ppo
 from agents.trainer import train
-from rl_dist.collectives import check_in_sync
+from rl_dist.collectives import check_in_sync, sum_over_ranks
 from rl_dist.metrics import NullWriter
 from rl_dist.speed import SpeedConfig
-from rl_dist.strategy import StrategyConfig
+from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import StopFlag, close_world, open_world
 
 SINGLE = torch.float32
 NAME = "brief, clstm"  # actions in a box, episodes shorter than slots
 
 
-def job_of(name=NAME, *, fused_adam="auto", compile=False, precision="auto", compression="none", **options):
+def job_of(name=NAME, *, fused_adam="auto", compile=False, precision="auto", compression="none", backend="", **options):
     """A small job of `agents_ranks`, two iterations long unless told otherwise."""
     job = make_job(name, **{"iterations": 2} | options)
-    strategy = StrategyConfig(precision=precision, gradient_compression=compression)
+    strategy = StrategyConfig(precision=precision, gradient_compression=compression, backend=backend)
     return replace(job, strategy=strategy, speed=SpeedConfig(fused_adam=fused_adam, compile=compile))
 
 
@@ -40,7 +40,9 @@ CASES = {
     "two parts": {"batch_size": 8, "grad_accumulation": 2},
     "four parts": {"batch_size": 4, "grad_accumulation": 4},
     "single": {"dtype": SINGLE},
+    "single, own group": {"dtype": SINGLE, "backend": "gloo"},
     "compressed": {"dtype": SINGLE, "compression": "bf16"},
+    "compressed, own group": {"dtype": SINGLE, "compression": "bf16", "backend": "gloo"},
     "bf16": {"dtype": SINGLE, "precision": "bf16"},
     "fp16": {"dtype": SINGLE, "precision": "fp16"},
     "fp16, overflow on one rank": {"dtype": SINGLE, "precision": "fp16"},
@@ -71,7 +73,8 @@ def exercise(out_dir):
 
         def counted(tensor, *args, sent=sent, original=original, **kwargs):
             if kwargs.get("async_op"):
-                sent.update({"calls": 1, "bytes": tensor.nbytes, str(tensor.dtype): 1})
+                group = "in the world's" if kwargs["group"] is dist.group.WORLD else "in their own"
+                sent.update({"calls": 1, "bytes": tensor.nbytes, str(tensor.dtype): 1, group: 1})
             return original(tensor, *args, **kwargs)
 
         failing = overflowing_once(world.rank if "overflow" in name else 0)
@@ -84,6 +87,23 @@ def exercise(out_dir):
             "gradient_bytes": training.ppo.strategy.stats()["gradient_bytes"],
             "bad_in_a_row": training.ppo.bad_in_a_row,
         }
+    found["closed"] = close_a_group(world)
     torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
     return 0
+
+
+def close_a_group(world):
+    """Rank 1 fails before it closes; returns whether the group was there, and what the world's still adds up."""
+    strategy = Strategy(StrategyConfig(backend="gloo"), world)
+    strategy.wrap(torch.nn.Linear(2, 2))
+    group = strategy.group
+    seen = [dist.get_backend(group), dist.get_world_size(group)]
+    if world.main:
+        strategy.close()
+        strategy.close()
+        seen.append(strategy.group is None)
+    seen.append(float(sum_over_ranks({"x": 1.0}, world)["x"]))
+    if not world.main:
+        strategy.close()
+    return seen

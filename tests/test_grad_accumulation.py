@@ -151,6 +151,24 @@ def test_compression_rounds_gradients_and_no_more(ranks):
     assert compressed[0]["loss/value"] == pytest.approx(plain[0]["loss/value"], rel=1e-3)
 
 
+# ---- a group of their own
+
+
+@pytest.mark.parametrize("name", ["single", "compressed"])
+def test_gradients_in_a_group_of_their_own_are_the_same_bit_for_bit(ranks, name):
+    for rank in ranks:
+        own, worlds = rank[f"{name}, own group"], rank[name]
+        assert own["record"]["hashes"] == worlds["record"]["hashes"] and own["record"]["losses"]
+        assert own["sent"]["in their own"] == worlds["sent"]["in the world's"] == own["sent"]["calls"] > 0
+
+
+def test_a_group_is_left_without_waiting_for_the_other_rank_and_the_world_goes_on(ranks):
+    assert [rank["closed"] for rank in ranks] == [["gloo", 2, True, 2.0], ["gloo", 2, 2.0]]
+
+
+# ---- what is refused
+
+
 def test_compression_without_ddp_is_refused(monkeypatch, capsys, tmp_path):
     flags = ["--gradient_compression", "bf16", "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *SMALL, *flags) == 2

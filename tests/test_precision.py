@@ -255,6 +255,9 @@ def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32, monkeypat
     ("options", "words"),
     [
         ({"cudnn_autotune": True}, "cudnn_autotune does nothing without a GPU"),
+        ({"mode": "none", "backend": "gloo"}, "backend gloo reduces gradients of strategy ddp, not of none"),
+        ({"mode": "ddp", "backend": "nccl"}, "backend nccl (reduces on cuda, not on cpu|is not part of this torch)"),
+        ({"mode": "ddp", "backend": "mpi"}, "backend mpi is not part of this torch: leave it empty"),
         ({"precision": "tf32"}, "precision tf32"),
         ({"gradient_compression": "bf16"}, "gradient_compression bf16 works with strategy ddp, not none"),
     ],
@@ -270,6 +273,8 @@ def test_unknown_values_are_refused_by_name(option):
         with pytest.raises(ValueError, match=f"^{next(iter(option))} must be one of .*, got"):
             config(**option)
     assert resolve(LaunchConfig(num_gpus=2, device="cpu", gradient_compression="bf16")).num_ranks == 2
+    with pytest.raises(UserError, match="^backend must be one of gloo, nccl, .*, or empty, got 'fake'$"):
+        StrategyConfig(backend="fake")
 
 
 # ---- compiled

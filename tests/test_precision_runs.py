@@ -5,7 +5,9 @@ import math
 import torch
 from train_runs import SMALL, evaluate_here, only_error, records, train_here
 
-from agents.run import load_agent
+from agents.run import SECTIONS, RunConfig, load_agent, resumed_config
+from rl_dist.flags import parse_flags
+from rl_dist.launch import LaunchConfig
 
 RECALL = [
     *("--env", "Recall-v0", "--eval_episodes", "4", "--num_envs", "4", "--batch_size", "8"),
@@ -17,6 +19,16 @@ def test_tf32_is_refused_without_a_gpu_before_anything_is_written(monkeypatch, c
     assert train_here(monkeypatch, *SMALL, "--precision", "tf32", "--run_dir", tmp_path / "run") == 2
     assert "precision tf32 is a mode of NVIDIA GPUs" in only_error(capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_autotuner_is_refused_without_a_gpu_and_passed_on_with_one(monkeypatch, capsys, tmp_path):
+    assert train_here(monkeypatch, *SMALL, "--cudnn_autotune", "--run_dir", tmp_path / "run") == 2
+    assert "use --no-cudnn_autotune" in only_error(capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+    assert LaunchConfig(cudnn_autotune=True).strategy_config.cudnn_autotune
+    saved = RunConfig(launch=LaunchConfig(cudnn_autotune=True))  # by a machine with a GPU
+    flags = parse_flags(SECTIONS, ["--no-cudnn_autotune"], description="")
+    assert not resumed_config(saved, flags).launch.cudnn_autotune
 
 
 def test_compile_without_a_compiler_is_refused(monkeypatch, capsys, tmp_path):
