@@ -207,6 +207,8 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
             del changes["batch_size"]
         if changes.get("strategy", "hybrid") != "hybrid":
             changes = {"hybrid_form": "shard", "shard_size": 0} | changes  # they would do nothing from here on
+        if changes.get("hybrid_form") == "pipeline":
+            changes = {"shard_size": 0} | changes  # so would this
         differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - changeable]
         kept = {flag: changes[flag] for flag in changes.keys() & changeable}
         sections[name] = dataclasses.replace(old, **kept | (_other_devices(kept) if name == "launch" else {}))

@@ -60,6 +60,7 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
         config = dataclasses.replace(config, chosen_strategy="", chosen_on="")
     if not config.fallback:
         return Settled(config, resolve(config))
+    config.check_hybrid()
     if config.strategy not in ("none", "dp"):
         resolve(_with_mode(config, "default"))  # a mistake in other flags is no reason to step down
     first = "ddp" if config.strategy in ("default", "auto") else config.strategy

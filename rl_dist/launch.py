@@ -94,11 +94,6 @@ class LaunchConfig:
             raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
         if self.shard_size < 0:
             raise ValueError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
-        if self.shard_size and self.strategy not in ("hybrid", "auto"):
-            raise ValueError(
-                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
-                "use --strategy hybrid, or --shard_size 0"
-            )
         if self.num_gpus < -1:
             raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
         for name, choices in (
@@ -110,10 +105,23 @@ class LaunchConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.hybrid_form == "pipeline" and self.shard_size:
+            cure = "use --hybrid_form shard, or --shard_size 0"
+            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: {cure}")
+
+    def check_hybrid(self) -> None:
+        """Refuse flags of strategy hybrid beside another one, which a run to resume may have brought.
+
+        Raises:
+            ValueError: names the flag and the cure.
+        """
+        if self.shard_size and self.strategy not in ("hybrid", "auto"):
+            raise ValueError(
+                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
+                "use --strategy hybrid, or --shard_size 0"
+            )
         if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
             raise ValueError(f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: add --strategy hybrid")
-        if self.hybrid_form == "pipeline" and self.shard_size:
-            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: use --shard_size 0")
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -158,9 +166,10 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
     Raises:
         ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs that are not there,
-            a flag without effect here, num_gpus against what torchrun started, or environment variables that contradict.
+            flags without effect here, num_gpus against what torchrun started, or environment variables that clash.
     """
     check_variables()
+    config.check_hybrid()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device cuda: torch sees no CUDA GPU on this machine; use --device cpu")

@@ -8,8 +8,10 @@ from torch import nn
 from train_runs import SMALL, only_error, records, start_training
 
 from agents.pipeline import make_strategy, stage_of
-from agents.run import RunConfig
-from rl_dist.launch import LaunchConfig, launch
+from agents.run import SECTIONS, RunConfig, resumed_config
+from rl_dist.fallback import settle_launch
+from rl_dist.flags import parse_flags
+from rl_dist.launch import LaunchConfig, launch, resolve
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import UserError
 
@@ -128,10 +130,37 @@ def test_unknown_forms_and_forms_without_effect_are_refused():
     with pytest.raises(ValueError, match="hybrid_form must be one of"):
         LaunchConfig(strategy="hybrid", hybrid_form="diagonal")
     with pytest.raises(ValueError, match="needs strategy hybrid, got ddp"):
-        LaunchConfig(strategy="ddp", hybrid_form="pipeline")
+        resolve(LaunchConfig(strategy="ddp", hybrid_form="pipeline"))
+    with pytest.raises(ValueError, match="needs strategy hybrid, got ddp"):  # no reason to step down
+        settle_launch(LaunchConfig(num_gpus=2, device="cpu", strategy="ddp", hybrid_form="pipeline", fallback=True))
     with pytest.raises(ValueError, match="shard_size 2 does nothing with hybrid_form pipeline"):
         LaunchConfig(strategy="hybrid", hybrid_form="pipeline", shard_size=2)
     assert LaunchConfig(strategy="hybrid", hybrid_form="pipeline").strategy_config.pipelined
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "form"),
+    [
+        ({"strategy": "hybrid"}, ["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
+        ({"strategy": "hybrid", "shard_size": 2}, ["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
+        ({"strategy": "hybrid"}, ["--shard_size", "2"], ("hybrid", "shard", 2)),
+        ({"strategy": "hybrid", "hybrid_form": "pipeline"}, ["--hybrid_form", "shard"], ("hybrid", "shard", 0)),
+        ({"strategy": "hybrid", "shard_size": 2}, ["--strategy", "ddp"], ("ddp", "shard", 0)),
+    ],
+)
+def test_the_form_of_a_resumed_hybrid_run_changes_without_naming_hybrid_again(saved, given, form):
+    before = RunConfig(launch=LaunchConfig(num_gpus=4, device="cpu", **saved))
+    launch_config = resumed_config(before, parse_flags(SECTIONS, given, description="")).launch
+    assert (launch_config.strategy, launch_config.hybrid_form, launch_config.shard_size) == form
+    assert resolve(launch_config).num_ranks == 4
+
+
+@pytest.mark.parametrize("given", [["--hybrid_form", "pipeline"], ["--shard_size", "2"]])
+def test_the_form_of_hybrid_is_refused_where_the_resumed_run_is_none(given):
+    before = RunConfig(launch=LaunchConfig(num_gpus=4, device="cpu"))
+    resumed = resumed_config(before, parse_flags(SECTIONS, given, description=""))
+    with pytest.raises(ValueError, match="strategy hybrid"):
+        resolve(resumed.launch)
 
 
 def test_a_policy_without_a_cascade_is_refused():
@@ -149,17 +178,19 @@ def test_modules_other_than_the_policy_are_refused_by_the_general_strategy(monke
             Strategy(PIPELINE, world).wrap(nn.Linear(2, 2))
 
 
-@pytest.mark.slow  # two runs with two ranks each
-def test_the_command_trains_in_two_stages_and_goes_on_as_ddp(tmp_path):
+@pytest.mark.slow  # four runs with two ranks each
+def test_the_command_trains_in_two_stages_and_goes_on_as_ddp_shards_and_stages_again(tmp_path):
     run_dir = tmp_path / "run"
     training = start_training(*SMALL, *TWO_RANKS, "--run_dir", run_dir)
     _, stderr = training.communicate(timeout=300)
     assert training.returncode == 0, stderr
-    resumed = start_training("--resume", run_dir, "--num_episodes", "16", "--strategy", "ddp")
-    _, stderr = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, stderr
+    steps = (("--strategy", "ddp"), ("--strategy", "hybrid"), ("--hybrid_form", "pipeline"))
+    for number, changed in enumerate(steps, 2):
+        resumed = start_training("--resume", run_dir, "--num_episodes", 8 * number, *changed)
+        _, stderr = resumed.communicate(timeout=300)
+        assert resumed.returncode == 0, stderr
     rows = records(run_dir)
-    assert rows[-1]["episode/total"] >= 16
+    assert rows[-1]["episode/total"] >= 32
     assert all(math.isfinite(row["loss/policy"]) for row in rows)
 
 
