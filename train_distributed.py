@@ -38,7 +38,7 @@ from agents.run import (
 )
 from agents.sizes import AUTO, share_out, sizes_table
 from agents.strategy_choice import settle_strategy
-from agents.trainer import Job, MakeEnv, Training, train
+from agents.trainer import MakeEnv, Training, train
 from envs.faults import EnvironmentFault
 from envs.simulated_market import market_card
 from envs.task import GymTask, check_flags
@@ -46,7 +46,7 @@ from envs.trading_task import TradingTask
 from rl_dist import events
 from rl_dist.checkpoint import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint, load_checkpoint
 from rl_dist.collectives import agree_max, gather_json
-from rl_dist.console import outlive_readers
+from rl_dist.console import outlive_readers, tell_once
 from rl_dist.fallback import settle_launch
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
@@ -202,18 +202,12 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         config = settle_batch_size(config, make_env, run_dir, world)
         config = settle_strategy(config, resolved, task, world, run_dir)
         starts_pretrained = bool(config.train.pretrained) and not resume_from
-        job = Job(
-            train=config.train,
-            policy=config.policy,
-            ppo=config.ppo,
-            make_env=make_env,
-            run_dir=run_dir,
-            strategy=dataclasses.replace(config.launch.strategy_config, device_ids=resolved.gpu_ids),
-            speed=config.speed,
-            dtype=config.launch.dtype,
+        job = config.job(
+            make_env,
+            run_dir,
+            resolved.gpu_ids,
             validate=validation(task, config, world),
             pretrained=load_pretrained(config.train.pretrained) if starts_pretrained else None,
-            config=config.to_dict(),
         )
         training = Training(job, world)
         world.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
@@ -338,7 +332,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
 def refuse(error: ValueError, config: RunConfig | None, run_dir: Path | None) -> int:
     """Say why there is nothing to start, and return the exit code."""
     message, code = " ".join(str(error).split()), getattr(error, "exit_code", 2)
-    print(f"error: {message}", file=sys.stderr)
+    tell_once(f"error: {message}")
     if code != 2 and config and run_dir and is_first():  # a mistake at the keyboard is no event
         events.configure(config.launch.on_event, run_dir)
         events.notify("failed", message, exit_code=code)

@@ -47,17 +47,7 @@ def settle_batch_size(config: RunConfig, make_env: MakeEnv, run_dir: Path, world
     saved = json.loads((run_dir / "config.json").read_text()) if world.main else config.to_dict()
     batch_size, told = gather_json(saved["train"]["batch_size"], world)[0], ""
     if batch_size == AUTO:
-        job = Job(
-            train=config.train,
-            policy=config.policy,
-            ppo=config.ppo,
-            make_env=make_env,
-            run_dir=run_dir,
-            strategy=config.launch.strategy_config,
-            speed=config.speed,
-            dtype=config.launch.dtype,
-        )
-        batch_size, told = choose_batch_size(job, world)
+        batch_size, told = choose_batch_size(config.job(make_env, run_dir), world)
     config = replace(config, train=replace(config.train, batch_size=batch_size))
     if world.main and told:
         save_config(config, run_dir)

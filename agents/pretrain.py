@@ -39,7 +39,7 @@ from envs.windows import MarketWindows, as_batch
 from rl_dist import events
 from rl_dist.checkpoint import CHECKPOINT_DIR
 from rl_dist.collectives import gather_json
-from rl_dist.console import outlive_readers
+from rl_dist.console import outlive_readers, tell_once
 from rl_dist.flags import ParsedFlags, flag, parse_flags
 from rl_dist.launch import LaunchConfig, ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import setup_logging, write_whole
@@ -340,7 +340,7 @@ def main() -> int:
             with hold(run_dir / CONFIG_FILE) if resume else nullcontext():
                 save_config(config, run_dir)
     except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        tell_once(f"error: {' '.join(str(error).split())}")
         return getattr(error, "exit_code", 2)
     args = (config, resolved, run_dir or RUNS, resume)
     code = launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)

@@ -23,7 +23,7 @@ from agents.pipeline import NO_CASCADE
 from agents.ppo import PPOConfig
 from agents.pretrained import load_pretrained
 from agents.sizes import AUTO, TrainConfig, share_out
-from agents.trainer import check_weights
+from agents.trainer import Job, MakeEnv, check_weights
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
@@ -112,6 +112,26 @@ class RunConfig:
             return RunConfig(**{name: SECTIONS[name](**values) for name, values in saved.items()})
         except (KeyError, TypeError) as error:
             raise UserError(f"the saved configuration does not fit this version: {error}") from None
+
+    def job(self, make_env: MakeEnv, run_dir: Path, gpu_ids: tuple[int, ...] = (), **others: Any) -> Job:
+        """What the trainer is given of it.
+
+        Args:
+            gpu_ids: of the one process of strategy dp.
+            others: further fields of the job.
+        """
+        return Job(
+            train=self.train,
+            policy=self.policy,
+            ppo=self.ppo,
+            make_env=make_env,
+            run_dir=run_dir,
+            strategy=dataclasses.replace(self.launch.strategy_config, device_ids=gpu_ids),
+            speed=self.speed,
+            dtype=self.launch.dtype,
+            config=self.to_dict(),
+            **others,
+        )
 
     def prepare_task(self, beat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
         """The markets and spans of the trading task, or the Gymnasium task.

@@ -1,10 +1,14 @@
-"""Output that outlives its reader."""
+"""Output that outlives its reader, and errors that several ranks see."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from contextlib import suppress
 from typing import Any
+
+FIRST_RANK_S = 10.0  # for the first rank of a machine to say what the others see as well
 
 
 class _Outliving:
@@ -34,3 +38,26 @@ def outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), _Outliving):
             setattr(sys, name, _Outliving(getattr(sys, name)))
+
+
+def tell_once(line: str) -> None:
+    """Print bad usage on stderr, under torchrun once on a machine.
+
+    All ranks there see the same flags, files and devices, and torchrun ends the others when the first has left. They
+    wait for that before they speak: what only one of them sees is told, a little later.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0" and _is_ended():
+        return
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _is_ended() -> bool:
+    """Wait for torchrun to end this process, which then leaves by itself; False: it does not."""
+    if not hasattr(signal, "sigtimedwait"):  # macOS
+        return False
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        return signal.sigtimedwait([signal.SIGTERM], FIRST_RANK_S) is not None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

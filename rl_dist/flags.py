@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+from rl_dist.console import tell_once
+
 T = TypeVar("T")
 _NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -168,7 +170,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print and exit."""
-        print("error: " + " ".join(message.split()), file=sys.stderr)
+        tell_once("error: " + " ".join(message.split()))
         sys.exit(2)
 
 

@@ -6,9 +6,10 @@ process group or any one rank has it; ranks stop at their next iteration end, sa
 killed launcher get SIGTERM from the kernel and leave by themselves.
 
 Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
-once as `error: ...`, exit code 2. Anything else: traceback and rank, once, exit code 1. The
-traceback of either goes to the rank's log file. With `max_restarts`, all ranks start again after
-anything but a message for the user or a stop signal; `fn` finds out by `restart_count()`.
+once (under torchrun once on each machine) as `error: ...`, exit code 2. Anything else: traceback
+and rank, once, exit code 1. The traceback of either goes to the rank's log file. With
+`max_restarts`, all ranks start again after anything but a message for the user or a stop signal;
+`fn` finds out by `restart_count()`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from rl_dist import events
 from rl_dist.agent import Job, say
+from rl_dist.console import tell_once
 from rl_dist.data_parallel import check_devices
 from rl_dist.flags import flag, recorded
 from rl_dist.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
@@ -110,7 +112,9 @@ class LaunchConfig:
             raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: {cure}")
 
     def check_hybrid(self) -> None:
-        """Refuse flags of strategy hybrid beside another one, which a run to resume may have brought.
+        """Refuse flags of strategy hybrid beside another one.
+
+        Not when the flags are read: a run to resume may bring the strategy.
 
         Raises:
             ValueError: names the flag and the cure.
@@ -275,7 +279,7 @@ def launch(
         job = Job(fn, args, num_ranks, max_restarts, run_dir)
         report, restarts = job.run(), job.restarts
     if report.message:
-        say(report.message)
+        (tell_once if report.exit_code == 2 else say)(report.message)
     _tell_the_user(report, restarts)
     return report.exit_code
 

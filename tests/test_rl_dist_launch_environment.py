@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import rl_dist_ranks
 import torch.distributed as dist
-from train_runs import SIZES, only_error, train_here
+from train_runs import REPO, SIZES, only_error, start, train_here
 
+from rl_dist import console
 from rl_dist.launch import LaunchConfig, launch, resolve, restart_count
 from rl_dist.rendezvous import _own_part, check_address, free_port, open_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-OWN = dict.fromkeys((*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"))
+OWN = dict.fromkeys((*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"))
 
 
 @pytest.fixture
@@ -68,6 +69,39 @@ def test_the_command_refuses_them_in_one_line(environment, monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     assert train_here(monkeypatch, *SIZES, "--env", "CartPole-v1") == 2
     assert "LOCAL_RANK is not" in only_error(capsys.readouterr().err)
+
+
+BAD = [["--num_envs", "-4"], ["--num_gpus", "7"], ["--env", "CartPole-v1", "--preset", "paper"]]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_wait_for_their_end(
+    flags, environment, monkeypatch, capsys
+):
+    environment(**TORCHRUN | {"TORCHELASTIC_RUN_ID": "here"})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # as torchrun does when the first has left
+        assert train_here(monkeypatch, *flags) == 2
+        assert not signal.sigpending()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(console, "FIRST_RANK_S", 0.01)
+    assert train_here(monkeypatch, *flags) == 2
+    assert only_error(capsys.readouterr().err)  # nobody else has failed: it is not lost
+    monkeypatch.setattr(console, "FIRST_RANK_S", 1e6)
+    environment(**TORCHRUN | {"TORCHELASTIC_RUN_ID": "here", "RANK": "0", "LOCAL_RANK": "0"})
+    assert train_here(monkeypatch, *flags) == 2
+    assert only_error(capsys.readouterr().err)
+
+
+@pytest.mark.slow  # two ranks
+def test_under_torchrun_a_mistake_is_told_once(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    job = start(*torchrun, REPO / "train_distributed.py", *BAD[0], cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert err.count("error: num_envs must be 0..10000000, got -4") == 1 and job.returncode == 1  # torchrun's own
     assert not list(tmp_path.iterdir())
 
 
@@ -132,15 +166,15 @@ def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
     def meet(rank):
         parts[rank] = _own_part(store, rank, size, time.monotonic() + 60)
 
-    for start in range(2):  # the second finds everything that the first has left
+    for turn in range(2):  # the second finds everything that the first has left
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
         assert not parts[0].check(["who"])
-        parts[2].set("who", f"start {start}")
-        assert [parts[rank].get("who") for rank in range(size)] == [f"start {start}".encode()] * size
+        parts[2].set("who", f"start {turn}")
+        assert [parts[rank].get("who") for rank in range(size)] == [f"start {turn}".encode()] * size
 
 
 def report_environment(folder):
