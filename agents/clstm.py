@@ -7,6 +7,7 @@ cascaded LSTM networks", https://arxiv.org/abs/2212.02721: a feature LSTM feeds 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +63,23 @@ class Evaluation(NamedTuple):
     values: Tensor  # [L, N]
 
 
+def distribution_of(actor: Tensor, log_std: Tensor | None) -> Distribution:
+    """Action distribution of actor outputs [..., A].
+
+    Args:
+        log_std: [A] of Box actions; None: they are discrete.
+    """
+    if log_std is None:
+        return Categorical(logits=actor, validate_args=False)
+    return Independent(Normal(actor, log_std.exp(), validate_args=False), 1, validate_args=False)
+
+
+def evaluation_of(actor: Tensor, values: Tensor, actions: Tensor, log_std: Tensor | None) -> Evaluation:
+    """Log probabilities and entropies of actions under the network's outputs."""
+    distribution = distribution_of(actor, log_std)
+    return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+
+
 class Policy(nn.Module):
     """Actor and critic over a recurrent core; never stores recurrent state.
 
@@ -74,6 +92,7 @@ class Policy(nn.Module):
     """
 
     low_precision: torch.dtype | None = None
+    evaluation: Callable[..., Evaluation] = staticmethod(evaluation_of)  # or the same, compiled
     BATCH_AXES = (1, 1, 0, 1)  # of the slots, in the inputs of `forward`; in its outputs it is the first of these
 
     def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
@@ -185,9 +204,7 @@ class Policy(nn.Module):
 
     def distribution(self, actor: Tensor) -> Distribution:
         """Action distribution of actor outputs [..., A]."""
-        if self.discrete:
-            return Categorical(logits=actor, validate_args=False)
-        return Independent(Normal(actor, self.log_std.exp(), validate_args=False), 1, validate_args=False)
+        return distribution_of(actor, None if self.discrete else self.log_std)
 
     @torch.no_grad()
     def act(
@@ -225,8 +242,7 @@ class Policy(nn.Module):
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
         """Log probabilities and entropies of actions under the network's outputs."""
-        distribution = self.distribution(actor)
-        return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+        return self.evaluation(actor, values, actions, None if self.discrete else self.log_std)
 
 
 def _run_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from agents.clstm import Evaluation, Policy
+from agents.clstm import Evaluation, Policy, evaluation_of
 from agents.pipeline import PipelineStrategy
 from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
 from rl_dist import events
@@ -182,8 +182,8 @@ class PPO:
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate, self.world.device, speed.fused_adam)
         self.compiled_loss = compiled(ppo_loss) if speed.compile else None
-        if speed.compile:  # LSTMs would be unrolled, single layers gain nothing, GAE takes a minute to compile
-            policy.evaluate = compiled(policy.evaluate)  # type: ignore[assignment, type-var]
+        if speed.compile and isinstance(policy, Policy):  # functions of tensors: replicas bring their own parameters
+            policy.evaluation = compiled(evaluation_of)
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""

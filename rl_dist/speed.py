@@ -24,7 +24,9 @@ class SpeedConfig:
     """Faster ways to the same numbers, up to rounding."""
 
     fused_adam: str = flag("auto", "Adam's step as one kernel; auto: on GPUs", choices=FUSED)
-    compile: bool = flag(False, "torch.compile what surrounds the LSTMs: action distribution and loss; slow to start")
+    compile: bool = flag(
+        False, "torch.compile for action distribution and loss, not for LSTMs, single layers and GAE; slow to start"
+    )
 
     def __post_init__(self) -> None:
         if self.fused_adam not in FUSED:

@@ -126,10 +126,9 @@ class Strategy:
                 find_unused_parameters=config.find_unused_parameters,
                 bucket_cap_mb=config.bucket_mb or math.ceil(self.gradient_bytes / 2**20) + 1,
             )
-        hook = COMPRESSIONS[config.gradient_compression]
+        hook, group = COMPRESSIONS[config.gradient_compression], self.group
         # A lambda, because torch refuses the types of ours.
-        state = self.world, self.group
-        wrapped.register_comm_hook(state, lambda state, bucket: _reduce(*state, bucket, hook))
+        wrapped.register_comm_hook(self.world, lambda world, bucket: _reduce(world, group, bucket, hook))
         return wrapped
 
     @contextmanager

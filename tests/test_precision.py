@@ -10,12 +10,14 @@ from test_policy import BOX, DISCRETE, FORMS, make_inputs, make_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agents.ppo import NonFiniteGradient, PPOConfig
+from agents.clstm import Policy
+from agents.ppo import PPO, NonFiniteGradient, PPOConfig
 from agents.trainer import train
 from rl_dist import events, precision
 from rl_dist.launch import LaunchConfig, resolve
 from rl_dist.metrics import NullWriter
 from rl_dist.precision import autocast, check_precision, loss_scaler
+from rl_dist.speed import SpeedConfig
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import StopFlag, UserError
 
@@ -278,6 +280,18 @@ def test_unknown_values_are_refused_by_name(option):
 
 
 # ---- compiled
+
+
+def test_replicas_of_a_compiled_policy_evaluate_with_parameters_of_their_own(world, monkeypatch):
+    monkeypatch.setattr("agents.ppo.compiled", lambda function: lambda *args: function(*args))  # takes no seconds
+    policy = make_policy(FORMS["clstm"], BOX)
+    PPO(policy, PPOConfig(), Strategy(StrategyConfig(), world), speed=SpeedConfig(compile=True))
+    assert policy.evaluation is not Policy.evaluation
+    replica = policy._replicate_for_data_parallel()  # as DataParallel makes one for each GPU
+    replica.log_std = policy.log_std.detach() + 1.0
+    actor = actions = torch.zeros(1, policy.num_actions, dtype=torch.float64)
+    entropies = [each.evaluate(actor, actor[:, 0], actions).entropy for each in (replica, policy)]
+    torch.testing.assert_close(entropies[0] - entropies[1], torch.full((1,), float(policy.num_actions)).double())
 
 
 @pytest.mark.slow
