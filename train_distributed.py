@@ -124,7 +124,8 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
             found = (load_newest(run_dir) if extra.resume == "auto" else None) or load_saved(run_dir)
             saved = RunConfig.from_dict(json.loads(found.state["config"]))
             return resumed_config(saved, parsed), run_dir, found
-        print("nothing to resume: starting a fresh run")
+        if is_first():
+            print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
     if not extra.run_dir:
         return config, None, None

@@ -179,6 +179,7 @@ def test_modules_other_than_the_policy_are_refused_by_the_general_strategy(monke
 
 
 @pytest.mark.slow  # four runs with two ranks each
+@pytest.mark.timeout(900)
 def test_the_command_trains_in_two_stages_and_goes_on_as_ddp_shards_and_stages_again(tmp_path):
     run_dir = tmp_path / "run"
     training = start_training(*SMALL, *TWO_RANKS, "--run_dir", run_dir)
