@@ -96,9 +96,9 @@ def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_wait_for_th
     assert only_error(capsys.readouterr().err)
 
 
-@pytest.mark.slow  # two ranks
+@pytest.mark.slow  # four ranks
 def test_under_torchrun_a_mistake_is_told_once(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
     job = start(*torchrun, REPO / "train_distributed.py", *BAD[0], cwd=tmp_path)
     _, err = job.communicate(timeout=120)
     assert err.count("error: num_envs must be 0..10000000, got -4") == 1 and job.returncode == 1  # torchrun's own
