@@ -17,6 +17,7 @@ from supervised_ranks import (
     leave_on_one_rank,
     make_net,
 )
+from tensorboard_readers import seen
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -230,6 +231,18 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     assert again["loss"] == losses[best - 1]
     resumed = Fitted(world, tmp_path, config=config, resume=True, **data)
     assert equal(resumed.weights, fitted.weights) and resumed.result.history == fitted.result.history
+
+
+def test_tensorboard_has_every_epoch_once_whatever_was_lost_before_it_went_on(world, tmp_path):
+    Fitted(world, tmp_path, epochs=2)
+    (ours,) = tmp_path.glob("events.out.tfevents.*")
+    ours.write_bytes(ours.read_bytes()[:-20])  # torn
+    other = tmp_path / "events.out.tfevents.1.of_somebody_else"
+    other.write_bytes(b"")
+    history = Fitted(world, tmp_path, epochs=4, resume=True).result.history
+    for tag in ("train/loss", "train/accuracy", "valid/loss", "valid/accuracy"):
+        assert seen(tmp_path, tag) == [(k, pytest.approx(one[tag])) for k, one in enumerate(history, 1)]
+    assert len(history) == 4 and other.exists() and len(list(tmp_path.glob("events.*"))) == 2
 
 
 def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_path, monkeypatch):
