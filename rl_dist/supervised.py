@@ -257,7 +257,7 @@ def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState)
             if place == parts - 1:
                 _, stepped = task.strategy.step(task.optimizer, config.max_grad_norm)
                 if not task.strategy.overflowed:  # else it is part of the search for a loss scale
-                    _count_bad(state, stepped, config)
+                    _count_bad(state, stepped, config, f"{where}, batch {number}")
         world.beat()
         bar.update()
         if number % STOP_EVERY == 0 and (signum := agree_max(stop_flag.signum, world)):
@@ -267,8 +267,11 @@ def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState)
     return sums.means(world), 0
 
 
-def _count_bad(state: FitState, stepped: bool, config: FitConfig) -> None:
+def _count_bad(state: FitState, stepped: bool, config: FitConfig, place: str) -> None:
     state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+    if not stepped and state.strategy.world.main:
+        count = f"{state.bad_in_a_row} in a row, more than {config.max_bad_steps} end training"
+        logger.warning("%s: loss or gradient is NaN or inf, the step is left out (%s)", place, count)
     if state.bad_in_a_row > config.max_bad_steps:
         raise UserError(
             f"loss or gradient was NaN or inf in {state.bad_in_a_row} steps in a row, more than max_bad_steps "
