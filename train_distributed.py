@@ -19,7 +19,7 @@ from typing import Any
 from agents.batch_choice import settle_batch_size
 from agents.evaluate import judge_run, validation
 from agents.interactive import ask_user
-from agents.memory_advice import JUDGING, out_of_memory
+from agents.memory_advice import JUDGING, out_of_memory, warn_of_rollouts_too_large
 from agents.pretrained import load_pretrained
 from agents.run import (
     OWNERS,
@@ -202,6 +202,7 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
         make_env: MakeEnv = lambda count, first: task.training_env(count, first, str(world.device))  # noqa: E731
         config = settle_batch_size(config, make_env, run_dir, world)
         config = settle_strategy(config, resolved, task, world, run_dir)
+        warn_of_rollouts_too_large(config, world)
         starts_pretrained = bool(config.train.pretrained) and not resume_from
         job = config.job(
             make_env,

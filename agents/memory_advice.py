@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
+from agents.memory import Shapes, compute_memory, largest_sizes
 from agents.run import RunConfig
 from agents.sizes import AUTO, TrainConfig, share_out, shares_out
 from agents.trainer import last_checkpoint
@@ -15,6 +17,37 @@ from rl_dist.world import UserError, World
 GIB = 2**30
 JUDGING = "judging"
 STEPPING = ("update", "choice of the batch size")  # phases whose memory grows with batch_size
+SMALLEST_SHAPES = Shapes(num_obs=1, num_actions=1, discrete=True)  # no environment has smaller ones
+logger = logging.getLogger(__name__)
+
+
+def warn_of_rollouts_too_large(config: RunConfig, world: World) -> None:
+    """Say so, before minutes go into making environments whose rollouts cannot fit.
+
+    Computed for the smallest environment there could be, and without the update: what it finds too large is.
+
+    Raises:
+        UserError: the sizes do not share out over the ranks.
+    """
+
+    def rollout_bytes(train: TrainConfig) -> int:
+        sizes, itemsize = share_out(train, 0, world.size), config.launch.dtype.itemsize
+        need = compute_memory(config.policy, train, sizes, SMALLEST_SHAPES, itemsize=itemsize)
+        return need.peak - need.activations
+
+    needed, free = rollout_bytes(config.train), free_memory_bytes(world.device)
+    if needed <= free or not world.main:
+        return
+    num_envs, batch_size = largest_sizes(config.train, world.size, rollout_bytes, free)
+    by_batch = f"--batch_size {batch_size} without --num_envs" if batch_size else "a smaller --hidden_size"
+    logger.warning(
+        "rollouts need at least %.1f GiB on each rank and %.1f GiB are free on %s: expect this training to run out of "
+        "memory; what may fit: %s",
+        needed / GIB,
+        free / GIB,
+        world.device,
+        f"--num_envs {num_envs}, or {by_batch}" if num_envs else by_batch,
+    )
 
 
 def out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError:

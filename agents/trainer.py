@@ -118,11 +118,11 @@ class Training:
 
     def collect(self, lifetime_step: int) -> Rollout:
         """One rollout of num_steps steps of every environment."""
+        self.world.enter("collect")
         train, sizes = self.job.train, self.sizes
         noise = action_noise(
             self.action_space, train.seed, sizes.first_env, sizes.num_envs, lifetime_step, train.num_steps
         ).to(self.world.device, self.job.dtype)
-        self.world.enter("collect")
         parts = self.policy, self.obs_normalizer, self.env, self.carry
         rollout = collect(*parts, noise, train.bptt_steps, on_step=self.world.beat)
         rollout.refuse_non_finite(self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)

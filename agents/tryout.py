@@ -18,13 +18,13 @@ from agents.run import RunConfig
 from agents.sizes import Sizes, TrainConfig, share_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.all_reduce_bench import BenchFailed, Measured, measure_all_reduce
-from rl_dist.calibration import steps_per_episode
 from rl_dist.gpu_ids import parse_gpu_ids
 from rl_dist.hardware import Facts
 from rl_dist.job_of_run import flags_of
 from rl_dist.launch import UserError
 from rl_dist.measured_checks import MemoryFigures, TimeFigures
 from rl_dist.monitor import clear_gpu_memory
+from rl_dist.own_work import steps_per_episode
 from rl_dist.strategy import StrategyConfig
 from rl_dist.trial import SideBySide
 from rl_dist.world import close_world, open_world, threads_per_rank

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 
 import torch
 
-from rl_dist.calibration import gradient_bytes_of_log, share_flags, work_of
+from rl_dist.measurement_plan import share_flags
+from rl_dist.own_work import gradient_bytes_of_log, work_of
 from rl_dist.reduction_bench import measure_reductions
 from rl_dist.scaling_model import Communication, predict
 from rl_dist.trial import SideBySide

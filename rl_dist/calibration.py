@@ -6,21 +6,19 @@ at the sizes and with the threads that a rank would have. Reductions are measure
 
 from __future__ import annotations
 
-import math
 import os
-import re
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from rl_dist.launch import UserError
 from rl_dist.machines import LINKS, link_of_gpu
+from rl_dist.measurement_plan import expected_times, share_flags
+from rl_dist.own_work import gradient_bytes_of_log, steps_per_episode, work_of
+from rl_dist.progress import Stages
 from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Link, Prediction, Scaled, Work, cluster_all_reduce_s, fit_link, predict
-from rl_dist.strategy import GRADIENT_BYTES_LOGGED
 from rl_dist.trial import Trial, run_trial, without
 from rl_dist.world import available_cores, threads_per_rank
 
@@ -31,7 +29,6 @@ OF_RANKS = (
     "num_gpus", "gpu_ids", "strategy", "hybrid_form", "shard_size", "fallback", "gradient_compression",
     "scaling", "lr_scaling", "device",
 )  # fmt: skip
-PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
 BUSY_SHARE = 0.5  # of the cores, that others may want while copies are measured
 COPIES_PER_CORE = 4  # more of them measure only how the machine is overrun
 
@@ -85,73 +82,6 @@ class Calibration:
         return Scaled(self.one.prediction, point.prediction)
 
 
-# ---- from records of metrics to the model's terms
-
-
-def work_of(copies: Sequence[Sequence[dict[str, Any]]]) -> Work:
-    """One rank's own work, from the metrics of independent one-rank runs."""
-    records = [record for records in copies for record in records]
-    if not records:
-        raise UserError("no iteration was measured: give more --iterations")
-    rows = [_own_seconds(record) for record in records]
-    return work_of_rows(
-        rows,
-        env_steps=round(records[0]["global_step"] / records[0]["iteration"]),
-        gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
-        step_spread_s=statistics.fmean(record["time/step_spread_s"] for record in records),
-    )
-
-
-def work_of_rows(
-    rows: Sequence[dict[str, float]], *, env_steps: int, gradient_steps: int, step_spread_s: float
-) -> Work:
-    """Means and deviations of own seconds by part; a row is an iteration of a rank.
-
-    Not medians: cores of shared hosts have two speeds, which take turns; the middle is one of them.
-    """
-    updates_s = [row["forward"] + row["backward"] + row["optimizer"] for row in rows]
-    own_s = [sum(row.values()) for row in rows]
-    return Work(
-        env_steps=env_steps,
-        gradient_steps=gradient_steps,
-        **{f"{name}_s": statistics.fmean(row[name] for row in rows) for name in rows[0]},
-        collect_spread_s=spread([row["collect"] for row in rows]),
-        step_spread_s=step_spread_s,
-        update_spread_s=math.sqrt(max(0.0, spread(updates_s) ** 2 - gradient_steps * step_spread_s**2)),
-        relative_error=spread(own_s) / statistics.fmean(own_s) / math.sqrt(len(own_s)),
-    )
-
-
-def _own_seconds(record: dict[str, Any]) -> dict[str, float]:
-    """An iteration of a one-rank run by part, without its collectives."""
-    parts = {name: record[f"time/{name}_s"] for name in PARTS}
-    elapsed_s = record["global_step"] / record["iteration"] / record["time/sps"]
-    own_s = elapsed_s - record["time/sync_s"] - record["time/gradient_wait_s"]
-    return parts | {"rest": max(0.0, own_s - sum(parts.values()))}
-
-
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation; of a single value, 0."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def steps_per_episode(records: Sequence[dict[str, Any]]) -> float:
-    """Environment steps per ended episode; nan if none ended.
-
-    Not the mean length: the first episodes begin at a random age, so those that end soon are short.
-    """
-    ended = sum(record["episode/count"] for record in records)
-    steps = sum(record["global_step"] / record["iteration"] for record in records)
-    return steps / ended if ended else math.nan
-
-
-def gradient_bytes_of_log(log: str) -> int:
-    """The size of the gradient, as a rank logged it."""
-    found = re.findall(GRADIENT_BYTES_LOGGED.replace("%d", r"(\d+)"), log)
-    assert found, "rl_dist.strategy logs it"
-    return int(found[-1])
-
-
 # ---- measuring
 
 
@@ -176,7 +106,7 @@ def calibrate(
     link: Link | None = None,
     between: Link | None = None,
     uncontended: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    stages: Stages | None = None,
 ) -> Calibration:
     """Measure what the model needs for each number of ranks.
 
@@ -189,6 +119,7 @@ def calibrate(
         link: between ranks of one machine; None: measured, where two devices are here.
         between: between machines, needed where there are several.
         uncontended: measure each share in one copy alone, too.
+        stages: told what is measured, and how far it is.
 
     Raises:
         UserError: flags that training refuses, a number of ranks that cannot be, or too many for this machine.
@@ -199,37 +130,34 @@ def calibrate(
     per_machine = ranks_per_machine or default_ranks_per_machine(device_type, gpus[-1])
     if between is None:
         _check_one_machine(gpus[-1], per_machine)
-    short = _Short(without(flags, OF_RANKS), iterations, device_type, per_machine, say)
+    short = _Short(without(flags, OF_RANKS), iterations, device_type, per_machine, stages or Stages(shown=False))
     short.check_cores(gpus[-1])
+    short.stages.expect(1.0, *short.plan(gpus, scalings, lambda *_: True, link, uncontended))
     first = short.run(1, [])
     short.check_memory(gpus[-1], first.copy_bytes, divided="weak" not in scalings)
     one = work_of(first.records)
     num_steps, batch_size = first.config["train"]["num_steps"], first.config["train"]["batch_size"]
     num_envs = one.env_steps // num_steps
+    shares = {(n, scaling): share_flags(num_envs, batch_size, n, scaling) for scaling in scalings for n in gpus}
+    short.stages.expect(*short.plan(gpus, scalings, lambda *point: not shares[point][1], link, uncontended))
     gradient_bytes = gradient_bytes_of_log(first.log)
     talk = _Talk(gradient_bytes, short)
     link = link or talk.link(gpus[-1])
     points = []
-    for scaling in scalings:
-        for ranks in gpus:
-            if ranks == 1:
-                points.append(Point(ranks=1, scaling=scaling, work=one, threads=threads_per_rank(1)))
-                continue
-            share, problem = share_flags(num_envs, batch_size, ranks, scaling)
-            if problem:
-                points.append(Point(ranks=ranks, scaling=scaling, problem=problem))
-                continue
-            points.append(
-                Point(
-                    ranks=ranks,
-                    scaling=scaling,
-                    work=work_of(short.run(ranks, share).records),
-                    alone=short.alone(ranks, share, one if scaling == "weak" else None) if uncontended else None,
-                    communication=talk.of(ranks, link, between or link),
-                    copies=short.copies(ranks),
-                    threads=threads_per_rank(short.copies(ranks)),
-                )
+    for (ranks, scaling), (share, problem) in shares.items():
+        point = Point(ranks=ranks, scaling=scaling, work=one, threads=threads_per_rank(1))
+        if problem:
+            point = Point(ranks=ranks, scaling=scaling, problem=problem)
+        elif ranks > 1:
+            point = replace(
+                point,
+                work=work_of(short.run(ranks, share).records),
+                alone=short.alone(ranks, share, one if scaling == "weak" else None) if uncontended else None,
+                communication=talk.of(ranks, link, between or link),
+                copies=short.copies(ranks),
+                threads=threads_per_rank(short.copies(ranks)),
             )
+        points.append(point)
     return Calibration(
         flags=list(flags),
         device_type=device_type,
@@ -255,16 +183,6 @@ def _check_one_machine(ranks: int, per_machine: int) -> None:
         )
 
 
-def share_flags(num_envs: int, batch_size: int, ranks: int, scaling: str) -> tuple[list[str], str]:
-    """The sizes of one rank among `ranks` as flags, or why they cannot be shared out."""
-    if scaling == "weak":
-        return [f"--num_envs={num_envs}"], ""
-    if num_envs % ranks or batch_size % ranks:
-        what = f"num_envs {num_envs} and batch_size {batch_size} do not divide over {ranks} ranks"
-        return [], f"{what}: choose multiples of {ranks}, or --scaling weak"
-    return [f"--num_envs={num_envs // ranks}", f"--batch_size={batch_size // ranks}"], ""
-
-
 @dataclass(frozen=True)
 class _Short:
     """Short runs of a rank's share on this machine."""
@@ -273,12 +191,37 @@ class _Short:
     iterations: int
     device_type: str
     per_machine: int
-    say: Callable[[str], None]
+    stages: Stages
 
     def copies(self, ranks: int) -> int:
         """Ranks of the fullest machine, as far as there are devices here."""
         here = min(ranks, self.per_machine)
         return here if self.device_type == "cpu" else max(1, min(here, torch.cuda.device_count()))
+
+    def reduces(self, ranks: int) -> bool:
+        """Whether so many ranks can be started here, as on one machine of the job."""
+        here = self.per_machine if self.device_type == "cpu" else min(self.per_machine, torch.cuda.device_count())
+        return 1 < ranks <= here
+
+    def plan(
+        self,
+        gpus: Sequence[int],
+        scalings: Sequence[str],
+        divides: Callable[[int, str], bool],
+        link: Link | None,
+        uncontended: bool,
+    ) -> list[float]:
+        """Expected times of all that follows the first short run, as multiples of that."""
+        reduced = {ranks for ranks in (2, *gpus) if self.reduces(ranks)} if link is None and gpus[-1] > 1 else set()
+        return expected_times(
+            gpus,
+            scalings,
+            divides=divides,
+            copies=self.copies,
+            cores=available_cores(),
+            reduced=reduced,
+            uncontended=uncontended,
+        )
 
     def check_cores(self, ranks: int) -> None:
         """Refuse far more copies than there are cores.
@@ -330,10 +273,11 @@ class _Short:
 
     def _trial(self, copies: int, threads: int, share: list[str], strategy: str) -> Trial:
         what = f"{copies} cop{'ies' if copies > 1 else 'y'} with {threads} thread(s)"
-        self.say(f"{what}, {' '.join(share) or 'sizes as given'}")
+        self.stages.begin(f"{what}, {' '.join(share) or 'sizes as given'}")
         names = [flag[2:].partition("=")[0] for flag in share]
         flags = [*without(self.job, names), *share, f"--strategy={strategy}"]
-        return run_trial(flags, copies, threads, self.iterations, device_type=self.device_type)
+        on_wait = self.stages.advance
+        return run_trial(flags, copies, threads, self.iterations, device_type=self.device_type, on_wait=on_wait)
 
 
 def _fewer(most: int) -> str:
@@ -355,23 +299,21 @@ class _Talk:
             sizes = sorted({max(4, int(self.gradient_bytes * factor) // 4 * 4) for factor in FIT_FACTORS})
             from rl_dist.hardware import gib  # with psutil, which training goes without
 
-            self.short.say(f"reductions of {', '.join(map(gib, sizes))} over {ranks} ranks")
+            self.short.stages.begin(f"reductions of {', '.join(map(gib, sizes))} over {ranks} ranks")
             self.found[ranks] = measure_reductions(ranks, sizes, self.short.device_type, threads_per_rank(ranks))
         return self.found[ranks]
 
     def link(self, most: int) -> Link:
         """The link inside this machine, as far as it can be measured here."""
-        devices = most if self.short.device_type == "cpu" else torch.cuda.device_count()
         if min(most, self.short.per_machine) == 1:
             return Link(name="none")
-        if devices < 2:
+        if not self.short.reduces(2):
             return link_of_gpu(torch.cuda.get_device_name(0))
         return fit_link(self.measured(2).gradients_s, 2)
 
     def of(self, ranks: int, link: Link, between: Link) -> Communication:
         """What an iteration of `ranks` ranks pays."""
-        devices = ranks if self.short.device_type == "cpu" else torch.cuda.device_count()
-        if link.name == "measured" and ranks <= min(self.short.per_machine, devices):
+        if link.name == "measured" and self.short.reduces(ranks):
             found = self.measured(ranks)
             return Communication(gradient_s=found.gradients_s[self.gradient_bytes // 4 * 4], small_s=found.small_s)
         return modelled_communication(self.gradient_bytes, ranks, self.short.per_machine, link, between)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from rl_dist.checkpoint import (
     save_checkpoint,
 )
 from rl_dist.collectives import check_in_sync, gather_json
-from rl_dist.metrics import METRICS_FILE, write_whole
+from rl_dist.metrics import EVENT_FILES, METRICS_FILE, Board, write_whole
 from rl_dist.strategy import Strategy
 from rl_dist.world import UserError, World
 
 logger = logging.getLogger(__name__)
+
+EVENTS_SUFFIX = ".fit"  # tells our event files from those that the caller may write into the same folder
 
 
 @dataclass
@@ -165,6 +169,38 @@ def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) 
     problem = _of_main(problem, world)
     if problem:
         raise UserError(problem, exit_code=1)
+
+
+@contextmanager
+def tensorboard_of(state: FitState, run_dir: str | Path | None) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A function that adds an epoch's record to TensorBoard, on the main process.
+
+    What a run did before it goes on is written anew from its checkpoint: every epoch stands there once. Where it
+    cannot be written, fitting goes on without.
+    """
+    if run_dir is None or not state.strategy.world.main:
+        yield lambda record: None
+        return
+    try:
+        for file in Path(run_dir).glob(EVENT_FILES + EVENTS_SUFFIX):
+            file.unlink()
+        board = Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX)
+    except OSError as error:
+        logger.warning("%s gets no record for TensorBoard: %s", run_dir, error.strerror or error)
+        yield lambda record: None
+        return
+
+    def write(record: dict[str, float]) -> None:
+        plain = {name: value for name, value in _plain(record).items() if name != "epoch"}
+        board.write(plain, int(record["epoch"]))
+        board.flush()
+
+    try:
+        for record in state.history:
+            write(record)
+        yield write
+    finally:
+        board.close()
 
 
 def _of_main(text: str, world: World) -> str:

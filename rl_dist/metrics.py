@@ -40,6 +40,46 @@ class NullWriter:
         """Finish; safe to call twice."""
 
 
+class Board:
+    """TensorBoard's record of a folder, until the disk refuses it: that is told once.
+
+    Args:
+        purge_step: see `MetricsWriter`.
+        suffix: ends the file's name.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, *, purge_step: int | None = None, suffix: str = "") -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second to import: the main process only
+
+        self._board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix)
+
+    def write(self, record: Mapping[str, Any], step: int) -> None:
+        """Add the numbers of a record without NaN and infinities."""
+        try:
+            for tag, value in _scalars(record) if self._board else ():
+                self._board.add_scalar(tag, value, step)
+        except OSError as error:
+            self._board = None
+            logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
+
+    def flush(self) -> None:
+        """Put all that was written on disk."""
+        if self._board:
+            with suppress(OSError):  # reported when it is written to
+                self._board.flush()  # it writes in a thread, every 10 s
+
+    def close(self) -> None:
+        """Finish the file."""
+        if self._board:
+            try:
+                self._board.close()
+            except OSError as error:
+                logger.warning("TensorBoard's record is not complete: %s", error.strerror or error)
+
+
 class MetricsWriter(NullWriter):
     """Writes a record per iteration to file, TensorBoard and the progress display.
 
@@ -66,12 +106,10 @@ class MetricsWriter(NullWriter):
         purge_step: int | None = None,
     ) -> None:
         assert world.main, "only the main process writes; use open_writer"
-        from torch.utils.tensorboard import SummaryWriter  # a second to import: the main process only
-
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(Path(run_dir, METRICS_FILE))
-            self._board: Any = SummaryWriter(str(run_dir), purge_step=purge_step, flush_secs=10)
+            self._board = Board(run_dir, purge_step=purge_step)
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
         self._progress = open_progress(total, unit, start)
@@ -87,12 +125,7 @@ class MetricsWriter(NullWriter):
         """
         plain = _plain(record)
         self._lines.write(json.dumps(plain, allow_nan=False))
-        try:
-            for tag, value in _scalars(plain) if self._board else ():
-                self._board.add_scalar(tag, value, plain["global_step"])
-        except OSError as error:
-            self._board = None
-            logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
+        self._board.write(plain, plain["global_step"])
         self._progress.show(plain, done)
 
     def say(self, text: str) -> None:
@@ -103,9 +136,7 @@ class MetricsWriter(NullWriter):
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
         self._lines.flush()
-        if self._board:
-            with suppress(OSError):  # reported when it is written to
-                self._board.flush()  # it writes in a thread, every 10 s
+        self._board.flush()
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
@@ -114,11 +145,7 @@ class MetricsWriter(NullWriter):
         self._closed = True
         self._progress.close()
         self._lines.close()
-        if self._board:
-            try:
-                self._board.close()
-            except OSError as error:
-                logger.warning("TensorBoard's record is not complete: %s", error.strerror or error)
+        self._board.close()
 
 
 class _LineFile:
@@ -322,7 +349,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _scalars(plain: dict[str, Any]) -> list[tuple[str, float]]:
+def _scalars(plain: Mapping[str, Any]) -> list[tuple[str, float]]:
     """TensorBoard's tags and values; rank N's stand below rank_N/."""
     found = []
     for name, value in plain.items():

@@ -16,6 +16,7 @@ from tqdm import tqdm
 tqdm.set_lock(threading.RLock())
 
 PLAIN_LINE_EVERY_S = 5.0  # where stderr is no terminal
+STAGE_LINE_EVERY_S = 15.0  # the same within a part of a plan
 SHOWN = {"steps/s": "time/sps", "return": "episode/return"}
 LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
 
@@ -56,6 +57,8 @@ class _Bar:
     def show(self, record: dict[str, Any], done: int) -> None:
         self._figures.add(record)
         self._bar.set_postfix(self._figures.shown, refresh=False)
+        if self._bar.total:
+            self._bar.total = max(self._bar.total, done)  # the last iteration ends episodes beyond the budget
         self._bar.update(done - self._bar.n)
         self._bar.refresh()
 
@@ -83,7 +86,8 @@ class _Lines:
     def _line(self, record: dict[str, Any], done: int, elapsed_s: float) -> str:
         parts = [f"iteration {record['iteration']}"]
         if self._total:
-            parts.append(f"{done:,}/{self._total:,} {self._unit} ({min(1.0, done / self._total):.0%})")
+            total = max(self._total, done)  # the last iteration ends episodes beyond the budget
+            parts.append(f"{done:,}/{total:,} {self._unit} ({done / total:.0%})")
         else:
             parts.append(f"{done:,} {self._unit}")
         parts += [f"{name} {text}" for name, text in self._figures.shown.items()]
@@ -99,6 +103,81 @@ class _Lines:
     def close(self) -> None:
         if self._pending:
             self._print(time.monotonic())
+
+
+class Stages:
+    """How far a plan of unequal parts is: which of how many, and the time left.
+
+        stages = Stages()
+        stages.expect(1.0, 0.5)  # of whatever unit
+        stages.begin("the long part")
+        stages.advance(0.25)
+
+    The time left is what the parts so far took, by their expected times: unknown until something is done.
+    """
+
+    def __init__(self, *, shown: bool = True, verb: str = "measuring") -> None:
+        self._shown, self._verb = shown, verb
+        self.number = 0  # of the part that is under way
+        self._expected: list[float] = []
+        self._share, self._what = 0.0, ""
+        self._started_s = self._told_s = time.monotonic()
+        self._bar: Any = None
+
+    @property
+    def total(self) -> int:
+        """Number of parts."""
+        return len(self._expected)
+
+    def expect(self, *times: float) -> None:
+        """Set what follows the part that is under way."""
+        self._expected[self.number :] = times
+
+    def begin(self, what: str) -> None:
+        """Begin the next part; the one before is done."""
+        assert self.number < self.total, f"{what} was not expected"
+        self.number, self._share, self._what = self.number + 1, 0.0, what
+        self._tell()
+
+    def advance(self, share: float) -> None:
+        """Tell how much of this part is done; it may be called as often as one likes."""
+        self._share = share
+        every_s = 0.5 if self._on_terminal else STAGE_LINE_EVERY_S
+        if time.monotonic() - self._told_s >= every_s:
+            self._tell()
+
+    def close(self) -> None:
+        """End the display."""
+        if self._bar is not None:
+            self._bar.close()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left; None: not known yet."""
+        total = sum(self._expected)
+        part = self._expected[self.number - 1] if self.number else 0.0
+        done = sum(self._expected[: max(0, self.number - 1)]) + self._share * part
+        return (time.monotonic() - self._started_s) * (total - done) / done if done else None
+
+    @property
+    def _on_terminal(self) -> bool:
+        return sys.stderr.isatty()
+
+    def _tell(self) -> None:
+        self._told_s = time.monotonic()
+        if not self._shown:
+            return
+        left = "time left: not known yet" if self.left_s is None else f"about {tqdm.format_interval(self.left_s)} left"
+        passed = tqdm.format_interval(self._told_s - self._started_s)
+        done = f" ({self._share:.0%})" if self._share else ""
+        line = f"{self._verb} {self.number} of {self.total}: {self._what}{done}; {passed} passed, {left}"
+        if not self._on_terminal:
+            print(line, file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            tqdm.monitor_interval = 0
+            self._bar = tqdm(bar_format="{desc}", dynamic_ncols=True, leave=False)
+        self._bar.set_description_str(line)
 
 
 def _short(value: float) -> str:

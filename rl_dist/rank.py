@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -75,6 +76,9 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> Report:
 def run_as_rank(fn: RankFunction, args: tuple[Any, ...], job_dir: str, launcher_pid: int, at_address: bool) -> int:
     """Be a rank; stop signals are blocked until `install`."""
     outlive_readers()
+    # A spawned process would spawn all of its own, such as a DataLoader's workers: seconds each, and only for what can
+    # be pickled. They shall start as they do without ranks, or under torchrun.
+    multiprocessing.set_start_method(None, force=True)
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
     atexit.register(_ignore_stop_signals)  # Python restores their deadly defaults while it shuts down
     die_with_parent(launcher_pid)

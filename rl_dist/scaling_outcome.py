@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_dist.calibration import PARTS, work_of_rows
 from rl_dist.job_of_run import read_records
+from rl_dist.own_work import PARTS, work_of_rows
 from rl_dist.scaling_model import Communication, Work, predict
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torch.utils._pytree import tree_map_only
 from rl_dist.world import World
 
 REPLICATE, SHARD = "replicate", "shard"
-# Newer torch has another name for it, and warns of the old one.
+# Newer torch has other names for these, and warns of the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Outputs of a policy are views of its network's; nobody changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
@@ -46,8 +48,10 @@ class Shards:
             self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
         self.module, self._unit = module, fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
         self._unit.set_force_sum_reduction_for_comms(True)  # then divides: gloo has no mean of its own
-        announced: Any = _AnnouncedReduceScatter(world)  # torch keeps the base class to itself
-        self._unit.set_custom_reduce_scatter(announced)
+        reducing: Any = _AnnouncedReduceScatter(world)  # torch keeps the base classes to itself
+        gathering: Any = _NamedAllGather(world)
+        self._unit.set_custom_reduce_scatter(reducing)
+        self._unit.set_custom_all_gather(gathering)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.make_whole()
 
@@ -108,14 +112,29 @@ class Shards:
         }
 
 
-class _AnnouncedReduceScatter:
-    """FSDP's own reduction of gradients, which tells the world when waiting for others begins."""
+class _Told:
+    """Communication of FSDP's own, of which the world is told."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _NamedAllGather(_Told):
+    """Gather of parameters, also where a forward pass finds them sharded: after a backward pass without a step."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        named = bool(self.world.doing.place)  # by `make_whole`
+        with nullcontext() if named else self.world.waiting("gather of parameters"):
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _AnnouncedReduceScatter(_Told):
+    """Reduction of gradients; waiting for others begins with it."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -24,6 +24,7 @@ from rl_dist.calibration import SCALINGS, calibrate, default_ranks_per_machine
 from rl_dist.job_of_run import blame_config, budget_of, flags_of_run, measured_of
 from rl_dist.launch import UserError
 from rl_dist.machines import GPUS, LINKS, Gpu, find_gpus, find_link
+from rl_dist.progress import Stages
 from rl_dist.scaling_model import Link
 from rl_dist.speedup_report import CARDS_PER_MACHINE, Budget, Report, markdown, report_of, table
 from rl_dist.trial import TrialFailed, without
@@ -121,6 +122,7 @@ def estimate_training_speedup(
     device_type = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     per_machine = gpus_per_machine or default_ranks_per_machine(device_type, max(gpus))
     refuse_idle_links(max(gpus), per_machine, inside, outside, cards)
+    stages = Stages(shown=not quiet)
     try:
         calibration = calibrate(
             [*base, *flags],
@@ -132,10 +134,12 @@ def estimate_training_speedup(
             link=inside,
             between=outside,
             uncontended=bool(cards),
-            say=(lambda text: None) if quiet else _progress,
+            stages=stages,
         )
     except UserError as error:
         raise (blame_config(error, folder, base) if folder else error) from None
+    finally:
+        stages.close()
     budget = Budget(
         num_episodes=episodes,
         total_steps=steps,
@@ -153,10 +157,6 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
     print_training_speedup_estimates(["--env", "CartPole-v1"], gpus=[1, 2])
     """
     print(table(estimate_training_speedup(flags, **options)))
-
-
-def _progress(text: str) -> None:
-    print(f"measuring: {text} ...", file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

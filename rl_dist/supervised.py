@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rl_dist.collectives import agree_max, sum_over_ranks
-from rl_dist.fit_state import FitState, restore, save
+from rl_dist.fit_state import FitState, restore, save, tensorboard_of
 from rl_dist.flags import flag
 from rl_dist.loaders import SharedLoader, epoch_seed, to_device
 from rl_dist.strategy import Strategy
@@ -124,7 +124,8 @@ def fit(
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
         scheduler: a torch learning-rate scheduler, stepped after every epoch.
-        run_dir: gets checkpoints/ after every epoch, the best one as best.pt.
+        run_dir: gets, after every epoch, checkpoints/ (the best one as best.pt), metrics.jsonl and what TensorBoard
+            shows.
         resume: go on from the newest valid checkpoint in `run_dir`, if there is one.
         extra: plain values and tensors to store in checkpoints as "extra".
 
@@ -140,36 +141,42 @@ def fit(
     task = _Task(module, optimizer, criterion, strategy, dict(metrics or {}), config)
     shared = _shared(loader, strategy, training=True, seed=config.seed)
     judged = None if validation is None else _shared(validation, strategy, training=False, seed=config.seed)
-    state = FitState(strategy, optimizer, scheduler, dict(extra or {}))
-    state.facts = {
-        "seed": config.seed,
-        "batch_size": shared.global_batch_size,
-        "grad_accumulation": config.grad_accumulation,
-        "samples": len(shared.dataset),  # type: ignore[arg-type]
-    }
+    state = FitState(strategy, optimizer, scheduler, dict(extra or {}), _facts(shared, config))
     restore(state, run_dir, resume=resume)
     signum = 0
-    while state.epoch < config.epochs and not signum and not (config.patience and state.stale >= config.patience):
-        epoch = state.epoch + 1
-        started = time.perf_counter()
-        trained, signum = _train_epoch(task, shared, epoch, state)
-        if signum:
-            break
-        seconds = time.perf_counter() - started
-        _average_running_statistics(module, strategy.world)
-        record = {"epoch": float(epoch)} | {f"train/{name}": value for name, value in trained.items()}
-        if judged is not None:
-            found = evaluate(module, judged, criterion, strategy, task.metrics, progress=config.progress)
-            record |= {f"valid/{name}": value for name, value in found.items()}
-        if scheduler is not None:
-            scheduler.step()
-        improved = state.look(record)
-        save(state, run_dir, keep=config.keep_checkpoints, best=improved and judged is not None)
-        _tell(task, record, trained["samples"] / seconds, best=improved and judged is not None)
-        signum = agree_max(stop_flag.signum, strategy.world)
+    with tensorboard_of(state, run_dir) as to_tensorboard:
+        while state.epoch < config.epochs and not signum and not (config.patience and state.stale >= config.patience):
+            epoch = state.epoch + 1
+            started = time.perf_counter()
+            trained, signum = _train_epoch(task, shared, epoch, state)
+            if signum:
+                break
+            seconds = time.perf_counter() - started
+            _average_running_statistics(module, strategy.world)
+            record = {"epoch": float(epoch)} | {f"train/{name}": value for name, value in trained.items()}
+            if judged is not None:
+                found = evaluate(module, judged, criterion, strategy, task.metrics, progress=config.progress)
+                record |= {f"valid/{name}": value for name, value in found.items()}
+            if scheduler is not None:
+                scheduler.step()
+            improved = state.look(record)
+            save(state, run_dir, keep=config.keep_checkpoints, best=improved and judged is not None)
+            to_tensorboard(record)
+            _tell(task, record, trained["samples"] / seconds, best=improved and judged is not None)
+            signum = agree_max(stop_flag.signum, strategy.world)
     if not signum and judged is not None:
         state.return_to_best()
     return FitResult(state.history, state.best_epoch if judged is not None else state.epoch, signum)
+
+
+def _facts(loader: SharedLoader, config: FitConfig) -> dict[str, Any]:
+    """What a resumed fit must have as the run had it."""
+    return {
+        "seed": config.seed,
+        "batch_size": loader.global_batch_size,
+        "grad_accumulation": config.grad_accumulation,
+        "samples": len(loader.dataset),  # type: ignore[arg-type]
+    }
 
 
 @torch.no_grad()
@@ -250,7 +257,7 @@ def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState)
             if place == parts - 1:
                 _, stepped = task.strategy.step(task.optimizer, config.max_grad_norm)
                 if not task.strategy.overflowed:  # else it is part of the search for a loss scale
-                    _count_bad(state, stepped, config)
+                    _count_bad(state, stepped, config, f"{where}, batch {number}")
         world.beat()
         bar.update()
         if number % STOP_EVERY == 0 and (signum := agree_max(stop_flag.signum, world)):
@@ -260,8 +267,11 @@ def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState)
     return sums.means(world), 0
 
 
-def _count_bad(state: FitState, stepped: bool, config: FitConfig) -> None:
+def _count_bad(state: FitState, stepped: bool, config: FitConfig, place: str) -> None:
     state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
+    if not stepped and state.strategy.world.main:
+        count = f"{state.bad_in_a_row} in a row, more than {config.max_bad_steps} end training"
+        logger.warning("%s: loss or gradient is NaN or inf, the step is left out (%s)", place, count)
     if state.bad_in_a_row > config.max_bad_steps:
         raise UserError(
             f"loss or gradient was NaN or inf in {state.bad_in_a_row} steps in a row, more than max_bad_steps "

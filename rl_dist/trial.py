@@ -15,7 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,7 @@ class SideBySide:
         self._how = flags, copies, threads, num_gpus, device_type, script
         self._folder = tempfile.TemporaryDirectory(prefix="trial_")
         self.running: list[Copy] = []
+        self.on_wait: Callable[[int], None] = lambda slowest: None  # with the iterations that all have ended
         self._under_way = 1  # iterations that do not count at the next measurement
 
     def __enter__(self) -> SideBySide:
@@ -148,7 +149,7 @@ class SideBySide:
         deadline_s = time.monotonic() + timeout_s
         begun = [copy.num_iterations() + self._under_way for copy in self.running]
         self._under_way = 1
-        ended = _wait(self.running, [count + iterations for count in begun], deadline_s)
+        ended = _wait(self.running, [count + iterations for count in begun], deadline_s, self.on_wait)
         found = [copy.records() for copy in self.running]
         return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
 
@@ -175,6 +176,7 @@ def run_trial(
     *,
     warm_up: int = 2,
     timeout_s: float = 600.0,
+    on_wait: Callable[[float], None] = lambda share: None,
     **options: Any,
 ) -> Trial:
     """Train copies side by side; what each measured while all of them trained.
@@ -183,6 +185,7 @@ def run_trial(
         flags, copies, threads: as of `SideBySide`, and `options` (device_type, script) as well.
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
+        on_wait: called over and over with the share that is done; starting counts as one iteration.
 
     Raises:
         UserError, TrialFailed: as of `SideBySide`.
@@ -191,6 +194,8 @@ def run_trial(
         raise UserError(f"iterations {iterations} must be at least 1, warm_up {warm_up} at least 0")
     with SideBySide(flags, copies, threads, **options) as together:
         first = together.running[0]
+        total = warm_up + iterations + 1
+        together.on_wait = lambda slowest: on_wait(min(1.0, (slowest + (slowest > 0)) / total))
         if warm_up:
             together.measure(warm_up - 1, timeout_s)
         return Trial(together.measure(iterations, timeout_s), first.config(), first.log(), first.memory_bytes())
@@ -232,10 +237,13 @@ def _gpu(number: int) -> str:
     return visible[number] if number < len(visible) else str(number)
 
 
-def _wait(copies: list[Copy], least: list[int], deadline_s: float) -> list[int]:
+def _wait(
+    copies: list[Copy], least: list[int], deadline_s: float, on_wait: Callable[[int], None]
+) -> list[int]:
     """Wait until every copy has so many iterations; returns how many each then has."""
     while True:
         counts = [copy.num_iterations() for copy in copies]
+        on_wait(min(counts))
         if all(count >= wanted for count, wanted in zip(counts, least, strict=True)):
             return counts
         for copy in copies:

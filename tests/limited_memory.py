@@ -1,6 +1,7 @@
 """Real work under a real limit of memory: `limited_memory.py search`, or `limited_memory.py train MIB FLAGS ...`.
 
-The limit is on this process's address space, counted from what it takes once everything is imported.
+The limit is on this process's address space. It is counted from what it takes once everything is imported; in a
+training from what it takes when the first update begins, so that it is the update that has too little.
 """
 
 import resource
@@ -45,10 +46,15 @@ if __name__ == "__main__":
     if sys.argv[1] == "search":
         search()
     else:
-        import torch._dynamo  # optimizers import it when they are made
-
         import train_distributed
+        from agents.ppo import PPO
 
-        limit_memory(int(sys.argv[2]))
+        update, more_mib = PPO.update, int(sys.argv[2])
+
+        def limited(*args):
+            limit_memory(more_mib)
+            return update(*args)
+
+        PPO.update = limited
         sys.argv[1:] = sys.argv[3:]
         sys.exit(train_distributed.main())

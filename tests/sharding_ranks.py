@@ -185,6 +185,17 @@ def hang(out_dir):
     train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
 
 
+def hang_before_forward(out_dir):
+    """Rank 1 does not come to a forward pass whose parameters a backward pass without a step left sharded."""
+    world = open_world("cpu", timeout_s=6)
+    strategy, _, module, _ = prepared("hybrid", world)
+    world.enter("update")
+    with strategy.accumulating():
+        strategy.backward(loss_of(module, batch(world.rank, world.size)))
+    time.sleep(1000.0 * world.rank)
+    module(*batch(world.rank, world.size))
+
+
 def optimizer_refusal(world):
     """What is said of an optimizer that was made before sharding, of parameters that are no longer trained."""
     policy, strategy = make_policy(), Strategy(StrategyConfig(mode="hybrid"), world)

@@ -1,10 +1,11 @@
 """Small supervised jobs, and what two ranks of the tests do with them; spawned processes must be able to import it."""
 
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
 from rl_dist.supervised import BatchError, FitConfig, accuracy, evaluate, fit
@@ -45,12 +46,25 @@ def make_net(dropout=0.0, batch_norm=False):
     return nn.Sequential(nn.Linear(FEATURES, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)).double()
 
 
+class NanOnce:
+    """A criterion that is NaN at one call, on the last rank."""
+
+    def __init__(self, world, call):
+        self.left = call if world.rank == world.size - 1 else 0
+
+    def __call__(self, outputs, targets):
+        self.left -= 1
+        return CRITERION(outputs, targets) * (math.nan if self.left == 0 else 1.0)
+
+
 class Fitted:
     """One fit with everything that can be resumed: Adam, a scheduler, dropout, accumulation."""
 
-    def __init__(self, world, run_dir=None, *, epochs=3, resume=False, batch_size=12, net=None, **options):
+    def __init__(
+        self, world, run_dir=None, *, epochs=3, resume=False, batch_size=12, net=None, mode="default", **options
+    ):
         self.net = net or make_net()
-        self.strategy = Strategy(StrategyConfig(), world)
+        self.strategy = Strategy(StrategyConfig(mode=mode), world)
         self.module = self.strategy.wrap(self.net)
         self.optimizer = torch.optim.Adam(self.strategy.parameters, lr=0.05)
         config = {"epochs": epochs, "grad_accumulation": 2, "progress": False} | options.pop("config", {})
@@ -60,7 +74,7 @@ class Fitted:
             self.module,
             train,
             self.optimizer,
-            CRITERION,
+            given.pop("criterion", CRITERION),
             self.strategy,
             scheduler=torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7),
             config=FitConfig(**config),
@@ -71,7 +85,7 @@ class Fitted:
 
     @property
     def weights(self):
-        return {name: value.clone() for name, value in self.net.state_dict().items()}
+        return {name: value.clone() for name, value in self.strategy.module_state().items()}
 
 
 def exercise(out_dir):
@@ -92,6 +106,15 @@ def exercise(out_dir):
     results["whole"], results["resumed"] = (
         {"weights": fitted.weights, "history": fitted.result.history} for fitted in (whole, resumed)
     )
+    shared = "hybrid" if world.size > 1 else "none"
+    for mode, epochs in (("default", 1), (shared, 2), ("default", 3)):
+        across = Fitted(world, out_dir / "across", epochs=epochs, mode=mode, resume=True)
+    alike = Fitted(world, out_dir / "sharded", mode=shared)
+    workers = {"num_workers": 1, "collate_fn": lambda batch: default_collate(batch)}  # which cannot be pickled
+    loaded = Fitted(world, train=DataLoader(blobs(67), batch_size=12, shuffle=True, **workers))
+    bad = Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
+    results |= {"across": across.weights, "sharded": alike.weights, "loaded": loaded.weights}
+    results |= {"skipped": bad.strategy.skipped, "bad": bad.weights, "bad_history": bad.result.history}
     results["batch_norm"] = Fitted(world, out_dir / "norm", net=make_net(batch_norm=True)).weights
     try:
         raising = DataLoader(Raising(41, 19, 40), batch_size=8)  # one in each rank's half

@@ -11,6 +11,7 @@ from train_runs import only_error, records, start, train_here
 
 import agents.trainer
 import train_distributed
+from agents import memory_advice
 from agents.batch_choice import allowed_batch_sizes
 from agents.memory_advice import fewer_environments, smaller_parts
 from agents.ppo import PPO
@@ -138,14 +139,29 @@ def test_auto_on_two_ranks_trains_as_its_number_would(tmp_path):
 
 @pytest.mark.slow  # a process of its own; tests/test_batch_size.py has a search under a real limit
 def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_what_to_change(tmp_path):
-    flags = [*TINY[:2], "--total_steps", "100000", "--num_envs", "256", "--num_steps", "32", "--batch_size", "256"]
+    flags = [*TINY[:2], "--total_steps", "100000", "--num_envs", "1024", "--num_steps", "32", "--batch_size", "1024"]
     flags += ["--hidden_size", "128", "--device", "cpu", "--run_dir", tmp_path / "run"]
-    run = start(SCRIPT, "train", 150, *flags)
+    run = start(SCRIPT, "train", 64, *flags)  # MiB, of some 500 that its update takes
     told = last_line(run.communicate(timeout=300)[1])
     assert run.returncode == 1
-    sizes = "num_envs 256, batch_size 256, bptt_steps 32, hidden_size 128, 1 rank"
+    sizes = "num_envs 1024, batch_size 1024, bptt_steps 32, hidden_size 128, 1 rank"
     assert f"rank 0 ran out of memory in update, with {sizes}" in told
-    assert " GiB free on cpu; the same gradient steps in less memory: --batch_size 128 --grad_accumulation 2" in told
+    assert " GiB free on cpu; the same gradient steps in less memory: --batch_size 512 --grad_accumulation 2" in told
+
+
+def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(tmp_path, monkeypatch, capsys):
+    """And the sizes that are proposed instead would not be."""
+    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device: 2**24)
+    monkeypatch.setattr(train_distributed, "Training", lambda *_: fail())
+    flags = [*TINY, "--total_steps", "768", "--num_envs", "16", "--batch_size", "16", "--hidden_size", "64"]
+    train_here(monkeypatch, *flags, "--num_envs", "4096", "--run_dir", tmp_path / "large")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith("warning: rollouts need at least 0.1 GiB on each rank and 0.0 GiB are free on cpu: ")
+    fewer, smaller = told[0].replace("without --num_envs", "--num_envs 0").split("what may fit: ")[1].split(", or ")
+    for name, sizes in (("fewer", fewer), ("smaller", smaller)):
+        train_here(monkeypatch, *flags, *sizes.split(), "--run_dir", tmp_path / name)
+        assert "warning" not in capsys.readouterr().err, sizes
 
 
 def end_in(phase, monkeypatch):

@@ -12,18 +12,14 @@ from agents_ranks import make_job, world_of_one
 
 from agents.trainer import Training, train
 from rl_dist import calibration, host_memory, reduction_bench, speedup
-from rl_dist.calibration import (
-    SMALL_COLLECTIVES,
-    Calibration,
-    Point,
-    modelled_communication,
-    share_flags,
-    steps_per_episode,
-)
+from rl_dist.calibration import SMALL_COLLECTIVES, Calibration, Point, modelled_communication
 from rl_dist.host_memory import HostMemory
 from rl_dist.launch import UserError
 from rl_dist.machines import GPUS, LINKS
+from rl_dist.measurement_plan import share_flags
 from rl_dist.metrics import NullWriter
+from rl_dist.own_work import steps_per_episode
+from rl_dist.progress import Stages
 from rl_dist.reduction_bench import Reductions, measure_reductions
 from rl_dist.scaling_model import Communication, Link, Work
 from rl_dist.speedup_report import COLUMNS, Budget, duration, markdown, report_of, table
@@ -95,7 +91,8 @@ def test_modelled_communication_grows_with_ranks_and_machines():
 def trial_of_any_size(asked, copy_bytes=0):
     """Stands for run_trial on machines larger than this: remembers what was asked, gives plausible records."""
 
-    def run(flags, copies, threads, iterations, *, device_type):
+    def run(flags, copies, threads, iterations, *, device_type, on_wait):
+        on_wait(0.5)
         asked.append((copies, threads, device_type, [flag for flag in flags if "num_envs" in flag or "batch" in flag]))
         record = {f"time/{name}_s": 0.1 for name in ("collect", "forward", "backward", "optimizer")}
         record |= {"time/sync_s": 0.0, "time/gradient_wait_s": 0.0, "time/step_spread_s": 0.0, "optim/steps": 8.0}
@@ -119,7 +116,9 @@ def calibrate_gpus(monkeypatch, here, gpus, **options):
     monkeypatch.setattr(calibration, "measure_reductions", reductions)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
-    found = calibration.calibrate([], gpus, scalings=["strong"], device_type="cuda", **options)
+    stages = Stages(shown=False)
+    found = calibration.calibrate([], gpus, scalings=["strong"], device_type="cuda", stages=stages, **options)
+    assert stages.number == stages.total == len(asked) + len(reduced)  # measured as planned
     return found, asked, reduced
 
 
@@ -150,9 +149,11 @@ def calibrate_copies(monkeypatch, cores, gpus, copy_bytes=0, **options):
     asked = []
     monkeypatch.setattr(calibration, "run_trial", trial_of_any_size(asked, copy_bytes))
     monkeypatch.setattr(calibration, "available_cores", lambda: cores)
-    link = LINKS["loopback"]
+    link, stages = LINKS["loopback"], Stages(shown=False)
     try:
-        return calibration.calibrate([], gpus, device_type="cpu", link=link, **options), asked
+        found = calibration.calibrate([], gpus, device_type="cpu", link=link, stages=stages, **options)
+        assert stages.number == stages.total == len(asked)  # measured as planned
+        return found, asked
     except UserError as error:
         return str(error), asked
 
@@ -171,6 +172,12 @@ def test_without_cards_or_with_one_copy_nothing_is_measured_twice(monkeypatch):
     machines = {"ranks_per_machine": 1, "between": LINKS["loopback"], "uncontended": True}
     found, asked = calibrate_copies(monkeypatch, 2, [2], **machines)
     assert [entry[0] for entry in asked] == [1, 1, 1] and all(point.alone is None for point in found.points)
+
+
+def test_what_cannot_be_shared_out_is_not_in_the_plan(monkeypatch):
+    found, asked = calibrate_copies(monkeypatch, 2, [2, 3])  # 64 environments
+    assert [point.problem != "" for point in found.points] == [False, False, True] + 3 * [False]
+    assert [entry[0] for entry in asked] == [1, 2, 2, 3]
 
 
 def test_far_more_copies_than_cores_are_refused_before_anything_starts(monkeypatch):

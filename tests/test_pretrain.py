@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensorboard_readers import seen
 from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
 
 from agents import pretrain
@@ -119,6 +120,8 @@ def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(traine
     assert whole["history"] == resumed["history"]
     assert all(torch.equal(value, resumed["module"][name]) for name, value in whole["module"].items())
     assert json.loads((run_dir / "summary.json").read_text()) == json.loads((trained / "summary.json").read_text())
+    told = [(k, pytest.approx(record["valid/loss"])) for k, record in enumerate(whole["history"], 1)]
+    assert seen(run_dir, "valid/loss") == seen(trained, "valid/loss") == told
 
 
 def test_the_features_are_those_that_the_policy_will_have(trained):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_dist.calibration import spread, work_of
 from rl_dist.machines import GPUS, LINKS, find_gpus, find_link, link_of_gpu, slowest
+from rl_dist.own_work import spread, work_of
 from rl_dist.scaling_model import (
     Communication,
     Link,

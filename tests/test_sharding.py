@@ -160,6 +160,14 @@ def test_a_rank_that_makes_another_call_while_gradients_are_reduced_is_named(ran
 
 
 @pytest.mark.slow
+def test_a_rank_that_does_not_come_to_a_forward_pass_is_named(tmp_path, capfd):
+    assert launch(sharding_ranks.hang_before_forward, (str(tmp_path),), num_ranks=2) == 1
+    told = capfd.readouterr().err
+    assert "in 'gather of parameters'" in told
+    assert "for rank 1, which made no progress in update, outside any collective" in told
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_reduction_is_named(tmp_path, capfd):
     assert launch(sharding_ranks.hang, (str(tmp_path),), num_ranks=2) == 1
     told = capfd.readouterr().err

@@ -10,6 +10,7 @@ from supervised_ranks import (
     CRITERION,
     METRICS,
     Fitted,
+    NanOnce,
     Raising,
     blobs,
     exercise,
@@ -17,6 +18,7 @@ from supervised_ranks import (
     leave_on_one_rank,
     make_net,
 )
+from tensorboard_readers import seen
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -153,6 +155,28 @@ def test_two_resumed_ranks_end_bit_for_bit_as_uninterrupted_ones(ranks):
         assert found["whole"]["history"] == found["resumed"]["history"]
 
 
+def test_sharded_ranks_fit_as_others_do_and_a_checkpoint_of_either_serves_the_other(ranks):
+    for found in (*ranks[0], ranks[1]):
+        for kind in ("across", "sharded"):
+            for name, value in ranks[1]["weights"].items():
+                assert torch.allclose(found[kind][name], value, rtol=0, atol=1e-12), (kind, name)
+
+
+def test_workers_of_ranks_load_what_cannot_be_pickled_as_those_of_one_process_do(ranks):
+    for found in (*ranks[0], ranks[1]):
+        assert equal(found["loaded"], found["weights"])
+
+
+def test_a_loss_that_is_nan_on_one_rank_once_costs_that_step_on_all(ranks):
+    two, one = ranks
+    for found in (*two, one):
+        assert found["skipped"] == 1
+        train = [record["train/loss"] for record in found["bad_history"]]
+        assert math.isnan(train[0]) and train[2] < train[1] < 1.1
+    for name, value in one["bad"].items():
+        assert bool(value.isfinite().all()) and torch.allclose(two[0]["bad"][name], value, rtol=0, atol=1e-12), name
+
+
 def test_running_statistics_of_batch_norm_are_the_mean_over_ranks(ranks):
     (left, right), one = ranks
     assert equal(left["batch_norm"], right["batch_norm"])
@@ -232,6 +256,18 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     assert equal(resumed.weights, fitted.weights) and resumed.result.history == fitted.result.history
 
 
+def test_tensorboard_has_every_epoch_once_whatever_was_lost_before_it_went_on(world, tmp_path):
+    Fitted(world, tmp_path, epochs=2)
+    (ours,) = tmp_path.glob("events.out.tfevents.*")
+    ours.write_bytes(ours.read_bytes()[:-20])  # torn
+    other = tmp_path / "events.out.tfevents.1.of_somebody_else"
+    other.write_bytes(b"")
+    history = Fitted(world, tmp_path, epochs=4, resume=True).result.history
+    for tag in ("train/loss", "train/accuracy", "valid/loss", "valid/accuracy"):
+        assert seen(tmp_path, tag) == [(k, pytest.approx(one[tag])) for k, one in enumerate(history, 1)]
+    assert len(history) == 4 and other.exists() and len(list(tmp_path.glob("events.*"))) == 2
+
+
 def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_path, monkeypatch):
     whole = Fitted(world, tmp_path / "whole", batch_size=2)
     steps = []
@@ -279,6 +315,31 @@ def test_steps_without_a_finite_gradient_end_training(world):
         config = FitConfig(max_bad_steps=3, progress=False)
         fit(module, loader, optimizer, criterion, strategy, config=config)
     assert all(torch.equal(left, right) for left, right in zip(before, module.parameters(), strict=True))
+
+
+def test_a_step_that_is_left_out_is_told_with_its_place(world, caplog):
+    Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "epoch 1, batch 2: loss or gradient is NaN or inf, the step is left out (1 in a row, more than 10 end training)"
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_fit_and_resume(world, precision, tmp_path):
+    points, labels = blobs(67).tensors
+    train = DataLoader(TensorDataset(points.float(), labels), batch_size=12, shuffle=True)
+    results = []
+    for run_dir, epochs, resume in ((None, 2, False), (tmp_path, 1, False), (tmp_path, 2, True)):
+        strategy = Strategy(StrategyConfig(precision=precision), world)
+        module = strategy.wrap(make_net().float())
+        optimizer = torch.optim.Adam(strategy.parameters, lr=0.05)
+        options = {"config": FitConfig(epochs=epochs, progress=False), "run_dir": run_dir, "resume": resume}
+        history = fit(module, train, optimizer, CRITERION, strategy, validation=train, **options).history
+        results.append((history, {name: value.clone() for name, value in module.state_dict().items()}))
+    (whole, weights), _, (resumed, again) = results
+    assert whole == resumed and equal(weights, again)
+    assert whole[1]["valid/loss"] < whole[0]["valid/loss"] and all(v.dtype == torch.float32 for v in weights.values())
 
 
 def test_evaluation_leaves_the_module_and_the_generators_as_they_were(world):
