@@ -47,8 +47,8 @@ def test_the_memory_of_one_copy_is_measured(trial):
 
 @pytest.mark.slow
 def test_bad_flags_are_told_in_the_scripts_words():
-    with pytest.raises(UserError, match="batch_size must be 1"):
-        run_trial([*TINY, "--batch_size", "0"], copies=1, threads=1, iterations=1)
+    with pytest.raises(UserError, match="hidden_size must be 1"):
+        run_trial([*TINY, "--hidden_size", "0"], copies=1, threads=1, iterations=1)
 
 
 def test_short_runs_do_not_resume():
