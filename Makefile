@@ -8,6 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV ?=
 ARGS ?=
+PARALLEL = -n 2 --dist loadfile
 SOURCES = rl_dist envs agents train_distributed.py check_gpu_setup.py
 
 ifeq ($(strip $(VENV)),)
@@ -25,7 +26,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(ENV)/bin/python"
 
 help:
 	@echo "make train [ARGS='...']   install into .venv (once) and train; ARGS are flags of train_distributed.py"
-	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest"
+	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
 	@echo "make lint                 ruff and mypy alone"
 	@echo "make format               let ruff repair and format the code"
 	@echo "make clean                remove .venv, caches and build leftovers; keeps runs/"
@@ -39,7 +40,7 @@ test: ready-test
 	@failed=; \
 	echo "== ruff"; $(RUN) -m ruff check . || failed="$$failed ruff"; \
 	echo "== mypy"; $(RUN) -m mypy $(SOURCES) || failed="$$failed mypy"; \
-	echo "== pytest"; $(RUN) -m pytest $(ARGS) || failed="$$failed pytest"; \
+	echo "== pytest"; $(RUN) -m pytest $(PARALLEL) $(ARGS) || failed="$$failed pytest"; \
 	test -z "$$failed" || { echo "make test: failed:$$failed" >&2; exit 1; }
 
 lint: ready-test

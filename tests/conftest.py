@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from filelock import FileLock
 
 # The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is busy.
 torch.set_num_threads(1)
@@ -37,12 +38,17 @@ def on_two_ranks(folder, names):
 
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
-    """What two ranks did for all the files to be tested, in one launch."""
+    """What two ranks did for all the files to be tested, in one launch, whichever process asks first."""
     from two_ranks import EXERCISES
 
     asking = {item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames}
-    folder = tmp_path_factory.mktemp("two_ranks")
-    on_two_ranks(folder, [name for name in EXERCISES if name in asking])
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # one of pytest-xdist's processes, each of which has a folder in it
+        shared = shared.parent
+    folder = shared / "two_ranks"
+    with FileLock(shared / "two_ranks.lock"):
+        if not folder.exists():
+            on_two_ranks(folder, [name for name in EXERCISES if name in asking])
     return folder
 
 

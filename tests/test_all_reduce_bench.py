@@ -41,14 +41,19 @@ def test_impossible_sizes_and_devices_are_refused_in_words():
         measure_all_reduce(torch.cuda.device_count() + 1, [4], "cuda")
 
 
+def jobs():
+    """The processes of ours that start ranks to measure."""
+    return [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
+
+
 def test_an_error_of_the_caller_meanwhile_ends_the_ranks():
     def fail():
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         measure_all_reduce(2, [4], meanwhile=fail)
-    psutil.wait_procs(psutil.Process().children(), timeout=20)
-    assert not [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
+    _, left = psutil.wait_procs(jobs(), timeout=20)
+    assert not left
 
 
 @pytest.mark.slow
@@ -62,7 +67,7 @@ def stop_one_rank(seen):
     """Stops (SIGSTOP) the first rank of ours that appears, and remembers all processes of the job."""
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
-        job = [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
+        job = jobs()
         family = [q for p in job for q in p.children(recursive=True)]
         ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
         if ranks:
