@@ -321,6 +321,10 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     task = config.prepare_task()
     if found:
         check_resumable(found.state, config, task, resolved.num_ranks)
+        budget, counter = ("total_steps", "global_step") if config.train.total_steps else ("num_episodes", "episodes")
+        if found.state[counter] >= getattr(config.train, budget):
+            told = f"{found.state[counter]:,} of {getattr(config.train, budget):,}"
+            print(f"trained to its end already ({told}): it is judged again; --{budget} N trains on")
     elif config.train.pretrained:
         check_pretrained(config, task)
     print(resolved.message)
