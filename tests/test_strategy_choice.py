@@ -219,6 +219,8 @@ def test_a_mistake_in_other_flags_is_no_reason_to_step_down():
         settle_launch(LaunchConfig(device="cuda", num_gpus=1000, fallback=True), probe=cannot)
     with pytest.raises(ValueError, match="none works with one rank only"):
         settle_launch(LaunchConfig(device="cpu", num_gpus=2, strategy="none", fallback=True), probe=cannot)
+    with pytest.raises(ValueError, match="cudnn_autotune does nothing without a GPU"):
+        settle_launch(LaunchConfig(device="cpu", strategy="dp", cudnn_autotune=True, fallback=True), probe=cannot)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="dp works here")
