@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def free_for_each_rank(world: World) -> int:
-    """Bytes that every rank may still take: on CPUs the ranks of a machine share what is free."""
+    """Bytes that every rank may still take.
+
+    On CPUs the ranks of a machine share what is free.
+    """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if world.device.type == "cpu" else 1
     return free_memory_bytes(world.device) // local_ranks
 
@@ -48,8 +51,8 @@ def warn_of_rollouts_too_large(config: RunConfig, world: World) -> None:
     num_envs, batch_size = largest_sizes(config.train, world.size, rollout_bytes, free)
     by_batch = f"--batch_size {batch_size} without --num_envs" if batch_size else "a smaller --hidden_size"
     logger.warning(
-        "rollouts need at least %.1f GiB on each rank and %.1f GiB are free on %s%s: expect this training to run out of "
-        "memory; what may fit: %s",
+        "rollouts need at least %.1f GiB on each rank and %.1f GiB are free on %s%s: expect this training to run out "
+        "of memory; what may fit: %s",
         needed / GIB,
         free / GIB,
         world.device,
