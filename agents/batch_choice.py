@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from agents.clstm import Policy
 from agents.memory import MemoryNeed, compute_memory, probe
+from agents.memory_advice import free_for_each_rank
 from agents.ppo import PPO, PPOConfig
 from agents.rollout import Minibatch
 from agents.run import RunConfig, save_config
@@ -27,7 +27,6 @@ from agents.trainer import Job, MakeEnv
 from rl_dist.batch_size import Choice, effective_batch_size, fastest_batch_size, learning_rate_factor
 from rl_dist.collectives import gather_json
 from rl_dist.monitor import clear_gpu_memory
-from rl_dist.out_of_memory import free_memory_bytes
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.world import UserError, World
 
@@ -70,8 +69,7 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
     ranks = world.size if job.train.scaling == "strong" else 1
     allowed = allowed_batch_sizes(job.train, world.size)
     sizes = [size // ranks for size in allowed]
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if world.device.type == "cpu" else 1
-    free = free_memory_bytes(world.device) // local_ranks
+    free = free_for_each_rank(world)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(job.train.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,15 @@ SMALLEST_SHAPES = Shapes(num_obs=1, num_actions=1, discrete=True)  # no environm
 logger = logging.getLogger(__name__)
 
 
+def free_for_each_rank(world: World) -> int:
+    """Bytes that every rank may still take.
+
+    On CPUs the ranks of a machine share what is free.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if world.device.type == "cpu" else 1
+    return free_memory_bytes(world.device) // local_ranks
+
+
 def warn_of_rollouts_too_large(config: RunConfig, world: World) -> None:
     """Say so, before minutes go into making environments whose rollouts cannot fit.
 
@@ -35,17 +45,18 @@ def warn_of_rollouts_too_large(config: RunConfig, world: World) -> None:
         need = compute_memory(config.policy, train, sizes, SMALLEST_SHAPES, itemsize=itemsize)
         return need.peak - need.activations
 
-    needed, free = rollout_bytes(config.train), free_memory_bytes(world.device)
+    needed, free = rollout_bytes(config.train), free_for_each_rank(world)
     if needed <= free or not world.main:
         return
     num_envs, batch_size = largest_sizes(config.train, world.size, rollout_bytes, free)
     by_batch = f"--batch_size {batch_size} without --num_envs" if batch_size else "a smaller --hidden_size"
     logger.warning(
-        "rollouts need at least %.1f GiB on each rank and %.1f GiB are free on %s: expect this training to run out of "
-        "memory; what may fit: %s",
+        "rollouts need at least %.1f GiB on each rank and %.1f GiB are free on %s%s: expect this training to run out "
+        "of memory; what may fit: %s",
         needed / GIB,
         free / GIB,
         world.device,
+        " for each" if world.size > 1 else "",
         f"--num_envs {num_envs}, or {by_batch}" if num_envs else by_batch,
     )
 

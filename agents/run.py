@@ -246,7 +246,7 @@ def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
         reset["num_gpus"] = -1
     if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
         reset["gpu_ids"] = ""
-    if "strategy" in changes:
+    if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:  # else they do nothing
         reset |= {"chosen_strategy": "", "chosen_on": ""}
     return reset
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 FIRST_RANK_S = 10.0  # for the first rank of a machine to say what the others see as well
@@ -43,21 +46,34 @@ def outlive_readers() -> None:
 def tell_once(line: str) -> None:
     """Print bad usage on stderr, under torchrun once on a machine.
 
-    All ranks there see the same flags, files and devices, and torchrun ends the others when the first has left. They
-    wait for that before they speak: what only one of them sees is told, a little later.
+    All ranks there see the same flags, files and devices. The first one tells, and marks what it told; the others wait
+    for that mark. What only one of them sees is told a little later, and never lost: torchrun may end a rank because
+    the first one broke off for want of it.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0" and _is_ended():
+    mark, first = _mark_of(line), os.environ.get("LOCAL_RANK", "0") == "0"
+    if mark and not first and _is_told(mark):
         return
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
+    if mark and first:
+        with suppress(OSError):
+            mark.touch()
 
 
-def _is_ended() -> bool:
-    """Wait for torchrun to end this process, which then leaves by itself; False: it does not."""
-    if not hasattr(signal, "sigtimedwait"):  # macOS
-        return False
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+def _mark_of(line: str) -> Path | None:
+    """A file, among those that torchrun makes for this start of the machine's ranks; None: it makes none."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return Path(own).parent.parent / f"told_{hashlib.sha256(line.encode()).hexdigest()}" if own else None
+
+
+def _is_told(mark: Path) -> bool:
+    """Wait for the mark, or until torchrun ends this process, which then leaves by itself."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: ended.append(signum))
     try:
-        return signal.sigtimedwait([signal.SIGTERM], FIRST_RANK_S) is not None
+        deadline_s = time.monotonic() + FIRST_RANK_S
+        while not mark.exists() and not ended and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return mark.exists()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -61,8 +61,8 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
     if not config.fallback:
         return Settled(config, resolve(config))
     config.check_hybrid()
-    if config.strategy not in ("none", "dp"):
-        resolve(_with_mode(config, "default"))  # a mistake in other flags is no reason to step down
+    if config.strategy != "none":  # a mistake in other flags is no reason to step down
+        resolve(_with_mode(config, "none" if config.strategy == "dp" else "default"))
     first = "ddp" if config.strategy in ("default", "auto") else config.strategy
     failed: list[str] = []
     for mode in (config.strategy, *LADDER[LADDER.index(first) + 1 :]):

@@ -164,5 +164,15 @@ def adopt(out_dir):
     return 0 if gather_json(world.rank, world) == [0, 1] else 1
 
 
+def refuse_alone(out_dir):
+    """Rank 1 refuses what rank 0 does not see, which then misses it."""
+    world = open_world("cpu", timeout_s=30)
+    gather_json(world.rank, world)
+    if world.rank == 1:
+        raise UserError("only rank 1 sees this")
+    gather_json(world.rank, world)
+
+
 if __name__ == "__main__":
-    sys.exit(launch({"loop": loop, "hang": hang, "adopt": adopt}[sys.argv[1]], (sys.argv[2],), num_ranks=2))
+    MODES = {"loop": loop, "hang": hang, "adopt": adopt, "refuse_alone": refuse_alone}
+    sys.exit(launch(MODES[sys.argv[1]], (sys.argv[2],), num_ranks=2))

@@ -15,11 +15,12 @@ from agents import memory_advice
 from agents.batch_choice import allowed_batch_sizes
 from agents.memory_advice import fewer_environments, smaller_parts
 from agents.ppo import PPO
+from agents.run import RunConfig
 from agents.sizes import TrainConfig, share_out
 from rl_dist import batch_size
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.run_comparison import parameter_sha256
-from rl_dist.world import UserError
+from rl_dist.world import UserError, World
 
 SCRIPT = Path(__file__).with_name("limited_memory.py")
 TINY = [
@@ -162,6 +163,18 @@ def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(tmp_path
     for name, sizes in (("fewer", fewer), ("smaller", smaller)):
         train_here(monkeypatch, *flags, *sizes.split(), "--run_dir", tmp_path / name)
         assert "warning" not in capsys.readouterr().err, sizes
+
+
+def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(monkeypatch, caplog):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device: 2**24)
+    config = RunConfig(train=TrainConfig(num_envs=128, num_steps=128, batch_size=128, total_steps=10**6))
+    for ranks, warnings in ((1, 0), (4, 1)):
+        train = replace(config.train, num_envs=128 * ranks, batch_size=128 * ranks)  # as much for each
+        world = World(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="gloo")
+        memory_advice.warn_of_rollouts_too_large(replace(config, train=train), world)
+        assert len(caplog.messages) == warnings
+    assert "0.0 GiB are free on cpu for each: " in caplog.text
 
 
 def end_in(phase, monkeypatch):

@@ -18,7 +18,7 @@ from rl_dist.launch import LaunchConfig, launch, resolve, restart_count
 from rl_dist.rendezvous import _own_part, check_address, free_port, open_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-OWN = dict.fromkeys((*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"))
+OWN = dict.fromkeys((*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"))
 
 
 @pytest.fixture
@@ -75,25 +75,34 @@ BAD = [["--num_envs", "-4"], ["--num_gpus", "7"], ["--env", "CartPole-v1", "--pr
 
 
 @pytest.mark.parametrize("flags", BAD, ids=" ".join)
-def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_wait_for_their_end(
-    flags, environment, monkeypatch, capsys
+def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_only_what_it_did_not(
+    flags, environment, monkeypatch, capsys, tmp_path
 ):
-    environment(**TORCHRUN | {"TORCHELASTIC_RUN_ID": "here"})
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # as torchrun does when the first has left
+    def told_by(rank):
+        own = tmp_path / str(rank) / "error.json"
+        environment(**TORCHRUN | {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(own)})
         assert train_here(monkeypatch, *flags) == 2
-        assert not signal.sigpending()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(console, "FIRST_RANK_S", 0.01)
-    assert train_here(monkeypatch, *flags) == 2
-    assert only_error(capsys.readouterr().err)  # nobody else has failed: it is not lost
+        return capsys.readouterr().err
+
+    before = signal.getsignal(signal.SIGTERM)
+    ending = threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM])  # torchrun, after another failure of the first
     monkeypatch.setattr(console, "FIRST_RANK_S", 1e6)
-    environment(**TORCHRUN | {"TORCHELASTIC_RUN_ID": "here", "RANK": "0", "LOCAL_RANK": "0"})
-    assert train_here(monkeypatch, *flags) == 2
-    assert only_error(capsys.readouterr().err)
+    ending.start()
+    assert only_error(told_by(1))
+    monkeypatch.setattr(console, "FIRST_RANK_S", 0.01)
+    assert only_error(told_by(1))  # nobody else has failed
+    monkeypatch.setattr(console, "FIRST_RANK_S", 1e6)
+    assert only_error(told_by(0))
+    assert told_by(1) == ""
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.slow  # two ranks
+def test_under_torchrun_what_one_rank_alone_sees_is_told_though_the_others_break_off_first(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    job = start(*torchrun, REPO / "tests" / "rl_dist_ranks.py", "refuse_alone", tmp_path, cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert "error: only rank 1 sees this" in err.splitlines() and job.returncode == 1
 
 
 @pytest.mark.slow  # four ranks

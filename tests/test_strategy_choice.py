@@ -12,12 +12,13 @@ from train_runs import SIZES, only_error, records, start_training, train_here
 
 import agents.strategy_choice
 from agents.clstm import Policy, PolicyConfig
-from agents.run import RunConfig, save_config
+from agents.run import SECTIONS, RunConfig, resumed_config, save_config
 from agents.sizes import TrainConfig
 from agents.strategy_choice import StrategyTrial, settle_strategy
 from envs.task import TaskConfig
 from rl_dist.all_reduce_bench import BenchFailed
 from rl_dist.fallback import settle_launch, try_ranks
+from rl_dist.flags import parse_flags
 from rl_dist.launch import LaunchConfig, resolve
 from rl_dist.run_comparison import differences, result_of
 from rl_dist.strategy_choice import Trying, candidates, fastest, first_working, steps_down
@@ -173,6 +174,19 @@ def test_what_was_chosen_stands_on_the_same_ranks_only():
     assert settle_launch(alone).resolved.num_ranks == 1  # fallback had gone down to one
 
 
+@pytest.mark.parametrize("flags", [["--shard_size", "2"], ["--gradient_compression", "bf16"]], ids=" ".join)
+def test_a_resumed_run_with_other_flags_of_strategies_chooses_again(flags):
+    chosen = LaunchConfig(device="cpu", num_gpus=2, strategy="auto", chosen_strategy="ddp", chosen_on="2 ranks on cpu")
+
+    def resumed(*given):
+        return resumed_config(RunConfig(launch=chosen), parse_flags(SECTIONS, given, description="")).launch
+
+    assert settle_launch(resumed("--strategy", "auto")).config.strategy_config.mode == "ddp"
+    assert settle_launch(resumed(*flags)).config.strategy_config.mode == "auto"
+    with pytest.raises(ValueError, match="hybrid_form pipeline needs strategy hybrid, got auto"):
+        settle_launch(resumed("--hybrid_form", "pipeline"))
+
+
 def test_ranks_that_start_again_find_their_choice_in_the_configuration(world, tmp_path, monkeypatch):
     monkeypatch.setattr(agents.strategy_choice, "_choose", lambda *_: pytest.fail("measured again"))
     config = RunConfig(launch=LaunchConfig(device="cpu", strategy="auto"))
@@ -219,6 +233,8 @@ def test_a_mistake_in_other_flags_is_no_reason_to_step_down():
         settle_launch(LaunchConfig(device="cuda", num_gpus=1000, fallback=True), probe=cannot)
     with pytest.raises(ValueError, match="none works with one rank only"):
         settle_launch(LaunchConfig(device="cpu", num_gpus=2, strategy="none", fallback=True), probe=cannot)
+    with pytest.raises(ValueError, match="cudnn_autotune does nothing without a GPU"):
+        settle_launch(LaunchConfig(device="cpu", strategy="dp", cudnn_autotune=True, fallback=True), probe=cannot)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="dp works here")
