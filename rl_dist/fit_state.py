@@ -100,7 +100,7 @@ class FitState:
         facts = state.get("facts")
         if facts is None:
             raise UserError("this is no checkpoint of fit: name the run directory that fit wrote")
-        compared = ((name, now, facts.get(name)) for name, now in self.facts.items())
+        compared = ((name, now, facts.get(name)) for name, now in self.facts.items() if name in facts)
         differing = [f"{name} {now} (it has {there})" for name, now, there in compared if now != there]
         if differing:
             raise UserError(f"this differs from the run to resume: {', '.join(differing)}; use the values it has")
