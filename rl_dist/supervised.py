@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -120,7 +121,7 @@ def fit(
 
     Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a resumed run goes on as if
     it had not stopped; a stop signal ends an epoch early, and resuming repeats it. Running statistics of BatchNorm are
-    averaged over ranks after every epoch.
+    averaged over ranks after every epoch; other buffers become those of rank 0.
 
     Args:
         module: what `strategy.wrap` returned.
@@ -156,7 +157,7 @@ def fit(
             if signum:
                 break
             seconds = time.perf_counter() - started
-            _average_running_statistics(module, strategy.world)
+            _merge_buffers(module, strategy.world)
             record = {"epoch": float(epoch)} | {f"train/{name}": value for name, value in trained.items()}
             if judged is not None:
                 found = evaluate(module, judged, criterion, strategy, task.metrics, progress=config.progress)
@@ -347,19 +348,25 @@ def _named(where: str, number: int, world: World) -> Iterator[None]:
         raise BatchError(told) from error
 
 
-def _average_running_statistics(module: nn.Module, world: World) -> None:
-    """Make BatchNorm's running statistics the mean over ranks, each of which saw its share of every batch."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    named = {
-        f"{name}.{key}": buffer
-        for name, part in module.named_modules()
-        if isinstance(part, kinds)
-        for key, buffer in part.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    }
-    if world.size > 1 and named:
-        for name, total in sum_over_ranks(named, world).items():
-            named[name].copy_(total / world.size)
+def _merge_buffers(module: nn.Module, world: World) -> None:
+    """Make the ranks' buffers alike, each of which saw its share of every batch.
+
+    BatchNorm's running statistics become the mean over ranks. What others are made of is not known: rank 0's count.
+    """
+    if world.size == 1:
+        return
+    averaged: dict[str, Tensor] = {}
+    for name, part in module.named_modules():
+        kept = part.named_buffers(recurse=False)
+        own = {key: value for key, value in kept if key not in part._non_persistent_buffers_set}
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            averaged |= {f"{name}.{key}": value for key, value in own.items() if value.is_floating_point()}
+            continue
+        for value in own.values():
+            with world.waiting("buffers of the main process"):
+                dist.broadcast(value, src=0)
+    for name, total in (sum_over_ranks(averaged, world) if averaged else {}).items():
+        averaged[name].copy_(total / world.size)
 
 
 def _bar(total: int, what: str, world: World, wanted: bool) -> Any:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from rl_dist.launch import launch
 from rl_dist.strategy import Strategy, StrategyConfig
 from rl_dist.supervised import BatchError, FitConfig, evaluate, fit
 from rl_dist.world import UserError, close_world, open_world
@@ -203,3 +204,47 @@ def test_a_parameter_that_is_thawed_after_wrap_or_belongs_to_the_criterion_is_re
         optimizer = torch.optim.SGD([*net.parameters(), *getattr(criterion, "parameters", list)()], lr=0.1)
         with pytest.raises(UserError, match="its gradient is not reduced"):
             fit(module, loader(), optimizer, criterion, strategy, config=QUIET)
+
+
+def test_a_best_epoch_whose_weights_are_gone_is_not_said_to_be_held(world, tmp_path):
+    calls = iter([1.0, 2.0, 3.0, 4.0])  # the validation loss rises: epoch 1 is the best
+
+    def rising(outputs, targets):
+        return CRITERION(outputs, targets) if torch.is_grad_enabled() else torch.tensor(next(calls))
+
+    valid = DataLoader(samples(6), batch_size=6)
+    assert fitted(world, loader(), rising, validation=valid, run_dir=tmp_path).best_epoch == 1
+    (tmp_path / "checkpoints" / "best.pt").unlink()
+    with pytest.raises(UserError, match="best.pt no longer holds epoch 1"):
+        fitted(world, loader(), rising, validation=valid, run_dir=tmp_path, resume=True)
+
+
+class Remembering(nn.Module):
+    """Keeps what it saw last in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs)
+        if self.training:
+            self.seen.copy_(outputs.detach().mean(0))
+        return outputs
+
+
+def remember(folder):
+    """Rank function: fit a module with a buffer of its own, and save a checkpoint."""
+    world = open_world("cpu")
+    strategy = Strategy(StrategyConfig(), world)
+    module = strategy.wrap(Remembering())
+    optimizer = torch.optim.SGD(strategy.parameters, lr=0.1)
+    fit(module, loader(), optimizer, CRITERION, strategy, config=QUIET, run_dir=folder)  # compares the ranks
+    close_world(world)
+    return 0
+
+
+def test_buffers_of_a_users_own_module_are_those_of_rank_0(tmp_path):
+    assert launch(remember, (str(tmp_path),), num_ranks=2) == 0
+    assert len(list((tmp_path / "checkpoints").glob("iteration_*.pt"))) == 2
