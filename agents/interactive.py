@@ -73,6 +73,8 @@ class LengthQuestion(Question):
         match = LENGTH.fullmatch(text)
         if match is None:
             raise ValueError(f"give a number of episodes, or of steps as in '200000 steps', got {text!r}")
+        if match[1].isdecimal() and not int(match[1]):  # as a flag, 0 of one means that the other counts
+            raise ValueError("the length must be at least 1")
         flag, other = ("num_episodes", "total_steps")
         if (match[2] or "").startswith("step"):
             flag, other = other, flag

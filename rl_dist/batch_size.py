@@ -22,6 +22,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -85,7 +86,14 @@ def largest_batch_size(
 
     Returns:
         One of `sizes`, or 0: not even the first fits.
+
+    Raises:
+        ValueError: sizes that do not ascend, or a headroom that is none.
     """
+
+    _check_sizes(sizes)
+    if not 0.0 < headroom <= 1.0:
+        raise ValueError(f"headroom must be a fraction in (0, 1], got {headroom:g}")
 
     def fits(index: int) -> bool:
         return runs(try_step, math.ceil(sizes[index] / headroom), world)
@@ -177,7 +185,11 @@ def fastest_batch_size(
 
     Raises:
         MemoryError: not even the first size fits.
+        ValueError: sizes that do not ascend, or none.
     """
+    _check_sizes(sizes)
+    if not sizes:
+        raise ValueError("sizes must be at least one to choose from")
     curve = throughput_curve(try_step, sizes, world, longest_step_s=longest_step_s)
     points = list(curve.points)
     if points:
@@ -212,6 +224,14 @@ def learning_rate_factor(growth: float, rule: str) -> float:
     https://arxiv.org/abs/2205.10287. Both hold while gradients are noisy, not for any batch however large.
     """
     return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": float(growth)}[rule]
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    """The search halves intervals: it would be wrong on sizes in another order, without a word."""
+    if sizes and sizes[0] < 1:
+        raise ValueError(f"sizes must be whole numbers from 1 on, got {sizes[0]}")
+    if any(right <= left for left, right in pairwise(sizes)):
+        raise ValueError("sizes must ascend: sort them")
 
 
 def _doublings(sizes: Sequence[int]) -> Iterator[int]:

@@ -100,7 +100,7 @@ class FitState:
         facts = state.get("facts")
         if facts is None:
             raise UserError("this is no checkpoint of fit: name the run directory that fit wrote")
-        compared = ((name, now, facts.get(name)) for name, now in self.facts.items())
+        compared = ((name, now, facts.get(name)) for name, now in self.facts.items() if name in facts)
         differing = [f"{name} {now} (it has {there})" for name, now, there in compared if now != there]
         if differing:
             raise UserError(f"this differs from the run to resume: {', '.join(differing)}; use the values it has")
@@ -114,8 +114,12 @@ class FitState:
             self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.best_epoch, self.best_loss = state["epoch"], state["best_epoch"], state["best_loss"]
         self.bad_in_a_row, self.history = state["bad_in_a_row"], state["history"]
-        if best is not None and best["epoch"] == self.best_epoch:
+        if self.best_epoch == self.epoch:
+            self.best_weights = state["module"]
+        elif best is not None and best["epoch"] == self.best_epoch:
             self.best_weights = best["module"]
+        elif self.best_epoch and (best is None or best["epoch"] <= self.epoch):  # later: killed while it was written
+            raise UserError(f"{BEST_FILE} no longer holds epoch {self.best_epoch}, the best one: put it back")
 
 
 def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> None:

@@ -108,8 +108,10 @@ def check_loader(
         seconds: of each measurement; there are two for every number of workers.
 
     Raises:
-        UserError: the loader has no batch, or sizes that cannot be.
+        UserError: no DataLoader, one without a batch, or sizes that cannot be.
     """
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"batches come from a torch DataLoader, got a {type(loader).__name__}: make one of it")
     counts = sorted({loader.num_workers, *num_workers})
     if counts[0] < 0 or not 0.0 < seconds <= 3600.0:
         raise UserError(f"num_workers must be at least 0 and seconds 0..3600, got {counts[0]} and {seconds:g}")

@@ -23,6 +23,8 @@ class SharedLoader(DataLoader):
     seed: int
     rank: int
     global_batch_size: int
+    training: bool
+    lengths: list[int]  # samples of each batch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: its number decides the order and the seeds of workers."""
@@ -43,6 +45,8 @@ def shared_loader(loader: DataLoader, world: World, *, training: bool, seed: int
     Raises:
         UserError: it has no length, draws samples in a way of its own, or cannot be shared out.
     """
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"batches come from a torch DataLoader, got a {type(loader).__name__}: make one of it")
     shuffles = isinstance(loader.sampler, RandomSampler)
     _refuse_foreign(loader, shuffles)
     batch_size, num_samples = int(loader.batch_size or 0), len(loader.dataset)  # type: ignore[arg-type]
@@ -69,7 +73,10 @@ def shared_loader(loader: DataLoader, world: World, *, training: bool, seed: int
         generator=torch.Generator(),  # its own: loading draws nothing from the generators of the module
         **options,
     )
-    shared.seed, shared.rank, shared.global_batch_size = seed, world.rank, batch_size
+    shared.seed, shared.rank, shared.global_batch_size, shared.training = seed, world.rank, batch_size, training
+    shared.lengths = (
+        [batch_size // world.size] * len(shared) if training else [len(batch) for batch in options["batch_sampler"]]
+    )
     shared.set_epoch(0)
     return shared
 
@@ -83,6 +90,8 @@ def evaluation_batches(num_samples: int, batch_size: int, rank: int, num_ranks: 
     Raises:
         UserError: fewer samples than ranks.
     """
+    if not num_samples:
+        raise UserError("there is no sample to evaluate: the dataset is empty")
     if num_samples < num_ranks:
         raise UserError(f"{num_samples} samples cannot be evaluated on {num_ranks} ranks: use fewer ranks")
     largest = math.ceil(num_samples / num_ranks)
@@ -120,6 +129,25 @@ def _check_training(batch_size: int, num_samples: int, num_ranks: int) -> None:
         )
     if num_samples < batch_size:
         raise UserError(f"batch_size {batch_size} is more than the {num_samples} samples to train on: make it smaller")
+
+
+def pair_of(batch: Any) -> Any:
+    """A batch, if it is a pair of inputs and targets.
+
+    Raises:
+        UserError: it is something else, such as one dict of both.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch
+    got = f"a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        got += f" of {', '.join(map(str, batch))}"
+    elif isinstance(batch, list | tuple):
+        got += f" of {len(batch)}"
+    raise UserError(
+        f"a batch must be a pair (inputs, targets), got {got}: "
+        "give the DataLoader a collate_fn that makes one; inputs and targets may be dicts or tuples"
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

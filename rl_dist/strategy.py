@@ -165,9 +165,10 @@ class Strategy:
             The norm of the reduced gradient before clipping, and whether the step was taken.
 
         Raises:
-            UserError: the optimizer steps other parameters than `parameters`.
+            UserError: the optimizer steps other parameters than `parameters`, or one of these was not used.
         """
         self._check_optimizer(optimizer)
+        self._check_gradients(optimizer)
         if isinstance(self.module, DistributedDataParallel) and not self.steps + self.skipped:
             with self.world.waiting("order of gradients"):  # else in the next forward, where nobody would look for it
                 self.module.reducer._rebuild_buckets()
@@ -197,6 +198,27 @@ class Strategy:
                 "the optimizer holds parameters that strategy hybrid has replaced by shards: "
                 "make it of strategy.parameters, after wrap"
             )
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what DistributedDataParallel would not reduce: buckets with a gap, parameters that it never saw."""
+        if not isinstance(self.module, DistributedDataParallel):
+            return
+        gaps_are_fine = self.config.find_unused_parameters or self.config.static_graph
+        if not gaps_are_fine and any(parameter.grad is None for parameter in self.parameters):
+            named = self._inner.named_parameters()
+            own = {id(parameter) for parameter in self.parameters}
+            unused = [name for name, parameter in named if id(parameter) in own and parameter.grad is None]
+            raise UserError(
+                f"{len(unused)} parameter(s) took no part in this step, such as {unused[0]}: "
+                "use StrategyConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrap"
+            )
+        known = {id(parameter) for parameter in self.parameters}
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is not None and id(parameter) not in known:
+                raise UserError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that was not there, or frozen, "
+                    "when the module was wrapped: its gradient is not reduced; make it part of the module, then wrap"
+                )
 
     def module_state(self) -> dict[str, Tensor]:
         """The whole `state_dict` of the module given to `wrap`.

@@ -9,11 +9,14 @@
 
 Batches are pairs of inputs and targets; the module maps inputs to outputs, the criterion outputs and targets to their
 mean loss. Batch sizes are totals over ranks, figures count every sample of all ranks once, and all ranks call together.
+A criterion whose mean is not over samples alike (class weights, ignore_index) divides by the weights of a rank's share
+of a batch: gradients and losses are then means of such means, and depend on the number of ranks and the batch size.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,21 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rl_dist.collectives import agree_max, sum_over_ranks
 from rl_dist.fit_state import FitState, restore, save, tensorboard_of
+from rl_dist.fit_sums import Metric, Sums, check_loss
 from rl_dist.flags import flag
-from rl_dist.loaders import SharedLoader, epoch_seed, to_device
+from rl_dist.loaders import SharedLoader, epoch_seed, pair_of, to_device
 from rl_dist.strategy import Strategy
 from rl_dist.world import UserError, World, stop_flag
 
 __all__ = ["BatchError", "FitConfig", "FitResult", "accuracy", "evaluate", "fit"]
 
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss of the batch
-Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
 STOP_EVERY = 10  # batches between two looks for a stop signal on any rank
 logger = logging.getLogger(__name__)
 
@@ -72,6 +77,8 @@ class FitConfig:
             ("keep_checkpoints", 1, 10**6),
         ):
             value = getattr(self, name)
+            if not isinstance(value, int) and name != "max_grad_norm":
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
 
@@ -114,16 +121,17 @@ def fit(
 
     Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a resumed run goes on as if
     it had not stopped; a stop signal ends an epoch early, and resuming repeats it. Running statistics of BatchNorm are
-    averaged over ranks after every epoch.
+    averaged over ranks after every epoch; other buffers become those of rank 0.
 
     Args:
         module: what `strategy.wrap` returned.
         loader: of training; its batch_size is the total over ranks.
         optimizer: of `strategy.parameters`, made after `strategy.wrap`.
-        criterion: mean loss of a batch.
+        criterion: mean loss of a batch over its samples; see above for weighted means.
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
-        scheduler: a torch learning-rate scheduler, stepped after every epoch.
+        scheduler: a torch learning-rate scheduler, stepped after every epoch; ReduceLROnPlateau sees the validation
+            loss.
         run_dir: gets, after every epoch, checkpoints/ (the best one as best.pt), metrics.jsonl and what TensorBoard
             shows.
         resume: go on from the newest valid checkpoint in `run_dir`, if there is one.
@@ -134,14 +142,11 @@ def fit(
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
     config = config or FitConfig()
-    if module is not strategy.module:
-        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
-    if config.patience and validation is None:
-        raise UserError(f"patience {config.patience} does nothing without validation data: give a validation loader")
+    _check_parts(module, optimizer, strategy, validated=validation is not None, scheduler=scheduler, config=config)
     task = _Task(module, optimizer, criterion, strategy, dict(metrics or {}), config)
     shared = _shared(loader, strategy, training=True, seed=config.seed)
     judged = None if validation is None else _shared(validation, strategy, training=False, seed=config.seed)
-    state = FitState(strategy, optimizer, scheduler, dict(extra or {}), _facts(shared, config))
+    state = FitState(strategy, optimizer, scheduler, dict(extra or {}), _facts(shared, config, optimizer, scheduler))
     restore(state, run_dir, resume=resume)
     signum = 0
     with tensorboard_of(state, run_dir) as to_tensorboard:
@@ -152,12 +157,14 @@ def fit(
             if signum:
                 break
             seconds = time.perf_counter() - started
-            _average_running_statistics(module, strategy.world)
+            _merge_buffers(module, strategy.world)
             record = {"epoch": float(epoch)} | {f"train/{name}": value for name, value in trained.items()}
             if judged is not None:
                 found = evaluate(module, judged, criterion, strategy, task.metrics, progress=config.progress)
                 record |= {f"valid/{name}": value for name, value in found.items()}
-            if scheduler is not None:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(record["valid/loss"])
+            elif scheduler is not None:
                 scheduler.step()
             improved = state.look(record)
             save(state, run_dir, keep=config.keep_checkpoints, best=improved and judged is not None)
@@ -169,9 +176,34 @@ def fit(
     return FitResult(state.history, state.best_epoch if judged is not None else state.epoch, signum)
 
 
-def _facts(loader: SharedLoader, config: FitConfig) -> dict[str, Any]:
+def _check_parts(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    validated: bool,
+    scheduler: Any,
+    config: FitConfig,
+) -> None:
+    """Refuse what would fail after an epoch, or train something else."""
+    if module is not strategy.module:
+        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
+    if config.patience and not validated:
+        raise UserError(f"patience {config.patience} does nothing without validation data: give a validation loader")
+    if isinstance(scheduler, ReduceLROnPlateau) and not validated:
+        raise UserError("scheduler ReduceLROnPlateau looks at the validation loss: give a validation loader")
+    known = {id(parameter) for parameter in (*strategy.parameters, *module.parameters())}
+    if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError("the optimizer holds no parameter of the module: make it of strategy.parameters, after wrap")
+
+
+def _facts(
+    loader: SharedLoader, config: FitConfig, optimizer: torch.optim.Optimizer, scheduler: Any
+) -> dict[str, Any]:
     """What a resumed fit must have as the run had it."""
     return {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": type(scheduler).__name__ if scheduler is not None else "none",
         "seed": config.seed,
         "batch_size": loader.global_batch_size,
         "grad_accumulation": config.grad_accumulation,
@@ -201,7 +233,7 @@ def evaluate(
     """
     strategy.world.enter("evaluation")
     shared = _shared(loader, strategy, training=False, seed=0)
-    sums, was_training = _Sums(metrics or {}), module.training
+    sums, was_training = Sums(metrics or {}), module.training
     module.eval()
     try:
         bar = _bar(len(shared), "evaluation", strategy.world, progress)
@@ -209,16 +241,14 @@ def evaluate(
             with _named("evaluation", number, strategy.world):
                 with strategy.autocast():
                     outputs = module(inputs)
-                    loss = criterion(outputs, targets)
-                sums.add(loss, outputs, targets)
+                    loss = check_loss(criterion(outputs, targets))
+                sums.add(loss, outputs, targets, shared.lengths[number])
             strategy.world.beat()
             bar.update()
         bar.close()
     finally:
         module.train(was_training)
-    means = sums.means(strategy.world)
-    assert means["samples"] == len(shared.dataset), "every sample must be counted once"  # type: ignore[arg-type]
-    return means
+    return sums.means(strategy.world)
 
 
 @dataclass(frozen=True)
@@ -240,7 +270,7 @@ def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState)
     loader.set_epoch(epoch)
     torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
     task.module.train()
-    sums, where = _Sums(task.metrics), f"epoch {epoch}"
+    sums, where = Sums(task.metrics), f"epoch {epoch}"
     bar = _bar(num_batches, f"{where}/{config.epochs}", world, config.progress)
     for number, inputs, targets in _batches(loader, where, world):
         place = number % config.grad_accumulation  # of the batch in its step, whose last one may have fewer
@@ -251,9 +281,9 @@ def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState)
             with task.strategy.accumulating(last=place == parts - 1):
                 with task.strategy.autocast():
                     outputs = task.module(inputs)
-                    loss = task.criterion(outputs, targets)
+                    loss = check_loss(task.criterion(outputs, targets))
                 task.strategy.backward(loss / parts)
-            sums.add(loss.detach(), outputs, targets)
+            sums.add(loss.detach(), outputs, targets, loader.lengths[number])
             if place == parts - 1:
                 _, stepped = task.strategy.step(task.optimizer, config.max_grad_norm)
                 if not task.strategy.overflowed:  # else it is part of the search for a loss scale
@@ -280,35 +310,15 @@ def _count_bad(state: FitState, stepped: bool, config: FitConfig, place: str) ->
         )
 
 
-class _Sums:
-    """Loss and metrics summed over samples, in float64, on the device."""
-
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        if taken := sorted({"loss", "samples"} & set(metrics)):
-            raise UserError(f"no metric can be called {taken[0]}, which is reported anyway: use another name")
-        self.metrics = metrics
-        self.counts: dict[str, int] = dict.fromkeys(("loss", *metrics), 0)
-        self.totals: dict[str, Any] = dict.fromkeys(self.counts, 0.0)
-
-    @torch.no_grad()
-    def add(self, loss: Tensor, outputs: Any, targets: Any) -> None:
-        count = _num_samples(targets)
-        self.totals["loss"] = self.totals["loss"] + loss.double() * count
-        self.counts["loss"] += count
-        for name, metric in self.metrics.items():
-            values = metric(outputs, targets)
-            self.totals[name] = self.totals[name] + values.sum(dtype=torch.float64)
-            self.counts[name] += values.numel()
-
-    def means(self, world: World) -> dict[str, float]:
-        counts = {f"count of {name}": float(count) for name, count in self.counts.items()}
-        reduced = sum_over_ranks(self.totals | counts, world)
-        means = {name: float(reduced[name] / reduced[f"count of {name}"]) for name in self.totals}
-        return means | {"samples": float(reduced["count of loss"])}
-
-
 def _shared(loader: DataLoader, strategy: Strategy, *, training: bool, seed: int) -> SharedLoader:
-    return loader if isinstance(loader, SharedLoader) else strategy.loader(loader, training=training, seed=seed)
+    if not isinstance(loader, SharedLoader):
+        return strategy.loader(loader, training=training, seed=seed)
+    if loader.training != training:
+        raise UserError(
+            f"a loader that Strategy.loader made with training={loader.training} is given where training={training} "
+            "is wanted: give the DataLoader that it was made of"
+        )
+    return loader
 
 
 def _batches(loader: SharedLoader, where: str, world: World) -> Iterator[tuple[int, Any, Any]]:
@@ -317,7 +327,7 @@ def _batches(loader: SharedLoader, where: str, world: World) -> Iterator[tuple[i
         batches = iter(loader)
     for number in range(len(loader)):
         with _named(where, number, world):
-            inputs, targets = to_device(next(batches), world.device)
+            inputs, targets = to_device(pair_of(next(batches)), world.device)
         yield number, inputs, targets
 
 
@@ -329,31 +339,34 @@ def _named(where: str, number: int, world: World) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        what = " ".join(str(error).split())
-        told = f"{where}, batch {number}, rank {world.rank}: {type(error).__name__}: {what}"
+        lines = str(error).strip().splitlines() or [""]
+        in_worker = re.search(r"in DataLoader worker process \d+", lines[0])  # whose traceback follows, up to the error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if in_worker:
+            what = f"{lines[-1]} ({in_worker[0]})"
+        told = f"{where}, batch {number}, rank {world.rank}: {what}"
         raise BatchError(told) from error
 
 
-def _num_samples(targets: Any) -> int:
-    """Length of a batch, by the first tensor in its targets."""
-    while not isinstance(targets, Tensor):
-        targets = next(iter(targets.values() if isinstance(targets, dict) else targets))
-    return len(targets)
+def _merge_buffers(module: nn.Module, world: World) -> None:
+    """Make the ranks' buffers alike, each of which saw its share of every batch.
 
-
-def _average_running_statistics(module: nn.Module, world: World) -> None:
-    """Make BatchNorm's running statistics the mean over ranks, each of which saw its share of every batch."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    named = {
-        f"{name}.{key}": buffer
-        for name, part in module.named_modules()
-        if isinstance(part, kinds)
-        for key, buffer in part.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    }
-    if world.size > 1 and named:
-        for name, total in sum_over_ranks(named, world).items():
-            named[name].copy_(total / world.size)
+    BatchNorm's running statistics become the mean over ranks. What others are made of is not known: rank 0's count.
+    """
+    if world.size == 1:
+        return
+    averaged: dict[str, Tensor] = {}
+    for name, part in module.named_modules():
+        kept = part.named_buffers(recurse=False)
+        own = {key: value for key, value in kept if key not in part._non_persistent_buffers_set}
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            averaged |= {f"{name}.{key}": value for key, value in own.items() if value.is_floating_point()}
+            continue
+        for value in own.values():
+            with world.waiting("buffers of the main process"):
+                dist.broadcast(value, src=0)
+    for name, total in (sum_over_ranks(averaged, world) if averaged else {}).items():
+        averaged[name].copy_(total / world.size)
 
 
 def _bar(total: int, what: str, world: World, wanted: bool) -> Any:

@@ -134,3 +134,22 @@ def test_all_ranks_agree_on_what_the_poorest_can_hold_and_the_slowest_can_do(ran
     assert slow["largest"] == poor["largest"] and 0.97 * 270 <= slow["largest"] <= 270
     assert (slow["size"], slow["paces"]) == (poor["size"], poor["paces"]) and slow["size"] == 256
     assert all(pace <= 2 * size / 0.02 for size, pace in zip([16, 64, 256], slow["paces"], strict=True))
+
+
+@pytest.mark.parametrize("search", [largest_batch_size, fastest_batch_size])
+@pytest.mark.parametrize("sizes", [[0, 1], [64, 32, 16], [8, 8]])
+def test_sizes_that_do_not_ascend_are_refused(search, sizes):
+    with pytest.raises(ValueError, match="sizes must"):
+        search(lambda size: None, sizes)
+
+
+def test_without_sizes_none_is_the_largest_and_none_the_fastest():
+    assert largest_batch_size(lambda size: None, []) == 0
+    with pytest.raises(ValueError, match="at least one"):
+        fastest_batch_size(lambda size: None, [])
+
+
+@pytest.mark.parametrize("headroom", [0.0, 2.0, -1.0])
+def test_headroom_is_a_fraction(headroom):
+    with pytest.raises(ValueError, match="headroom must be a fraction"):
+        largest_batch_size(lambda size: None, [1, 2], headroom=headroom)

@@ -223,3 +223,10 @@ def test_where_nobody_can_answer_it_is_refused_in_one_line(argv, variables, reas
     assert train_here(monkeypatch, *argv) == 2
     assert reason in only_error(capsys.readouterr().err)
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["0", "0 steps", "00 episodes"])
+def test_a_length_of_nothing_is_no_answer(text):
+    length = interactive.QUESTIONS[-1]
+    with pytest.raises(ValueError, match="at least 1"):
+        length.answer(parse_flags(SECTIONS, description="", argv=[]), text)

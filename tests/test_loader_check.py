@@ -105,3 +105,8 @@ def test_the_slowest_part_is_the_bottleneck_and_more_workers_must_be_worth_it():
     assert flat.best_num_workers == 0 and "make __getitem__" in flat.cure
     better = rates(**some, together={0: 90.0, 1: 120.0, 2: 122.0})
     assert better.best_num_workers == 1 and better.cure == "num_workers=1 makes 33% more samples/s"
+
+
+def test_what_is_no_loader_is_refused():
+    with pytest.raises(UserError, match="torch DataLoader, got a list"):
+        check_loader([torch.zeros(2)], lambda batch: None)
