@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -257,20 +258,30 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume:
             return 128 + result.signum
         if world.main:
             write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-            print(_result_text(summary, run_dir), flush=True)
+            print(_result_text(summary), flush=True)
+            print(f"next: {next_command(config, run_dir)}", flush=True)
     finally:
         with lock:  # closes it
             close_world(world)
     return 0
 
 
-def _result_text(summary: dict[str, Any], run_dir: Path) -> str:
+def next_command(config: RunConfig, run_dir: Path) -> str:
+    """The training that starts from it: same data, a policy that it fits."""
+    words = ["python", "train_distributed.py", "--pretrained", str(run_dir)]
+    for section in (config.pretrain, config.data, config.market):
+        shared = ("hidden_size", "observation") if section is config.pretrain else tuple(vars(section))
+        changed = (name for name in shared if getattr(section, name) != getattr(type(section)(), name))
+        words += [word for name in changed for word in (f"--{name}", str(getattr(section, name)))]
+    return shlex.join(words)
+
+
+def _result_text(summary: dict[str, Any]) -> str:
     best, guessed = summary["best"], summary["guessed"]
     return (
         f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span: next day's sign right in "
         f"{best['valid/sign_accuracy']:.1%} (always the more frequent: {guessed['sign_accuracy']:.1%}), square error "
-        f"of the log volatility {best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})\n"
-        f"next: python train_distributed.py --pretrained {run_dir}"
+        f"of the log volatility {best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -144,6 +145,18 @@ def test_ppo_starts_from_the_weights(trained, tmp_path, monkeypatch):
     for name, value in found.weights.items():
         assert torch.equal(state["policy"][name], value), name
     assert json.loads((run_dir / "config.json").read_text())["train"]["pretrained"] == str(trained)
+
+
+def test_the_command_that_it_proposes_starts_a_training_on_the_same_data(trained, tmp_path, monkeypatch):
+    saved = json.loads((trained / "config.json").read_text())
+    config = pretrain.RunConfig(**{name: section(**saved[name]) for name, section in pretrain.SECTIONS.items()})
+    proposed = shlex.split(pretrain.next_command(config, trained))[2:]
+    sizes = SIZES[: SIZES.index("--hidden_size")]
+    run_dir = tmp_path / "proposed"
+    assert train_here(monkeypatch, *proposed, *sizes, "--episode_days", "60", "--run_dir", run_dir) == 0
+    begun = json.loads((run_dir / "config.json").read_text())
+    assert begun["policy"]["hidden_size"] == 8
+    assert (begun["data"], begun["market"]) == (saved["data"], saved["market"])
 
 
 def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_path):
