@@ -28,7 +28,7 @@ def free_for_each_rank(world: World) -> int:
     On CPUs the ranks of a machine share what is free.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if world.device.type == "cpu" else 1
-    return free_memory_bytes(world.device) // local_ranks
+    return free_memory_bytes(world.device, local_ranks)
 
 
 def warn_of_rollouts_too_large(config: RunConfig, world: World) -> None:

@@ -9,6 +9,7 @@ Every rank sees its share of the same batches, so the figures do not depend on t
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -111,7 +112,8 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(resolved.message, flush=True)
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts this on every rank
+        print(resolved.message, flush=True)
     return launch(run_rank, (fitting, config, resolved.device_type), resolved.num_ranks)
 
 

@@ -30,12 +30,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """What this process may still take, with what torch holds on a GPU without use."""
+def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
+    """What this process may still take, with what torch holds on a GPU without use.
+
+    Args:
+        sharers: processes between which what is free in the host is divided; a limit of a process is its own.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    free = host_memory().available
+    free = host_memory().available // sharers
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         free = min(free, limit - psutil.Process().memory_info().vms)

@@ -93,6 +93,8 @@ class Strategy:
         """
         if self.config.pipelined:
             raise UserError("hybrid_form pipeline trains the cascaded policy only: use hybrid_form shard, or ddp")
+        if isinstance(module, DistributedDataParallel | nn.DataParallel | DataParallel):
+            raise UserError(f"wrap takes the bare module, got one in {type(module).__name__}: give its inner module")
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         logger.info(GRADIENT_BYTES_LOGGED, self.gradient_bytes)
         self.module = self._wrapped(module)

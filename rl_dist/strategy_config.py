@@ -95,16 +95,21 @@ class StrategyConfig:
             raise UserError(
                 f"hybrid_form pipeline works on pairs of ranks, got {num_ranks}; use an even number, or --strategy ddp"
             )
-        if self.mode == "hybrid" and not self.pipelined:
+        if self.mode == "auto" and num_ranks == 1 and self.shard_size:
+            raise UserError(f"shard_size {self.shard_size} does nothing on one rank: use --shard_size 0")
+        if (self.mode == "hybrid" and not self.pipelined) or (self.mode == "auto" and self.shard_size):
             resolve_shard_size(self.shard_size, num_ranks)
         mode = ("ddp" if num_ranks > 1 else "none") if self.mode == "default" else self.mode
-        if self.gradient_compression != "none" and mode not in ("ddp", "auto"):
+        alone = " on one rank" if mode == "auto" else ""
+        has_ddp = mode == "ddp" or (mode == "auto" and num_ranks > 1)
+        if self.gradient_compression != "none" and not has_ddp:
             raise UserError(
-                f"gradient_compression {self.gradient_compression} works with strategy ddp, not {mode}: "
+                f"gradient_compression {self.gradient_compression} works with strategy ddp, not {mode}{alone}: "
                 "use --gradient_compression none"
             )
-        if self.backend and mode not in ("ddp", "auto"):
-            raise UserError(f"backend {self.backend} reduces gradients of strategy ddp, not of {mode}: leave it empty")
+        if self.backend and not has_ddp:
+            what = f"backend {self.backend} reduces gradients of strategy ddp, not of {mode}{alone}"
+            raise UserError(f"{what}: leave it empty")
         if self.precision == "fp16" and mode == "hybrid":
             raise UserError("precision fp16 scales losses, which strategy hybrid cannot: use bf16, or --strategy ddp")
         return mode

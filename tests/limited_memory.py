@@ -31,7 +31,7 @@ def search():
 
     step(1)
     limit_memory(128)
-    print(free_memory_bytes(torch.device("cpu")), end=" ")
+    print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")  # the limit is of this process
     largest = largest_batch_size(step, range(8, 100_000, 8), headroom=0.8)
     step(largest)
     try:

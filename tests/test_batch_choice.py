@@ -152,7 +152,7 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
 
 def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(tmp_path, monkeypatch, capsys):
     """And the sizes that are proposed instead would not be."""
-    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device: 2**24)
+    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device, sharers=1: 2**24)
     monkeypatch.setattr(train_distributed, "Training", lambda *_: fail())
     flags = [*TINY, "--total_steps", "768", "--num_envs", "16", "--batch_size", "16", "--hidden_size", "64"]
     train_here(monkeypatch, *flags, "--num_envs", "4096", "--run_dir", tmp_path / "large")
@@ -167,7 +167,7 @@ def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(tmp_path
 
 def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(monkeypatch, caplog):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device: 2**24)
+    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device, sharers: 2**24 // sharers)
     config = RunConfig(train=TrainConfig(num_envs=128, num_steps=128, batch_size=128, total_steps=10**6))
     for ranks, warnings in ((1, 0), (4, 1)):
         train = replace(config.train, num_envs=128 * ranks, batch_size=128 * ranks)  # as much for each

@@ -262,11 +262,23 @@ def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32, monkeypat
         ({"mode": "ddp", "backend": "mpi"}, "backend mpi is not part of this torch: leave it empty"),
         ({"precision": "tf32"}, "precision tf32"),
         ({"gradient_compression": "bf16"}, "gradient_compression bf16 works with strategy ddp, not none"),
+        ({"mode": "auto", "gradient_compression": "bf16"}, "works with strategy ddp, not auto on one rank: use"),
+        ({"mode": "auto", "shard_size": 2}, "shard_size 2 does nothing on one rank: use --shard_size 0"),
     ],
 )
 def test_a_strategy_refuses_what_has_no_effect(options, words, world):
     with pytest.raises(UserError, match=words):
         Strategy(StrategyConfig(**options), world)
+
+
+def test_sizes_that_auto_could_not_try_are_refused():
+    with pytest.raises(UserError, match="shard_size 3 does not divide 2 ranks; use --shard_size 2"):
+        StrategyConfig(mode="auto", shard_size=3).resolve(2)
+
+
+def test_a_module_in_a_wrapper_of_its_own_is_refused(world):
+    with pytest.raises(UserError, match="wrap takes the bare module, got one in DataParallel"):
+        Strategy(StrategyConfig(), world).wrap(torch.nn.DataParallel(torch.nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize("option", [{"precision": "fp8"}, {"gradient_compression": "fp16"}])
