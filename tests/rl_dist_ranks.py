@@ -152,6 +152,8 @@ def hang(out_dir, failing=-1):
     rank = int(os.environ["RANK"])
     Path(out_dir, f"pid_{rank}").write_text(str(os.getpid()))
     if rank == failing:
+        while not Path(out_dir, f"pid_{1 - rank}").exists():  # the other one begins later on a busy machine
+            time.sleep(0.05)
         fail()
     time.sleep(60)
     return 0
