@@ -338,11 +338,10 @@ def _named(where: str, number: int, world: World) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        in_worker = re.search(r"in DataLoader worker process \d+", lines[0])  # whose traceback follows, up to the error
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if in_worker:
-            what = f"{lines[-1]} ({in_worker[0]})"
+        if in_worker := re.search(r"^Caught .* (in DataLoader worker process \d+)", str(error)):
+            last_frame = str(error).rpartition('\n  File "')[2]  # of a traceback, which what the worker raised ends
+            what = " ".join(re.sub(r"^.*\n(  .*\n)*", "", last_frame).split()) + f" ({in_worker[1]})"
         told = f"{where}, batch {number}, rank {world.rank}: {what}"
         raise BatchError(told) from error
 
