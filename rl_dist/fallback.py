@@ -62,7 +62,8 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
         return Settled(config, resolve(config))
     config.check_hybrid()
     if config.strategy != "none":  # a mistake in other flags is no reason to step down
-        resolve(_with_mode(config, "none" if config.strategy == "dp" else "default"))
+        one_process = config.strategy == "dp" and "RANK" not in os.environ  # torchrun's ranks are as many as they are
+        resolve(_with_mode(config, "none" if one_process else "default"))
     first = "ddp" if config.strategy in ("default", "auto") else config.strategy
     failed: list[str] = []
     for mode in (config.strategy, *LADDER[LADDER.index(first) + 1 :]):

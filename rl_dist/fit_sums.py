@@ -32,8 +32,8 @@ class Sums:
         for name, metric in self.metrics.items():
             values = metric(outputs, targets)
             if not isinstance(values, Tensor) or not values.ndim:  # a mean would count small batches as large ones
-                got = "a tensor without axes" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise UserError(f"metric {name} must return one value or more for each sample of a batch, got {got}")
+                got = "one without axes" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                raise UserError(f"metric {name} must return a tensor of one value or more for each sample, got {got}")
             self.totals[name] = self.totals[name] + values.sum(dtype=torch.float64)
             self.counts[name] += values.numel()
 
@@ -49,9 +49,12 @@ def check_loss(loss: Any) -> Tensor:
     """What a criterion returned, if it is one number.
 
     Raises:
-        UserError: it is not, as with reduction="none".
+        UserError: it is not, as with reduction="none", or with a loss among other things.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise UserError(f'the criterion must return the mean loss of a batch as a tensor, got {got}: use reduction="mean"')
+    if isinstance(loss, Tensor):
+        got, cure = f"shape {list(loss.shape)}", 'use reduction="mean"'
+    else:
+        got, cure = f"a {type(loss).__name__}", "return that tensor alone"
+    raise UserError(f"the criterion must return the mean loss of a batch as a tensor, got {got}: {cure}")

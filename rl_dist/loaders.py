@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from rl_dist.world import UserError, World
@@ -152,8 +153,8 @@ def pair_of(batch: Any) -> Any:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with all its tensors on a device, whatever they are nested in."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+    if isinstance(batch, torch.Tensor | PackedSequence):  # of which a part stays on the CPU
+        return batch.to(device, non_blocking=True)  # type: ignore[arg-type]
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

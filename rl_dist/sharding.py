@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_dist.world import World
+from rl_dist.world import World, take_from_main
 
 REPLICATE, SHARD = "replicate", "shard"
 # Newer torch has other names for these, and warns of the old ones.
@@ -43,7 +43,7 @@ class Shards:
         self.world = world
         with world.waiting("start of sharding"):
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
+                take_from_main(tensor)
             shape = (world.size // shard_size, shard_size)
             self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
         self.module, self._unit = module, fully_shard(module, mesh=self.mesh, reshard_after_forward=False)

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -38,7 +37,7 @@ from rl_dist.fit_sums import Metric, Sums, check_loss
 from rl_dist.flags import flag
 from rl_dist.loaders import SharedLoader, epoch_seed, pair_of, to_device
 from rl_dist.strategy import Strategy
-from rl_dist.world import UserError, World, stop_flag
+from rl_dist.world import UserError, World, stop_flag, take_from_main
 
 __all__ = ["BatchError", "FitConfig", "FitResult", "accuracy", "evaluate", "fit"]
 
@@ -339,11 +338,10 @@ def _named(where: str, number: int, world: World) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        in_worker = re.search(r"in DataLoader worker process \d+", lines[0])  # whose traceback follows, up to the error
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if in_worker:
-            what = f"{lines[-1]} ({in_worker[0]})"
+        if in_worker := re.search(r"^Caught .* (in DataLoader worker process \d+)", str(error)):
+            last_frame = str(error).rpartition('\n  File "')[2]  # of a traceback, which what the worker raised ends
+            what = " ".join(re.sub(r"^.*\n(  .*\n)*", "", last_frame).split()) + f" ({in_worker[1]})"
         told = f"{where}, batch {number}, rank {world.rank}: {what}"
         raise BatchError(told) from error
 
@@ -364,7 +362,7 @@ def _merge_buffers(module: nn.Module, world: World) -> None:
             continue
         for value in own.values():
             with world.waiting("buffers of the main process"):
-                dist.broadcast(value, src=0)
+                take_from_main(value)
     for name, total in (sum_over_ranks(averaged, world) if averaged else {}).items():
         averaged[name].copy_(total / world.size)
 

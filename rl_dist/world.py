@@ -176,6 +176,15 @@ class World:
 _current: World | None = None
 
 
+def take_from_main(tensor: torch.Tensor) -> None:
+    """Make a tensor what it is on the main process; all ranks must call."""
+    own = tensor.detach()
+    dense = own.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
+    dist.broadcast(dense, src=0)
+    if dense is not own and not torch.equal(dense, own):  # an expanded one cannot be written, and need not be
+        own.copy_(dense)
+
+
 def available_cores() -> int:
     """CPU cores this process may use: its affinity, cut to the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

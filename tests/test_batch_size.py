@@ -150,6 +150,17 @@ def test_without_sizes_none_is_the_largest_and_none_the_fastest():
         fastest_batch_size(lambda size: None, [])
 
 
+@pytest.mark.timeout(10)
+def test_of_a_long_range_only_what_the_search_needs_is_looked_at():
+    def holds_a_thousand(size):
+        if size > 1000:
+            raise MemoryError
+
+    assert largest_batch_size(holds_a_thousand, range(1, 10**12), headroom=1.0, precision=0.0) == 1000
+    with pytest.raises(ValueError, match="sizes must ascend"):
+        largest_batch_size(holds_a_thousand, range(10**12, 0, -1))
+
+
 @pytest.mark.parametrize("headroom", [0.0, 2.0, -1.0])
 def test_headroom_is_a_fraction(headroom):
     with pytest.raises(ValueError, match="headroom must be a fraction"):

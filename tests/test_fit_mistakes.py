@@ -80,7 +80,11 @@ def test_samples_are_counted_whatever_the_targets_are(world, make):
 
 @pytest.mark.parametrize(
     ("criterion", "got"),
-    [(nn.CrossEntropyLoss(reduction="none"), r"shape \[[65]\]"), (lambda outputs, targets: 0.5, "a float")],
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r'shape \[[65]\]: use reduction="mean"'),
+        (lambda outputs, targets: 0.5, "a float: return that tensor alone"),
+        (lambda outputs, targets: (CRITERION(outputs, targets), outputs), "a tuple: return that tensor alone"),
+    ],
 )
 def test_a_criterion_must_return_one_number(world, criterion, got):
     with pytest.raises(UserError, match=f"mean loss of a batch as a tensor, got {got}"):
@@ -92,7 +96,7 @@ def test_a_criterion_must_return_one_number(world, criterion, got):
 
 @pytest.mark.parametrize("mean", [lambda o, t: 1.0, lambda o, t: (o.argmax(-1) == t).float().mean()])
 def test_a_metric_that_is_a_mean_already_is_refused(world, mean):
-    with pytest.raises(UserError, match="metric right must return one value or more for each sample"):
+    with pytest.raises(UserError, match="metric right must return a tensor of one value or more for each sample"):
         fitted(world, loader(), metrics={"right": mean})
 
 
@@ -156,13 +160,14 @@ class Unreadable(Dataset):
         return 12
 
     def __getitem__(self, index):
-        raise OSError("image is torn")
+        raise OSError("image is torn\nat byte 7")
 
 
 def test_what_a_worker_raised_is_told_in_a_short_line(world):
     with pytest.raises(BatchError) as told:
         fitted(world, DataLoader(Unreadable(), batch_size=6, num_workers=1))
-    assert str(told.value) == "epoch 1, batch 0, rank 0: OSError: image is torn (in DataLoader worker process 0)"
+    what = "OSError: image is torn at byte 7 (in DataLoader worker process 0)"
+    assert str(told.value) == f"epoch 1, batch 0, rank 0: {what}"
 
 
 class TwoHeads(nn.Module):
@@ -225,7 +230,7 @@ class Remembering(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(3, 2)[:, 0])  # with gaps between its numbers
 
     def forward(self, inputs):
         outputs = self.layer(inputs)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rl_dist import check_loader
@@ -83,6 +84,8 @@ def test_batches_of_any_nesting_are_moved_and_counted():
     moved = to_device(batch, torch.device("meta"))
     assert moved["pair"].inputs.device.type == moved["list"][1][0].device.type == "meta"
     assert moved["meta"] == "x" and moved["pair"].label == "y" and isinstance(moved["list"][1], tuple)
+    packed = to_device(pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), torch.device("meta"))
+    assert packed.data.device.type == "meta" and packed.batch_sizes.tolist() == [2, 1, 1]  # torch wants these on a CPU
     assert num_samples(batch) == 5 and num_samples("nothing") == 1
 
 

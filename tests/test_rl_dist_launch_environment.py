@@ -84,10 +84,15 @@ def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_only_what_i
         assert train_here(monkeypatch, *flags) == 2
         return capsys.readouterr().err
 
+    def end_when_waiting():
+        """What torchrun does after another failure of the first."""
+        while console.__name__ != getattr(signal.getsignal(signal.SIGTERM), "__module__", ""):
+            time.sleep(0.01)  # earlier, it would end the tests
+        signal.raise_signal(signal.SIGTERM)
+
     before = signal.getsignal(signal.SIGTERM)
-    ending = threading.Timer(0.1, signal.raise_signal, [signal.SIGTERM])  # torchrun, after another failure of the first
     monkeypatch.setattr(console, "FIRST_RANK_S", 1e6)
-    ending.start()
+    threading.Thread(target=end_when_waiting, daemon=True).start()
     assert only_error(told_by(1))
     monkeypatch.setattr(console, "FIRST_RANK_S", 0.01)
     assert only_error(told_by(1))  # nobody else has failed

@@ -237,6 +237,14 @@ def test_a_mistake_in_other_flags_is_no_reason_to_step_down():
         settle_launch(LaunchConfig(device="cpu", strategy="dp", cudnn_autotune=True, fallback=True), probe=cannot)
 
 
+def test_dp_on_ranks_of_torchrun_is_refused_as_what_was_asked_for(monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="strategy dp works in one process, got 2 ranks; use --strategy ddp"):
+        settle_launch(LaunchConfig(device="cpu", strategy="dp", fallback=True))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="dp works here")
 def test_a_strategy_that_cannot_be_ends_the_run_unless_fallback_is_asked_for(tmp_path, monkeypatch, capfd):
     asked = [*RECALL, "--strategy", "dp", "--run_dir", tmp_path / "run"]
