@@ -71,7 +71,7 @@ class Profiler:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells stderr that it starts and stops
             listen(record_function if stage == "trace" else None)
-            self._trace = profile(activities=activities)
+            self._trace = profile(activities=activities, acc_events=True)  # else torch 2.11 warns of a second window
             self._trace.start()
 
     def end(self, say: Say) -> None:
