@@ -49,7 +49,7 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
         twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=SPARE_COLORS[1])
         twin.set_ylim(bottom=min(0.0, *(value for _, value in found)))
     if points:
-        axis.legend(loc="upper left", frameon=False)
+        axis.legend(loc="center right", frameon=False)
     _finish(figure, axis, path, simulated)
 
 
