@@ -279,7 +279,7 @@ def launch(
         job = Job(fn, args, num_ranks, max_restarts, run_dir)
         report, restarts = job.run(), job.restarts
     if report.message:
-        (tell_once if report.exit_code == 2 else say)(report.message)
+        (say if "\n" in report.message else tell_once)(report.message)  # several lines: a traceback of this rank
     _tell_the_user(report, restarts)
     return report.exit_code
 

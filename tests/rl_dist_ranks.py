@@ -175,6 +175,13 @@ def refuse_alone(out_dir):
     gather_json(world.rank, world)
 
 
+def refuse_together(out_dir):
+    """All ranks see what ends the run."""
+    gather_json(0, open_world("cpu", timeout_s=30))
+    raise UserError("all ranks see this", exit_code=1)
+
+
 if __name__ == "__main__":
     MODES = {"loop": loop, "hang": hang, "adopt": adopt, "refuse_alone": refuse_alone}
+    MODES["refuse_together"] = refuse_together
     sys.exit(launch(MODES[sys.argv[1]], (sys.argv[2],), num_ranks=2))

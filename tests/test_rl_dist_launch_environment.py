@@ -119,6 +119,14 @@ def test_under_torchrun_a_mistake_is_told_once(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_under_torchrun_what_ends_a_run_on_all_ranks_is_told_once(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    job = start(*torchrun, REPO / "tests" / "rl_dist_ranks.py", "refuse_together", tmp_path, cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert err.count("error: all ranks see this") == 1 and job.returncode == 1
+
+
 # ---- where to meet
 
 
