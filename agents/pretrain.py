@@ -47,6 +47,7 @@ from rl_dist.metrics import setup_logging, write_whole
 from rl_dist.run_lock import hold
 from rl_dist.strategy import Strategy
 from rl_dist.supervised import FitConfig, FitResult, fit
+from rl_dist.training_process import as_flags
 from rl_dist.world import World, close_world, open_world
 
 RUNS = Path("runs", "pretrain")  # apart from those of PPO, of which --resume auto takes the newest
@@ -271,8 +272,8 @@ def next_command(config: RunConfig, run_dir: Path) -> str:
     words = ["python", "train_distributed.py", "--pretrained", str(run_dir)]
     for section in (config.pretrain, config.data, config.market):
         shared = ("hidden_size", "observation") if section is config.pretrain else tuple(vars(section))
-        changed = (name for name in shared if getattr(section, name) != getattr(type(section)(), name))
-        words += [word for name in changed for word in (f"--{name}", str(getattr(section, name)))]
+        default = type(section)()
+        words += as_flags({n: getattr(section, n) for n in shared if getattr(section, n) != getattr(default, n)})
     return shlex.join(words)
 
 

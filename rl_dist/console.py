@@ -44,9 +44,9 @@ def outlive_readers() -> None:
 
 
 def tell_once(line: str) -> None:
-    """Print bad usage on stderr, under torchrun once on a machine.
+    """Print an error on stderr, under torchrun once on a machine.
 
-    All ranks there see the same flags, files and devices. The first one tells, and marks what it told; the others wait
+    Ranks mostly see the same flags, files and numbers. The first one tells, and marks what it told; the others wait
     for that mark. What only one of them sees is told a little later, and never lost: torchrun may end a rank because
     the first one broke off for want of it.
     """

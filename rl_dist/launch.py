@@ -6,7 +6,7 @@ process group or any one rank has it; ranks stop at their next iteration end, sa
 killed launcher get SIGTERM from the kernel and leave by themselves.
 
 Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
-once (under torchrun once on each machine) as `error: ...`, exit code 2. Anything else: traceback
+once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Anything else: traceback
 and rank, once, exit code 1. The traceback of either goes to the rank's log file. With
 `max_restarts`, all ranks start again after anything but a message for the user or a stop signal;
 `fn` finds out by `restart_count()`.
