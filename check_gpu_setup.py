@@ -95,7 +95,7 @@ def examine(parsed: ParsedFlags, given: Sequence[str], report: Report) -> tuple[
         ValueError: flags that training would refuse, in its own words.
     """
     with ExitStack() as held:
-        config, run_dir, _ = choose_run(parsed, held)
+        config, run_dir, _, _ = choose_run(parsed, held)
     extra = parsed.extra
     report.say("this machine")
     task = config.prepare_task()

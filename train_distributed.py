@@ -5,6 +5,11 @@ Run it as `python train_distributed.py --num_gpus N`.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything slow is imported
+    from rl_dist.supervisor import supervise
+
+    supervise()
+
 import argparse
 import dataclasses
 import json
@@ -12,7 +17,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +58,13 @@ from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
 from rl_dist.monitor import Monitor, sources_of
 from rl_dist.out_of_memory import is_out_of_memory
-from rl_dist.run_lock import hold
+from rl_dist.process_ends import STOP_SIGNALS, report
+from rl_dist.rank import mark_failure
+from rl_dist.run_lock import RunLock, hold, hold_new
 from rl_dist.scaling_outcome import describe, outcome_of
 from rl_dist.speed import check_compiler
 from rl_dist.strategy import parameter_hash
-from rl_dist.world import FULL_DISK, STOP_SIGNALS, close_world, end_at_signals, open_world, stop_flag, unwritable
+from rl_dist.world import FULL_DISK, end_at_signals, open_world, stop_flag, unwritable
 
 RUNS = Path("runs")
 logger = logging.getLogger("train_distributed")  # for the log files
@@ -105,11 +112,11 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | None, Found | None]:
-    """Configuration, run directory (None: not named), checkpoint (None: fresh).
+def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | None, Found | None, RunLock | None]:
+    """Configuration, run directory, checkpoint, and the lock on a run that exists.
 
-    Args:
-        held: gets the lock of a run that exists, so that no other training saves meanwhile.
+    The directory is None where none was named, the checkpoint where a run begins. The lock is taken before the
+    checkpoint is chosen, so that no other training saves one meanwhile; `held` closes it.
     """
     extra = parsed.extra
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and extra.resume in ("", "auto"):
@@ -119,23 +126,23 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
     if extra.resume:
         run_dir = _run_to_resume(parsed)
         if run_dir is not None:
-            if is_first() and (run_dir / "config.json").exists():
-                held.enter_context(hold(run_dir / "config.json"))
+            locks = is_first() and (run_dir / CHECKPOINT_DIR).is_dir()
+            lock = held.enter_context(hold(run_dir / "config.json")) if locks else None
             found = (load_newest(run_dir) if extra.resume == "auto" else None) or load_saved(run_dir)
             saved = RunConfig.from_dict(json.loads(found.state["config"]))
-            return resumed_config(saved, parsed), run_dir, found
+            return resumed_config(saved, parsed), run_dir, found, lock
         if is_first():
             print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
     if not extra.run_dir:
-        return config, None, None
+        return config, None, None, None
     run_dir = Path(extra.run_dir)
     if is_first() and not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists():
             raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
         resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
         raise UserError(f"run_dir {run_dir} holds a run already: {resume}, or name another")
-    return config, run_dir, None
+    return config, run_dir, None, None
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
@@ -180,18 +187,17 @@ def go_back(run_dir: Path) -> Found | None:
     return newest
 
 
-def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str) -> int:
+def run_rank(
+    config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_from: str, lock: RunLock | None
+) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
     world = open_world(resolved.device_type, config.train.collective_timeout, resolved.gpu_ids)
     writer: NullWriter | None = None
-    lock: AbstractContextManager[Any] = nullcontext()
     found: Found | None = None
     try:
-        if world.main:
-            lock = hold(run_dir / "config.json")  # until this process ends
-            if restart_count():
-                found = go_back(run_dir)
-                resume_from = str(found.path) if found else ""
+        if world.main and restart_count():
+            found = go_back(run_dir)
+            resume_from = str(found.path) if found else ""
         chosen = gather_json([str(run_dir), resume_from], world)[0]  # torchrun's ranks may have chosen differently
         run_dir, resume_from = Path(chosen[0]), chosen[1]
         if world.main:
@@ -240,8 +246,10 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
             return 128 + signum
         return judge(config, task, training, run_dir)
     except EnvironmentFault as fault:
+        mark_failure()
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
+        mark_failure()
         if is_out_of_memory(error):
             raise out_of_memory(error, config, run_dir, world) from error
         if not isinstance(error, OSError) or error.errno not in FULL_DISK:
@@ -250,8 +258,6 @@ def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume_
     finally:
         if writer is not None:
             writer.close()
-        with lock:  # closes it
-            close_world(world)
 
 
 class Stopped(BaseException):
@@ -349,6 +355,12 @@ def refuse(error: ValueError, config: RunConfig | None, run_dir: Path | None) ->
 def main() -> int:
     """Entry of the command; returns the exit code."""
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
+    with ExitStack() as held:  # the run's lock
+        return run(parsed, held)
+
+
+def run(parsed: ParsedFlags, held: ExitStack) -> int:
+    """Choose or go on with a run and start its ranks; returns the exit code."""
     config, run_dir = None, None
     try:
         if parsed.extra.interactive:
@@ -356,33 +368,34 @@ def main() -> int:
             if isinstance(asked, int):
                 return asked
             parsed = asked
-        with ExitStack() as held:
-            config, run_dir, found = choose_run(parsed, held)
-            settled = settle_launch(config.launch)
-            config, resolved = dataclasses.replace(config, launch=settled.config), settled.resolved
-            if config.speed.compile:
-                check_compiler(resolved.device_type)
-            is_new = run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
-            if is_first():
-                if settled.note:
-                    print(settled.note)
-                announce(config, resolved, found)
-                run_dir = run_dir or fresh_directory(RUNS)
-                going_on = f", going on from {found.path}" if found else ""
-                print(f"run directory: {run_dir}{going_on}", flush=True)
-                if parsed.extra.quick:
-                    print("--quick shows the whole path; it is too short to learn anything", flush=True)
-                save_config(config, run_dir)
-                truncate_metrics(run_dir, found.state["iteration"] if found else 0)
+        config, run_dir, found, lock = choose_run(parsed, held)
+        settled = settle_launch(config.launch)
+        config, resolved = dataclasses.replace(config, launch=settled.config), settled.resolved
+        if config.speed.compile:
+            check_compiler(resolved.device_type)
+        is_new = run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
+        if is_first():
+            if settled.note:
+                print(settled.note)
+            announce(config, resolved, found)
+            run_dir = run_dir or fresh_directory(RUNS)
+            lock = lock or held.enter_context(hold_new(run_dir / "config.json"))
+            going_on = f", going on from {found.path}" if found else ""
+            print(f"run directory: {run_dir}{going_on}", flush=True)
+            if parsed.extra.quick:
+                print("--quick shows the whole path; it is too short to learn anything", flush=True)
+            save_config(config, run_dir)
+            truncate_metrics(run_dir, found.state["iteration"] if found else 0)
     except ValueError as error:
         return refuse(error, config, run_dir)
     run_dir, resume_from = run_dir or RUNS, str(found.path) if found else ""  # other ranks ask the first one
+    report(run_dir=str(run_dir), on_event=config.launch.on_event)
     if is_first():
         events.configure(config.launch.on_event, run_dir)
         if restart_count():  # torchrun's; our own launcher says so itself
             message = f"restart {restart_count()}, going on from " + (resume_from or "the beginning")
             events.notify("restarted", message, restart=restart_count())
-    launch_args = (config, resolved, run_dir, resume_from)
+    launch_args = (config, resolved, run_dir, resume_from, lock)
     code = launch(run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
     if code and not resume_from and is_new and is_first():  # a failed start may be cleared away
         discard_unstarted(run_dir)
@@ -391,4 +404,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     outlive_readers()
-    sys.exit(main())
+    code = main()
+    report(exit_code=code)
+    sys.exit(code)

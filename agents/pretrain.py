@@ -16,7 +16,7 @@ import json
 import os
 import shlex
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,11 @@ from rl_dist.console import outlive_readers, tell_once
 from rl_dist.flags import ParsedFlags, flag, parse_flags
 from rl_dist.launch import LaunchConfig, ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import setup_logging, write_whole
-from rl_dist.run_lock import hold
+from rl_dist.run_lock import RunLock, hold, hold_new
 from rl_dist.strategy import Strategy
 from rl_dist.supervised import FitConfig, FitResult, fit
 from rl_dist.training_process import as_flags
-from rl_dist.world import World, close_world, open_world
+from rl_dist.world import World, open_world
 
 RUNS = Path("runs", "pretrain")  # apart from those of PPO, of which --resume auto takes the newest
 DEFAULTS = {"epochs": 20, "patience": 3, "max_grad_norm": 1.0}
@@ -242,28 +242,25 @@ def run_fit(
     return result, {"best_epoch": result.best_epoch, "epochs": len(result.history), "best": found, "guessed": guessed}
 
 
-def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume: bool) -> int:
-    """What every rank does; returns the exit code."""
+def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume: bool, lock: RunLock | None) -> int:
+    """What every rank does; returns the exit code.
+
+    The lock goes along, so that no rank outlives it.
+    """
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids)
-    lock: AbstractContextManager[Any] = nullcontext()
-    try:
-        run_dir = Path(gather_json(str(run_dir), world)[0])  # torchrun's ranks may have chosen differently
+    run_dir = Path(gather_json(str(run_dir), world)[0])  # torchrun's ranks may have chosen differently
+    if world.main:
+        events.configure(config.launch.on_event, run_dir)
+    setup_logging(run_dir, world.rank)
+    result, summary = run_fit(config, world, run_dir, resume or restart_count() > 0, resolved.gpu_ids)
+    if result.signum:
         if world.main:
-            lock = hold(run_dir / CONFIG_FILE)  # until this process ends
-            events.configure(config.launch.on_event, run_dir)
-        setup_logging(run_dir, world.rank)
-        result, summary = run_fit(config, world, run_dir, resume or restart_count() > 0, resolved.gpu_ids)
-        if result.signum:
-            if world.main:
-                print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
-            return 128 + result.signum
-        if world.main:
-            write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-            print(_result_text(summary), flush=True)
-            print(f"next: {next_command(config, run_dir)}", flush=True)
-    finally:
-        with lock:  # closes it
-            close_world(world)
+            print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
+        return 128 + result.signum
+    if world.main:
+        write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        print(_result_text(summary), flush=True)
+        print(f"next: {next_command(config, run_dir)}", flush=True)
     return 0
 
 
@@ -339,6 +336,12 @@ def main() -> int:
     parsed = parse_flags(
         SECTIONS, description=text, epilog=EPILOG, extra=_add_run_flags, prog="python -m agents.pretrain"
     )
+    with ExitStack() as held:  # the run's lock
+        return _run(parsed, held)
+
+
+def _run(parsed: ParsedFlags, held: ExitStack) -> int:
+    lock: RunLock | None = None
     try:
         config, run_dir, resume = choose_run(parsed)
         check_launch(config.launch)
@@ -348,13 +351,13 @@ def main() -> int:
             print(resolved.message)
             print(task.describe())
             run_dir = run_dir or fresh_directory(RUNS)
+            lock = held.enter_context((hold if resume else hold_new)(run_dir / CONFIG_FILE))
             print(f"run directory: {run_dir}", flush=True)
-            with hold(run_dir / CONFIG_FILE) if resume else nullcontext():
-                save_config(config, run_dir)
+            save_config(config, run_dir)
     except ValueError as error:
         tell_once(f"error: {' '.join(str(error).split())}")
         return getattr(error, "exit_code", 2)
-    args = (config, resolved, run_dir or RUNS, resume)
+    args = (config, resolved, run_dir or RUNS, resume, lock)
     code = launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
     if code and run_dir and not resume:  # a failed start may be cleared away
         discard_unstarted(run_dir)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_dist.process_ends import die_with_parent
 from rl_dist.rendezvous import ADDRESS_VARIABLES
 from rl_dist.watchdog import JOB_DIR_VARIABLE
-from rl_dist.world import die_with_parent
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE, *ADDRESS_VARIABLES)

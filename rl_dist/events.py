@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_dist.world import STOP_SIGNALS
+from rl_dist.process_ends import STOP_SIGNALS
 
 __all__ = ["close", "configure", "notify"]
 

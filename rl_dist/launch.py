@@ -1,21 +1,25 @@
-"""Start the ranks: here, through torch's elastic launcher, or under torchrun.
+"""Start the ranks: here, as new processes, or under torchrun.
 
 Signals: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP reaches every rank once the launcher, the
 process group or any one rank has it; ranks stop at their next iteration end, save and leave, and
-`launch` returns 128 + the signal's number. A second SIGINT ends everything at once. Ranks of a
+`launch` returns 128 + the signal's number. A second SIGINT or SIGTERM ends everything at once. Ranks of a
 killed launcher get SIGTERM from the kernel and leave by themselves.
 
 Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
 once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Anything else: traceback
-and rank, once, exit code 1. The traceback of either goes to the rank's log file. With
+and rank, once, exit code 1. The traceback of either goes to the rank's log file. A rank that ends without
+a report, by a signal or `os._exit`, has failed, whatever its exit code. With
 `max_restarts`, all ranks start again after anything but a message for the user or a stop signal;
 `fn` finds out by `restart_count()`.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import signal
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +27,17 @@ from typing import Any
 import torch
 
 from rl_dist import events
-from rl_dist.agent import Job, say
 from rl_dist.console import tell_once
 from rl_dist.data_parallel import check_devices
 from rl_dist.flags import flag, recorded
 from rl_dist.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
 from rl_dist.precision import PRECISIONS, parameter_dtype
+from rl_dist.process_ends import STOP_SIGNALS
 from rl_dist.rank import RankFunction, Report, run_guarded
+from rl_dist.rank_group import RankGroup, say
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
 from rl_dist.strategy import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
-from rl_dist.world import STOP_SIGNALS, UserError, close_any_world, stop_flag, threads_per_rank
+from rl_dist.world import UserError, close_any_world, leave_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
 
@@ -276,11 +281,13 @@ def launch(
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report, restarts = _run_here(fn, args), restart_count()
     else:
-        job = Job(fn, args, num_ranks, max_restarts, run_dir)
-        report, restarts = job.run(), job.restarts
+        group = RankGroup(fn, args, num_ranks, max_restarts, run_dir)
+        report, restarts = group.run(), group.restarts
     if report.message:
         (say if "\n" in report.message else tell_once)(report.message)  # several lines: a traceback of this rank
     _tell_the_user(report, restarts)
+    if report.failed and leave_world():
+        atexit.register(_exit_without_teardown, report.exit_code or 1)
     return report.exit_code
 
 
@@ -288,10 +295,19 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> Report:
     stop_flag.install()
     try:
         report = run_guarded(fn, args)
-        close_any_world(failed=report.at_ns > 0)
+        if not report.failed:
+            close_any_world()
+        return report
     finally:
         stop_flag.uninstall()
-    return report
+
+
+def _exit_without_teardown(code: int) -> None:
+    """End a failed rank: closing its process group could wait for ranks that are inside a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def _tell_the_user(report: Report, restarts: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import multiprocessing
 import os
@@ -14,24 +13,18 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rl_dist import events
+from rl_dist import events, process_ends
 from rl_dist.console import outlive_readers
+from rl_dist.process_ends import STOP_SIGNALS, ReportPage, die_with_parent, report_to
 from rl_dist.rendezvous import ADDRESS_VARIABLES
-from rl_dist.watchdog import leave_report
-from rl_dist.world import (
-    JOB_DIR_VARIABLE,
-    STOP_SIGNALS,
-    close_any_world,
-    die_with_parent,
-    leave_when_orphaned,
-    stop_flag,
-)
+from rl_dist.watchdog import JOB_DIR_VARIABLE
+from rl_dist.world import close_any_world, connection_broke, leave_when_orphaned, stop_flag
 
 logger = logging.getLogger(__name__)  # for the log files only: `launch` itself tells the console, once
 logger.addHandler(logging.NullHandler())
+LONGEST_MESSAGE = 100_000  # characters: a page holds more
 RankFunction = Callable[..., int | None]
 
 
@@ -45,71 +38,101 @@ class Report:
     at_ns: int = 0  # when it raised (0: it returned); the earliest is the cause, the others consequences
     summary: str = ""  # the message in one line
     by_user: bool = False  # to start again would not help
+    consequence: bool = False  # of another rank's end: the connection to it broke, or it was waited for in vain
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank raised, instead of returning an exit code."""
+        return self.at_ns > 0
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank a new process is, and of which group."""
+
+    rank: int
+    num_ranks: int
+    restarts: int  # of the group so far
+    job_dir: str
+    page: ReportPage
+    launcher_pid: int
+    address: tuple[str, int] | None  # where the ranks meet; None: in `job_dir`
+
+    def variables(self) -> dict[str, str]:
+        """The environment of the rank, in torchrun's words."""
+        found = {JOB_DIR_VARIABLE: self.job_dir, "TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
+        found |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
+        found |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
+        return found | (dict(zip(ADDRESS_VARIABLES, map(str, self.address), strict=True)) if self.address else {})
+
+
+_raised_ns = 0  # when this rank's function failed; 0: it has not
+
+
+def mark_failure() -> None:
+    """Note the time at which this rank failed: what it closes next may take long."""
+    global _raised_ns
+    _raised_ns = _raised_ns or time.monotonic_ns()
 
 
 def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> Report:
-    """Run `fn(*args)` and tell what became of it."""
-    rank = int(os.environ.get("RANK", 0))
-    by_user = True
+    """Run `fn(*args)` and report how it ended."""
+    global _raised_ns
+    rank, _raised_ns = int(os.environ.get("RANK", 0)), 0
+    by_user = consequence = False
     try:
         return Report(exit_code=int(fn(*args) or 0), rank=rank)
     except ValueError as error:
+        mark_failure()
         logger.exception("rank %d stops", rank)
         summary = " ".join(str(error).split())
         message, code = f"error: {summary}", getattr(error, "exit_code", 2)
-        by_user = code == 2
+        by_user, consequence = code == 2, connection_broke(error)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return Report(exit_code=leaving.code or 0, rank=rank)
+        mark_failure()
         message = summary = str(leaving.code)
-        code = 1
-    except Exception as error:
+        by_user, code = True, 1
+    except BaseException as error:
+        mark_failure()
         logger.exception("rank %d failed", rank)
         summary = " ".join(f"rank {rank} failed with {type(error).__name__}: {error}".split())
         message, code = f"{traceback.format_exc()}error: rank {rank} failed, see the traceback above", 1
-        by_user = False
-    return Report(
-        exit_code=code, message=message, rank=rank, at_ns=time.monotonic_ns(), summary=summary, by_user=by_user
-    )
+        consequence = connection_broke(error)
+    return Report(code, message, rank, _raised_ns, summary, by_user, consequence)
 
 
-def run_as_rank(fn: RankFunction, args: tuple[Any, ...], job_dir: str, launcher_pid: int, at_address: bool) -> int:
+def run_as_rank(fn: RankFunction, args: tuple[Any, ...], place: RankPlace) -> None:
     """Be a rank; stop signals are blocked until `install`."""
+    for name in ADDRESS_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(place.variables())
     outlive_readers()
     # A spawned process would spawn all of its own, such as a DataLoader's workers: seconds each, and only for what can
     # be pickled. They shall start as they do without ranks, or under torchrun.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
     atexit.register(_ignore_stop_signals)  # Python restores their deadly defaults while it shuts down
-    die_with_parent(launcher_pid)
+    die_with_parent(place.launcher_pid)
     done = threading.Event()
-    threading.Thread(target=leave_when_orphaned, args=(launcher_pid, done), daemon=True).start()
-    os.environ[JOB_DIR_VARIABLE] = job_dir
-    if not at_address:  # the agent's: the ranks meet in `job_dir`
-        for name in ADDRESS_VARIABLES:
-            os.environ.pop(name, None)
+    threading.Thread(target=leave_when_orphaned, args=(place.launcher_pid, done), daemon=True).start()
+    report_to(place.page)
     report = run_guarded(fn, args)
+    report.message = report.message[-LONGEST_MESSAGE:]
+    process_ends.report(**vars(report))
     events.close()
-    if report.at_ns:
-        _leave_failed(report, job_dir)
+    if report.failed:  # without teardown, which could wait for the other ranks for ever
+        _flush()
+        os._exit(report.exit_code or 1)
     close_any_world()
-    done.set()  # torch keeps the process until the launcher has read the result: a dead one never will
-    return report.exit_code
+    done.set()
 
 
-def failure_reports(job_dir: str) -> list[Report]:
-    """Reports of failed ranks, the cause first."""
-    found = [Report(**json.loads(path.read_text())) for path in Path(job_dir).glob("rank_*.json")]
-    return sorted(found, key=lambda report: report.at_ns)
-
-
-def _leave_failed(report: Report, job_dir: str) -> None:
-    """Say why and leave without teardown, which could wait for the other ranks for ever."""
-    leave_report(job_dir, vars(report))
+def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
-    os._exit(report.exit_code or 1)
 
 
 def _ignore_stop_signals() -> None:

@@ -22,10 +22,10 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+
+from rl_dist.process_ends import leave, report
 
 logger = logging.getLogger(__name__)
 
@@ -77,30 +77,24 @@ class _Seen:
     news: int = 0  # beats since then
 
 
-def end_rank(message: str, exit_code: int = 1) -> None:
-    """Report an error and end this process at once, from any thread."""
+def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> None:
+    """Report an error and end this process at once, from any thread.
+
+    Args:
+        consequence: another rank is to blame.
+    """
     rank = int(os.environ.get("RANK", 0))
     text = f"error: rank {rank}: {message}"
     logging.getLogger("rl_dist.rank").error(text)  # for the log file: the launcher tells the console
-    job_dir = os.environ.get(JOB_DIR_VARIABLE)
-    if job_dir:  # the launcher tells the user, once
-        report = {"exit_code": exit_code, "message": text, "rank": rank, "at_ns": time.monotonic_ns()}
-        leave_report(job_dir, report | {"summary": text.removeprefix("error: ")})
+    if JOB_DIR_VARIABLE in os.environ:  # the launcher tells the user, once
+        facts = {"message": text, "rank": rank, "at_ns": time.monotonic_ns(), "consequence": consequence}
+        report(**facts, summary=text.removeprefix("error: "))
     else:
         sys.stderr.write(text + "\n")
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
-    os._exit(exit_code)
-
-
-def leave_report(job_dir: str, report: dict[str, Any]) -> None:
-    """Put where the launcher finds it how this rank failed."""
-    path = Path(job_dir, f"rank_{report['rank']}.json")
-    with suppress(OSError):  # a full disk: leave all the same
-        path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
-        path.with_suffix(".part").write_text(json.dumps(report))
-        path.with_suffix(".part").replace(path)
+    leave(exit_code)
 
 
 class Watchdog:
@@ -140,7 +134,7 @@ class Watchdog:
                 answers, verdict = False, self._alone()
             if verdict and not self._closed.is_set():
                 self._tell_stack()
-                end_rank(verdict)
+                end_rank(verdict, consequence=True)
         with suppress(RuntimeError):  # a store that others have taken along
             self.doing.phase, self.doing.place = LEFT, ""
             self._beat()

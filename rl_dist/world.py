@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import zlib
@@ -17,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rl_dist.monitor import Monitor
+from rl_dist.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
 from rl_dist.rendezvous import open_store
 from rl_dist.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdog
 
@@ -33,9 +31,7 @@ ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and
 PLACE_BYTES = 256  # of a collective's name, sent to other ranks
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch waits so long for a file that someone has deleted
 GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no bad usage: it may be mended while a run waits
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class UserError(ValueError):
@@ -56,6 +52,12 @@ def unwritable(what: str, error: OSError) -> UserError:
 
 class CollectiveError(UserError):
     """A collective call failed: a rank has left, or sent something else."""
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Whether an error says that another rank has gone."""
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return by_gloo or isinstance(error, CollectiveError | dist.DistError)
 
 
 @dataclass
@@ -134,7 +136,7 @@ class World:
                 self._announce(place)
             yield
         except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            if not connection_broke(error):
                 raise
             where = f"'{self.doing.place}' (collective {self.doing.calls}, {self.doing.phase})"
             reason = " ".join(str(error).split())[:300]
@@ -268,13 +270,24 @@ def close_world(world: World) -> None:
     _current = None
 
 
-def close_any_world(*, failed: bool = False) -> None:
-    """Close what a function left open: gloo's threads may abort an exiting process.
-
-    After a failure NCCL is left alone: closing it could wait for ranks that are gone.
-    """
-    if _current is not None and not (failed and _current.backend == "nccl" and _current.size > 1):
+def close_any_world() -> None:
+    """Close what a function left open: gloo's threads may abort an exiting process."""
+    if _current is not None:
         close_world(_current)
+
+
+def leave_world() -> bool:
+    """Tell the other ranks that this one has failed, without waiting for them.
+
+    Returns:
+        Whether a process group of several ranks is open; this process must then end by `os._exit`.
+    """
+    if _current is None or _current.size == 1:
+        close_any_world()
+        return False
+    if _current.watchdog is not None:
+        _current.watchdog.close()
+    return True
 
 
 def _check_cuda_device(local_rank: int, gpu: int) -> None:
@@ -294,15 +307,6 @@ def _bind_gloo_to_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGTERM when the parent dies, even by SIGKILL; no-op elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
     """Once the parent is dead, end this process: when `done`, or after a grace.
 
@@ -318,46 +322,36 @@ class StopFlag:
 
     `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
     all ranks agree first (`agree_max(stop_flag.signum, world)`), then save and leave together with
-    exit code 128 + signum. A second SIGINT ends the process at once.
+    exit code 128 + signum. A second SIGINT or SIGTERM ends the process at once.
     """
-
-    SAME_KEYPRESS_S = 0.5  # Ctrl-C may come twice: from the terminal and from a launcher passing it on
 
     def __init__(self) -> None:
         self.signum = 0
-        self._first_s = 0.0
+        self._relay = StopRelay(self._on_signal)
         self._second_ends = True
-        self._previous: dict[signal.Signals, Any] = {}
 
     def install(self, *, second_ends: bool = True) -> StopFlag:
         """Install the handlers (once, main thread only) and let blocked stop signals in.
 
         Args:
-            second_ends: a second SIGINT ends this process; False where the launcher sees to that.
+            second_ends: a second SIGINT or SIGTERM ends this process; False where the launcher sees to that.
         """
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        if self._relay.installed or threading.current_thread() is not threading.main_thread():
             return self
         self.signum, self._second_ends = 0, second_ends
-        for signum in STOP_SIGNALS:
-            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
-                continue  # nohup
-            self._previous[signum] = signal.signal(signum, self._on_signal)
+        self._relay.install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def uninstall(self) -> None:
         """Put the handlers of before back."""
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-        self._previous.clear()
+        self._relay.uninstall()
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.signum:
-            self.signum, self._first_s = signum, now
-        elif signum == signal.SIGINT and self._second_ends and now - self._first_s > self.SAME_KEYPRESS_S:
+    def _on_signal(self, signum: int) -> None:
+        self.signum = self.signum or signum
+        if self._second_ends and self._relay.insists:
             os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")
-            os._exit(128 + signum)
+            leave(128 + self.signum)
 
 
 def end_at_signals() -> None:

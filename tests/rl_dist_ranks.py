@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rl_dist.collectives import (
@@ -21,8 +22,9 @@ from rl_dist.collectives import (
     gather_json,
     sum_over_ranks,
 )
-from rl_dist.launch import UserError, launch
+from rl_dist.launch import UserError, launch, restart_count
 from rl_dist.metrics import close_logging, open_writer, setup_logging
+from rl_dist.rank import mark_failure
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
 from rl_dist.world import close_world, open_world, stop_flag
 
@@ -115,15 +117,15 @@ def error_of(call):
     return ""
 
 
-def loop(out_dir, raising=""):
-    """Iterate until all ranks agree to stop; rank 1 fails after a while if asked to."""
+def loop(out_dir, raising="", victim=1):
+    """Iterate until all ranks agree to stop; one rank fails or dies in its first life if asked to."""
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
     Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
-        if raising and world.rank == 1:
-            {"error": fail, "user": mistake, "killed": kill_myself}[raising]()
+        if raising and world.rank == victim and not restart_count():
+            die(raising)
         time.sleep(0.02)
         signum = agree_max(stop_flag.signum, world)
         if signum:
@@ -143,8 +145,35 @@ def mistake():
     raise UserError("num_envs must be at least 1, got 0")
 
 
-def kill_myself():
-    os.kill(os.getpid(), signal.SIGKILL)
+def die(way):
+    if way.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[way])
+    elif way.isdigit():
+        os._exit(int(way))
+    else:
+        {"error": fail, "user": mistake}[way]()
+
+
+def live_twice(out_dir, way, victim):
+    """One rank dies in its first life; in their second all end well."""
+    if restart_count():
+        return 0
+    return loop(out_dir, way, victim)
+
+
+def close_slowly(out_dir):
+    """Rank 1 fails; what it closes on its way takes longer than rank 0 needs to miss it."""
+    world = open_world("cpu", timeout_s=30)
+    gather_json(world.rank, world)
+    if world.rank == 1:
+        try:
+            fail()
+        except RuntimeError:
+            mark_failure()
+            dist.destroy_process_group()  # the other one complains from here on
+            time.sleep(1.0)
+            raise
+    gather_json(world.rank, world)
 
 
 def hang(out_dir, failing=-1):

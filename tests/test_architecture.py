@@ -22,10 +22,13 @@ LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dis
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
 PRINTERS = {
     f"rl_dist/{name}.py"
-    for name in ("agent", "checkpoint", "flags", "hardware", "progress", "resume_check", "speedup", "status")
+    for name in (
+        *("checkpoint", "flags", "hardware", "progress", "rank_group", "resume_check", "run_lock", "speedup"),
+        *("status", "supervisor"),
+    )
 }
 SPECIAL_LENGTH = {"update": 65, "collect": 65}  # lines, in agents; `train` and all others: MAX_FUNCTION
-MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 400, 80, 15, 79
+MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 450, 80, 15, 79
 BAD_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base"}
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 OBJECT_COLLECTIVES = {
@@ -337,7 +340,7 @@ PLANTED = [
     (cycles, {"agents/a.py": "from agents.b import x", "agents/b.py": "from . import a"}),
     (cycles, {"envs/a.py": "from envs import b", "envs/b.py": "import envs.c", "envs/c.py": "from .a import f"}),
     (cycles, {"envs/__init__.py": "from envs.a import f", "envs/a.py": "from envs import g"}),
-    (file_sizes, {"envs/a.py": "x = 1\n" * 401}),
+    (file_sizes, {"envs/a.py": "x = 1\n" * 451}),
     (file_names, {"envs/utils.py": ""}),
     (file_names, {"agents/core/a.py": ""}),
     (function_sizes, {"agents/trainer.py": lines(81, "train")}),
@@ -382,7 +385,7 @@ CLEAN = {
     "envs/trading.py": lines(8, "f") + "def _private():\n    from envs import accounting",
     "envs/accounting.py": lines(15, "update"),
     "rl_dist/world.py": DOC + "import torch.distributed\nif world.rank == 0:\n    log.write(x)\nbroadcast(x)",
-    "rl_dist/agent.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
+    "rl_dist/status.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
     "train_distributed.py": lines(3, "main") + "import agents, envs, rl_dist",
     "README.md": "--data ../shared/data/prices.csv, https://example.org/work/page",
     "runs/a.py": "import pickle",

@@ -1,6 +1,5 @@
 """Starting, stopping and failing: whatever happens, one clear message and no process left."""
 
-import json
 import os
 import re
 import signal
@@ -8,14 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import rl_dist_ranks
 import torch
 
-from rl_dist.agent import _Start
 from rl_dist.launch import LaunchConfig, UserError, launch, resolve
 from rl_dist.world import available_cores, close_world, open_world, stop_flag, threads_per_rank
 
@@ -164,11 +161,28 @@ def test_ranks_that_hang_while_another_fails_are_ended_soon(tmp_path, capfd):
     assert_all_gone([int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)])
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(tmp_path, capfd):
-    assert launch(rl_dist_ranks.loop, (str(tmp_path), "killed"), num_ranks=2) == 1
+WAYS = {"0": "code 0", "1": "code 1", "77": "code 77", "SIGSEGV": "SIGSEGV", "SIGKILL": "SIGKILL", "SIGABRT": "SIGABRT"}
+DEATHS = [(way, victim, ranks) for way in WAYS for ranks in (1, 2, 3) for victim in {0, ranks - 1}]
+QUICK_DEATHS = [("0", 1, 2), ("SIGSEGV", 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("way", "victim", "ranks"),
+    [pytest.param(*death, marks=() if death in QUICK_DEATHS else pytest.mark.slow) for death in DEATHS],
+)
+def test_a_rank_that_dies_without_a_report_is_named_and_started_again_if_asked(way, victim, ranks, tmp_path, capfd):
+    if ranks > 1:  # alone it runs in the command's process, see test_supervisor.py
+        assert launch(rl_dist_ranks.loop, (str(tmp_path), way, victim), ranks) == 1
+        assert re.fullmatch(rf"error: rank {victim} \(process \d+\) .*{WAYS[way]}.*\n", capfd.readouterr().err)
+        assert_all_gone([int((tmp_path / f"pid_{rank}").read_text()) for rank in range(ranks)])
+    assert launch(rl_dist_ranks.live_twice, (str(tmp_path), way, victim), ranks, max_restarts=1) == 0
+    assert re.fullmatch(rf"rank {victim} \(.*{WAYS[way]}.*: restart 1 of 1\n", capfd.readouterr().err)
+
+
+def test_the_rank_that_failed_is_the_cause_and_not_the_one_that_missed_it_first(tmp_path, capfd):
+    assert launch(rl_dist_ranks.close_slowly, (str(tmp_path),), num_ranks=2) == 1
     stderr = capfd.readouterr().err
-    assert re.fullmatch(r"error: rank 1 \(process \d+\) was ended by SIGKILL\n", stderr)
+    assert "rank 1 failed" in stderr and "the roof is on fire" in stderr and "rank 0" not in stderr
 
 
 def test_one_rank_runs_in_this_process():
@@ -292,14 +306,3 @@ def test_num_gpus_against_torchrun_is_an_error(machine, monkeypatch):
 def test_launch_flags_out_of_range_are_refused(flags):
     with pytest.raises(ValueError, match=next(iter(flags))):
         LaunchConfig(**flags)
-
-
-@pytest.mark.parametrize(("exitcode", "blamed"), [(-signal.SIGTERM, 1), (-signal.SIGKILL, 0)])
-def test_a_rank_that_reported_is_the_cause_and_not_one_that_was_ended_for_it(exitcode, blamed, tmp_path):
-    report = {"exit_code": 1, "message": "error: rank 1: hangs", "rank": 1, "at_ns": 1, "summary": "rank 1: hangs"}
-    (tmp_path / "rank_1.json").write_text(json.dumps(report))
-    codes = (exitcode, 1)
-    processes = [SimpleNamespace(exitcode=c, pid=1, _popen=SimpleNamespace(returncode=c)) for c in codes]
-    start = _Start(processes)
-    start.look()  # both have ended
-    assert start.cause(str(tmp_path)).rank == blamed

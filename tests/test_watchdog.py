@@ -14,7 +14,7 @@ from rl_dist.watchdog import Doing, Watchdog
 def verdict(monkeypatch, play, timeout_s=2.0):
     """What rank 0 of 2, which waits in 'sum of x', ends with; `play(beat number)` says what rank 1 tells."""
     told = []
-    monkeypatch.setattr(watchdog, "end_rank", told.append)
+    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: told.append(message))
     store = dist.HashStore()
     beats = dist.PrefixStore("doing", store)
     dog = Watchdog(Doing("update", 5, "sum of x", 7), store, 0, 2, timeout_s)
@@ -50,7 +50,7 @@ def test_a_rank_that_left_before_the_call_is_not_waited_for(monkeypatch):
 
 def test_a_rank_that_left_after_the_call_is_no_error(monkeypatch):
     store, told = dist.HashStore(), []
-    monkeypatch.setattr(watchdog, "end_rank", told.append)
+    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: told.append(message))
     other = Watchdog(Doing("update", 9, "", 7), store, 1, 2, 1.0)
     dog = Watchdog(Doing("update", 5, "sum of x", 7), store, 0, 2, 1.0)
     other.close()

@@ -1,0 +1,150 @@
+"""How a process ends: stop signals, its parent's death, its last report."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SAME_KEYPRESS_S = 0.5  # Ctrl-C may come twice: from the terminal and from a launcher that passes it on
+EXIT_GRACE_S = 10.0  # for a process that has reported its end; a thread of an environment may keep it
+PAGE_BYTES = 2**19
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Looked up here: between fork and exec of a process with threads, loading a library can deadlock.
+_prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform.startswith("linux") else None
+
+
+class StopRelay:
+    """Collects the stop signals that reach a process; one key press counts once.
+
+    SIGUSR1 and SIGHUP announce an end, so that a SIGTERM may follow them; a second SIGINT or SIGTERM insists.
+    """
+
+    def __init__(self, pass_on: Callable[[int], None] = lambda signum: None) -> None:
+        """Remember signals; each goes to `pass_on`, too."""
+        self.signums: list[int] = []
+        self._pass_on, self._last_s = pass_on, 0.0
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def installed(self) -> bool:
+        """Whether the handlers are set."""
+        return bool(self._previous)
+
+    def install(self) -> None:
+        """Set the handlers and forget signals of before; main thread only."""
+        self.signums.clear()
+        for signum in STOP_SIGNALS:
+            if not (signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN):  # nohup
+                self._previous[signum] = signal.signal(signum, self._on_signal)
+
+    def uninstall(self) -> None:
+        """Restore the handlers of before."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    @property
+    def insists(self) -> bool:
+        """Whether the process shall end at once."""
+        return sum(signum in (signal.SIGINT, signal.SIGTERM) for signum in self.signums) > 1
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if not self.signums or now_s - self._last_s > SAME_KEYPRESS_S:
+            self.signums.append(signum)
+        self._last_s = now_s
+        self._pass_on(signum)
+
+
+def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
+    """Ask Linux for a signal when the parent dies, even by SIGKILL; no-op elsewhere."""
+    if _prctl is None:
+        return
+    _prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os.kill(os.getpid(), signum)
+
+
+class ReportPage:
+    """What a process reports, in memory that it shares with the one that watches it.
+
+    It outlives the process, and neither closed descriptors, a full disk nor a cleaner of temporary files takes it away.
+    """
+
+    def __init__(self, descriptor: Any = None) -> None:
+        """Make a page, or with the descriptor that `__reduce__` sends, share one."""
+        if descriptor is None:
+            self._descriptor = os.memfd_create("report") if hasattr(os, "memfd_create") else _unnamed_file()
+            os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
+        else:
+            self._descriptor = descriptor.detach()
+        self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd
+
+        return ReportPage, (DupFd(self._descriptor),)
+
+    def write(self, **facts: Any) -> None:
+        """Add facts to those reported before."""
+        data = json.dumps(self.read() | facts, ensure_ascii=False).encode(errors="replace")
+        assert len(data) <= PAGE_BYTES, f"a report of {len(data)} bytes"
+        self._memory[:] = data.ljust(PAGE_BYTES, b"\0")
+
+    def read(self) -> dict[str, Any]:
+        """What was reported; {}: nothing yet, or not to the end."""
+        try:
+            return json.loads(self._memory[:].rstrip(b"\0") or b"{}")
+        except ValueError:
+            return {}
+
+
+def _unnamed_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+_page: ReportPage | None = None  # None: nobody watches this process
+_owner = 0  # the process that reports; its own children share the page, too
+
+
+def report_to(page: ReportPage) -> None:
+    """Report to the process that made the page, from now on."""
+    global _page, _owner
+    _page, _owner = page, os.getpid()
+
+
+def report(**facts: Any) -> None:
+    """Report facts to the process that watches this one, if one does."""
+    if _page is not None and os.getpid() == _owner:
+        _page.write(**facts)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without teardown, after it has printed why."""
+    report(exit_code=code)
+    os._exit(code)
+
+
+def how_it_ended(code: int) -> str:
+    """A death without a report in words.
+
+    Args:
+        code: the exit code, or minus the signal's number.
+    """
+    if code < 0:
+        try:
+            return f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was ended by signal {-code}"
+    return f"ended with code {code} and without a report: its environment or a library ended the process"

@@ -1,0 +1,128 @@
+"""A process that is supervised: however it dies, its supervisor tells, leaves, and leaves nobody behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parents[1]
+SUPERVISED = """
+import os, signal, sys, threading, time
+from rl_dist import supervisor
+from rl_dist.process_ends import leave, report
+from rl_dist.supervisor import supervise
+supervisor.EXIT_GRACE_S, supervisor.LAST_WORD_S = 1.0, 1.0
+supervise()
+print(os.getpid(), flush=True)
+"""
+
+
+def start(code, **options):
+    """Start a supervised program; returns it and the id of the process that runs `code`."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": REPO} | options
+    job = subprocess.Popen([sys.executable, "-c", SUPERVISED + code], **options)
+    return job, int(job.stdout.readline())
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [
+        ("os._exit(0)", 1, "ended with code 0 and without a report"),
+        ("os._exit(77)", 1, "ended with code 77"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, "SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "SIGKILL"),
+        ("report(run_dir='tests'); os.abort()", 1, "SIGABRT"),
+        ("os.closerange(0, 256); os._exit(0)", 1, "ended with code 0"),
+        ("pass", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("leave(5)", 5, ""),
+        ("os.closerange(3, 256); leave(5)", 5, ""),
+        ("report(exit_code=0); os.abort()", 0, ""),  # it had ended: only its teardown failed
+        ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "ended with code 0"),  # not its child's word
+    ],
+)
+def test_a_death_without_a_report_is_a_failure_whatever_its_code(code, exit_code, words):
+    job, _ = start(code)
+    _, stderr = job.communicate(timeout=20)
+    assert job.returncode == exit_code
+    if words:
+        assert words in stderr.splitlines()[-1]
+    else:
+        assert stderr == ""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_stop_signal_is_passed_on(signum):
+    job, _ = start(f"signal.signal({signum}, lambda *_: leave({128 + signum}))\nwhile True: time.sleep(0.01)")
+    time.sleep(0.1)
+    job.send_signal(signum)
+    _, stderr = job.communicate(timeout=20)
+    assert (job.returncode, stderr) == (128 + signum, "")
+
+
+def test_before_anything_handles_it_a_stop_signal_simply_ends_it():
+    job, _ = start("time.sleep(60)")
+    job.terminate()
+    _, stderr = job.communicate(timeout=20)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert len(stderr.splitlines()) == 1 and "SIGTERM" in stderr
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_stop_signal_ends_even_a_process_that_ignores_it(second):
+    job, child = start("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\ntime.sleep(60)")
+    job.terminate()
+    time.sleep(0.7)  # no longer the same key press
+    assert job.poll() is None
+    job.send_signal(second)
+    job.communicate(timeout=20)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(child)
+
+
+def test_a_sigterm_after_a_warning_signal_lets_it_save():
+    """Schedulers announce an end by USR1 before they ask for it by TERM."""
+    job, _ = start("signal.signal(10, lambda *_: None); signal.signal(15, lambda *_: leave(143))\ntime.sleep(60)")
+    time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    time.sleep(0.7)
+    job.terminate()
+    job.communicate(timeout=20)
+    assert job.returncode == 143
+
+
+def test_a_thread_that_never_ends_keeps_nobody_waiting():
+    code = "threading.Thread(target=time.sleep, args=(60,)).start(); report(exit_code=0)"
+    started_s = time.monotonic()
+    job, child = start(code)
+    job.communicate(timeout=30)
+    assert job.returncode == 0 and time.monotonic() - started_s < 20
+    assert not psutil.pid_exists(child)
+
+
+def test_nothing_outlives_a_killed_supervisor():
+    job, child = start("time.sleep(60)")
+    job.kill()
+    job.wait(timeout=10)
+    deadline_s = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_the_supervisor_of_a_training_loads_no_torch():
+    command = [sys.executable, "train_distributed.py", "--help"]
+    job = subprocess.Popen(command, cwd=REPO, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    loaded, deadline_s = "", time.monotonic() + 60
+    while job.poll() is None and time.monotonic() < deadline_s:
+        loaded = Path(f"/proc/{job.pid}/maps").read_text() or loaded
+        time.sleep(0.02)
+    assert job.returncode == 0
+    assert "libpython" in loaded or "python3" in loaded
+    assert "torch" not in loaded and "numpy" not in loaded
