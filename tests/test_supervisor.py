@@ -1,5 +1,6 @@
 """A process that is supervised: however it dies, its supervisor tells, leaves, and leaves nobody behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from train_runs import records, start_training
 
 REPO = Path(__file__).parents[1]
 SUPERVISED = """
@@ -126,3 +128,46 @@ def test_the_supervisor_of_a_training_loads_no_torch():
     assert job.returncode == 0
     assert "libpython" in loaded or "python3" in loaded
     assert "torch" not in loaded and "numpy" not in loaded
+
+
+DYING = [
+    *("--env", "dying_envs:Dying-v0", "--num_envs", 4, "--num_steps", 8, "--bptt_steps", 8, "--batch_size", 4),
+    *("--hidden_size", 8, "--total_steps", 320, "--checkpoint_every", 1, "--eval_episodes", 2, "--device", "cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    "way", ["0", *(pytest.param(way, marks=pytest.mark.slow) for way in ("1", "77", "SIGSEGV", "SIGKILL"))]
+)
+def test_one_rank_that_dies_leaves_a_line_an_event_and_a_run_to_go_on_with(way, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIE", way)
+    flags = [*DYING, "--run_dir", tmp_path / "run", "--on_event", f"cat >> {tmp_path}/events"]
+    job = start_training(*flags)
+    _, stderr = job.communicate(timeout=120)
+    assert job.returncode == 1, stderr
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and f"--resume {tmp_path / 'run'}" in lines[0] and "Traceback" not in stderr
+    assert json.loads((tmp_path / "events").read_text())["event"] == "failed"
+    assert records(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "victim", "way"),
+    [
+        (1, 0, "0"),
+        *(
+            pytest.param(ranks, victim, way, marks=pytest.mark.slow)
+            for ranks in (2, 3)
+            for victim in (0, ranks - 1)
+            for way in ("0", "77", "SIGSEGV")
+        ),
+    ],
+)
+def test_with_restarts_a_rank_that_dies_costs_nothing(ranks, victim, way, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIE", way)
+    monkeypatch.setenv("DIE_RANK", str(victim))
+    flags = [*DYING, "--num_envs", 12, "--batch_size", 12, "--num_gpus", ranks, "--total_steps", 960]
+    job = start_training(*flags, "--run_dir", tmp_path, "--max_restarts", 1)
+    _, stderr = job.communicate(timeout=120)
+    assert job.returncode == 0 and f"rank {victim} (process" in stderr and "restart 1 of 1" in stderr, stderr
+    assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 11))

@@ -1,0 +1,26 @@
+"""An environment that ends its process, registered as `dying_envs:Dying-v0`; DIE says how, DIE_RANK where."""
+
+import os
+import signal
+
+import gymnasium
+from faulty_envs import Walk
+
+from rl_dist.launch import restart_count
+
+
+class Dying(Walk):
+    """In the first life of its rank, the first environment ends the process at its 40th step."""
+
+    def step(self, action):
+        here = (os.environ.get("RANK", "0"), restart_count()) == (os.environ.get("DIE_RANK", "0"), 0)
+        if here and self.life == 40:
+            way = os.environ["DIE"]
+            if way.startswith("SIG"):
+                os.kill(os.getpid(), signal.Signals[way])
+            else:
+                os._exit(int(way))
+        return super().step(action)
+
+
+gymnasium.register("Dying-v0", entry_point=Dying)
