@@ -188,6 +188,20 @@ def test_wherever_a_rank_dies_the_end_is_the_same(die, expected, tmp_path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_on_more_ranks_a_restart_ends_the_same_too(num_ranks, tmp_path, monkeypatch):
+    sizes = ["--num_gpus", num_ranks, "--num_envs", "12", "--batch_size", "12", "--total_steps", 6 * 12 * 16]
+    straight = start_training(*SIX, *sizes, "--run_dir", tmp_path / "straight")
+    job = dying(monkeypatch, "update 1 3 SIGKILL", *SIX, *sizes, "--run_dir", tmp_path / "run", "--max_restarts", "1")
+    for one in (straight, job):
+        out, err = one.communicate(timeout=PATIENCE_S)
+        assert one.returncode == 0, err
+        assert_nobody_left(one.pid)
+    assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in err
+    assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("die", ["checkpoint 1 4 nothing", "checkpoint 1 4 SIGKILL"])
 def test_a_job_directory_that_a_cleaner_took_costs_nothing_not_even_a_restart(die, tmp_path, monkeypatch, reference):
     (tmp_path / "tmp").mkdir()

@@ -122,10 +122,14 @@ def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in():
         ["--env", "Recall-v0", "--num_gpus", "2"],
         ["--env", "StockTrading-v0", "--num_worlds", "2", "--num_gpus", "2"],
         ["--env", "StockTrading-v0", "--num_worlds", "2", "--policy", "mlp"],
+        ["--env", "Recall-v0", "--num_gpus", "3", "--num_envs", "6", "--batch_size", "6"],
+        ["--env", "Recall-v0", "--num_gpus", "4"],
+        ["--env", "Recall-v0", "--num_gpus", "4", "--strategy", "hybrid", "--shard_size", "2"],
+        ["--env", "Recall-v0", "--num_gpus", "4", "--strategy", "hybrid", "--hybrid_form", "pipeline"],
     ],
     ids=lambda flags: " ".join(flags[1:]),
 )
-def test_lstm_and_mlp_resume_exactly_on_one_rank_and_two(flags, tmp_path):
+def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, tmp_path):
     code, out, err = run(tmp_path, *flags, "--iterations", "2")
     assert code == 0 and "bit-identical: all " in out, out + err
     assert not list(tmp_path.iterdir())  # nothing is kept unless asked for

@@ -1,0 +1,70 @@
+"""What several ranks do to show that a first step is like every other; spawned processes must be able to import it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from agents_ranks import make_job
+from pipeline_ranks import FORMS
+from sharding_ranks import HALF, run
+from supervised_ranks import Fitted, make_net
+from torch import nn
+
+from rl_dist.strategy import Strategy, StrategyConfig
+from rl_dist.world import close_world, open_world
+
+STRATEGIES = {
+    "one bucket": {},
+    "several buckets": {"bucket_mb": 0.01},
+    "gradients copied": {"gradient_as_bucket_view": False},
+    "static graph": {"static_graph": True},
+    "static graph, several buckets": {"static_graph": True, "bucket_mb": 0.01},
+    "unused parameters": {"find_unused_parameters": True},
+    "compressed": {"gradient_compression": "bf16"},
+    "hybrid": {"mode": "hybrid"},
+}
+TRAININGS = {"ddp": FORMS["ddp"], "hybrid": StrategyConfig(mode="hybrid"), "pipeline": FORMS["pipeline"]}
+
+
+def first_steps(world, dtype, parts, **options):
+    """Gradients of three equal steps of a fresh strategy, [3, numbers of this rank]."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 7)).to(dtype)
+    inputs = torch.randn(parts, 4, 40, dtype=dtype, generator=torch.Generator().manual_seed(world.rank))
+    strategy = Strategy(StrategyConfig(**({"mode": "ddp"} | options)), world)
+    module, found = strategy.wrap(net), []
+    optimizer = torch.optim.SGD(strategy.parameters, lr=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for number, part in enumerate(inputs, 1):
+            with strategy.accumulating(last=number == parts):
+                strategy.backward(module(part).square().mean())
+        gradients = [getattr(p.grad, "_local_tensor", p.grad).flatten() for p in strategy.parameters]
+        found.append(torch.cat(gradients))
+        strategy.step(optimizer)
+    return torch.stack(found)
+
+
+def exercise(out_dir):
+    """Reduce, train and fit; the results go to rank_N.pt for the tests to judge."""
+    world, out = open_world("cpu", timeout_s=60), Path(out_dir)
+    forms = {"": (torch.float32, 1), ", fp64": (torch.float64, 1), ", in parts": (torch.float32, 2)}
+    results = {
+        f"{name}{form}": first_steps(world, *how, **options)
+        for name, options in STRATEGIES.items()
+        for form, how in forms.items()
+        if "static" not in name or how[1] == 1  # torch refuses no_sync in its first step
+    }
+    for name, strategy in TRAININGS.items():
+        if name != "pipeline" or world.size % 2 == 0:
+            sizes = {"num_envs": 12, "batch_size": 12, "iterations": 2, "checkpoint_every": 1, "dtype": torch.float32}
+            job = replace(make_job("recall, clstm", out / name, **sizes), strategy=strategy)
+            whole = run(job, world)
+            resumed = run(replace(job, run_dir=out / f"{name}, again"), world, out / name / "checkpoints" / HALF)
+            results[f"training, {name}"] = torch.stack([whole["parameters"], resumed["parameters"]])
+    Fitted(world, out / "fit", net=make_net(dropout=0.3), epochs=1)
+    resumed = Fitted(world, out / "fit", net=make_net(dropout=0.3), resume=True)
+    fits = (Fitted(world, net=make_net(dropout=0.3)), resumed)
+    results["fit"] = torch.stack([torch.cat([w.flatten() for w in fit.weights.values()]) for fit in fits])
+    torch.save(results, out / f"rank_{world.rank}.pt")
+    close_world(world)
