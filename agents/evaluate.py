@@ -32,7 +32,7 @@ from envs.trading_task import TradingTask, prepare_task
 from rl_dist.flags import CommandParser
 from rl_dist.launch import UserError, launch
 from rl_dist.watchdog import end_rank
-from rl_dist.world import World, close_world, end_at_signals, open_world
+from rl_dist.world import World, end_at_signals, open_world
 
 TAKEN_NAMES = (EQUAL_WEIGHT, "equal weight, order limit", "reference", "memoryless rule", "policy, state zeroed")
 
@@ -285,8 +285,6 @@ def _rank_main(args: argparse.Namespace) -> int:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror or error}", exit_code=1) from error
-    finally:
-        close_world(world)
     return 0
 
 
