@@ -44,6 +44,7 @@ from rl_dist.console import outlive_readers, tell_once
 from rl_dist.flags import ParsedFlags, flag, parse_flags
 from rl_dist.launch import LaunchConfig, ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import setup_logging, write_whole
+from rl_dist.run_files import read_plain
 from rl_dist.run_lock import RunLock, hold, hold_new
 from rl_dist.strategy import Strategy
 from rl_dist.supervised import FitConfig, FitResult, fit
@@ -314,7 +315,7 @@ def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path | None, bool]:
 def _resumed(run_dir: Path, parsed: ParsedFlags) -> RunConfig:
     """The saved configuration, with the flags that a resumed run may change."""
     try:
-        saved = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        saved = json.loads(read_plain(run_dir / CONFIG_FILE))
         sections = {name: SECTIONS[name](**saved[name]) for name in SECTIONS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None

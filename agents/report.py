@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from agents.statistics import Record
+from rl_dist.run_files import read_plain
 
 COLORS = {"policy": "#1f5fbf", "policy, state zeroed": "#8fb3e6", "equal weight": "#555555"}
 SPARE_COLORS = ("#2e8b57", "#d2691e", "#8b3fa0", "#c0392b", "#b8860b")
@@ -20,7 +21,7 @@ SPARE_COLORS = ("#2e8b57", "#d2691e", "#8b3fa0", "#c0392b", "#b8860b")
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl, oldest first."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = read_plain(run_dir / "metrics.jsonl", None).splitlines()
     return [json.loads(line) for line in lines]
 
 

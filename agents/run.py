@@ -34,6 +34,7 @@ from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import EVENT_FILES, METRICS_FILE, close_logging
 from rl_dist.precision import autocast_dtype
+from rl_dist.run_files import read_plain
 from rl_dist.speed import SpeedConfig
 from rl_dist.watchdog import end_rank
 from rl_dist.world import unwritable
@@ -172,14 +173,14 @@ def save_config(config: Configuration, run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         path.touch()
-        before = path.read_bytes()
+        before = read_plain(path)
         if text != before:
             _overwrite(path, text)
     except OSError as error:
         with suppress(OSError):
             if before:
                 _overwrite(path, before)
-        raise unwritable(f"run_dir {run_dir}", error) from None
+        raise unwritable(str(error.filename or f"run_dir {run_dir}"), error) from None
 
 
 def _overwrite(path: Path, data: bytes) -> None:

@@ -24,6 +24,7 @@ from rl_dist.checkpoint_folder import (
     BEST_FILE,
     CHECKPOINT_DIR,
     MEASURED,
+    SUPERSEDED,
     Best,
     Found,
     checkpoint_files,
@@ -58,7 +59,6 @@ examples:
   python -m rl_dist.checkpoint inspect runs/my_run           what the newest valid one holds
   python -m rl_dist.checkpoint inspect runs/my_run/checkpoints/best.pt --json
 exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
-SUPERSEDED = "*.pt.superseded"  # kept from before a resume at an earlier iteration
 
 
 def verify(path: Path) -> int:
@@ -81,8 +81,9 @@ def show_list(path: Path) -> int:
     digests: dict[str, Path] = {}
     best = _digest_of_best(path)
     for file in _files(path):
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.stat().st_mtime))
-        row = f"{saved}  {file.stat().st_size:>13,}  {file.name:<22} "
+        about = file.lstat()  # it may be a link to nowhere
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.st_mtime))
+        row = f"{saved}  {about.st_size:>13,}  {file.name:<22} "
         try:
             found = read_checkpoint(file)
         except CheckpointError as error:

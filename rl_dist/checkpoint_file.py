@@ -5,6 +5,7 @@ A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too; c
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from rl_dist.checkpoint_seal import FORMAT_VERSION, CheckpointError, NewerFormatError, about, read_sealed, sealed
+from rl_dist.run_files import remove, say_once
 
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}  # file systems that cannot sync a folder: names there are as safe as they get
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
@@ -94,7 +97,8 @@ def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None
     """Make `path` hold `data` whole, or leave it as it was.
 
     Args:
-        second_name: gets the same content, just before `path` does: a hard link where the file system knows them.
+        second_name: gets the same content, just before `path` does: a hard link where the file system knows them. A
+            directory in its place stays, and is told once.
 
     Raises:
         CheckpointError: names path, bytes needed and cause. No half-written file stays.
@@ -103,11 +107,15 @@ def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.part"):
-            leftover.unlink()
+            remove(leftover)
         _write(parts[0], data)
         if second_name:
             _link(parts[0], parts[1], data)
-            os.replace(parts[1], second_name)
+            try:
+                os.replace(parts[1], second_name)
+            except IsADirectoryError:
+                say_once(f"{second_name} cannot be written, for it is a directory: move it away")
+                parts[1].unlink()
         os.replace(parts[0], path)
         _sync_names(path.parent)
     except OSError as error:
@@ -119,11 +127,11 @@ def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None
 
 
 def _part(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
+    return path.with_name(f"{path.name}.{os.getpid()}.pt.part")  # a leftover that stays cannot have this name
 
 
 def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -141,6 +149,9 @@ def _sync_names(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

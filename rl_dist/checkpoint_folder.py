@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +11,14 @@ from typing import Any, NamedTuple
 
 from rl_dist.checkpoint_file import CheckpointError, NewerFormatError, load_checkpoint, pack, write_atomically
 from rl_dist.collectives import gather_json
+from rl_dist.run_files import remove, say_once
 from rl_dist.world import UserError, World
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_DIR = "checkpoints"
 BEST_FILE = "best.pt"
+SUPERSEDED = "*.pt.superseded"  # from before a resume at an earlier iteration
 MEASURED = "measured"  # in a state: {metric: value} of the metric by which the best is chosen
 _NAME = re.compile(r"iteration_(\d+)\.pt")
 
@@ -32,7 +32,7 @@ def save_checkpoint(
         directory: made if missing.
         state: tensors, numbers, strings, None, in dicts, lists and tuples.
         iteration: part of the name. Later iterations already there are from a past that a resumed
-            run does not share; they are renamed to *.pt.superseded.
+            run does not share; they are renamed to *.pt.superseded, and removed once the run has passed them.
         keep: how many of the newest checkpoints stay, at least 1.
         best: it becomes best.pt as well, which stays however many follow.
 
@@ -42,12 +42,11 @@ def save_checkpoint(
     if keep < 1:
         raise CheckpointError(f"keep_checkpoints must be at least 1, got {keep}")
     path = Path(directory, f"iteration_{iteration:08d}.pt")
+    if path.is_dir():
+        _set_aside(path)
     # best.pt first: a run killed between the two repeats this iteration, and finds its best there already.
     write_atomically(path, pack(state), second_name=path.with_name(BEST_FILE) if best else None)
-    try:
-        _retain(path, keep)
-    except OSError as error:
-        logger.warning("checkpoint %s is written, but %s stays: %s", path, error.filename, error.strerror)
+    _retain(path, keep)
     return path
 
 
@@ -86,7 +85,7 @@ def _load_latest_in(directory: Path) -> Found | None:
         except NewerFormatError:
             raise
         except CheckpointError as error:
-            _say_once(f"skipped: {error}")
+            say_once(f"skipped: {error}")
     return None
 
 
@@ -95,7 +94,7 @@ def find_latest_run(runs_dir: str | Path) -> Path | None:
     newest: list[tuple[float, Path]] = []
     for directory in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}"):
         best = [directory / BEST_FILE] if (directory / BEST_FILE).exists() else []  # all that a cleaner may have left
-        times = [path.stat().st_mtime for path in [*checkpoint_files(directory), *best]]
+        times = [path.stat().st_mtime for path in [*checkpoint_files(directory), *best] if path.is_file()]
         if times:
             newest.append((max(times), directory.parent))
     ordered = (run_dir for _, run_dir in sorted(newest, reverse=True))
@@ -162,26 +161,29 @@ def _value_of_best(names: Sequence[str], path: Path) -> float | None:
     try:
         measured = load_checkpoint(path).get(MEASURED) or {}
     except CheckpointError as error:
-        _say_once(f"{error}; the next checkpoint with {' or '.join(names)} takes its place")
+        say_once(f"{error}; the next checkpoint with {' or '.join(names)} takes its place")
         return None
     value = next((measured[name] for name in names if name in measured), None)
     if value is None:
         was = ", ".join(measured) or "no metric"
-        _say_once(f"{path} was chosen by {was}; the next checkpoint with {' or '.join(names)} takes its place")
+        say_once(f"{path} was chosen by {was}; the next checkpoint with {' or '.join(names)} takes its place")
     return value
 
 
 def _retain(path: Path, keep: int) -> None:
-    known = checkpoint_files(path.parent)
-    for later in known[known.index(path) + 1 :]:
-        logger.warning("%s is from before this resume; renamed to .superseded", later)
-        later.replace(later.with_suffix(".pt.superseded"))
-    for old in known[: max(0, known.index(path) + 1 - keep)]:
-        old.unlink()
+    known, iteration = checkpoint_files(path.parent), iteration_in_name(path)
+    at, superseded = known.index(path), path.parent.glob(SUPERSEDED)
+    oldest = [file for file in known[: at + 1] if file.is_file()][-keep:][0]  # a pipe or directory is none of them
+    passed = [old for old in superseded if 0 <= iteration_in_name(old) <= iteration and not old.is_dir()]
+    for old in [*known[: known.index(oldest)], *passed]:
+        remove(old)
+    for later in known[at + 1 :]:
+        _set_aside(later)
 
 
-@functools.cache
-def _say_once(line: str) -> None:
-    """Tell the user, from one rank and only once, however often a file is looked at."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s", line)
+def _set_aside(path: Path) -> None:
+    try:
+        path.replace(path.with_suffix(".pt.superseded"))
+        logger.warning("%s is from before this resume or not ours; renamed to .superseded", path)
+    except OSError as error:
+        say_once(f"{path} is from before this resume or not ours, and stays: {error.strerror}")

@@ -12,9 +12,15 @@ Format 1 is the same without the words before sha256.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from rl_dist.run_files import plain_file, read_open
 
 FORMAT_VERSION = 2  # raised when an older program could not go on from what a newer one writes
 _MARK = b"sha256:"
@@ -42,24 +48,38 @@ def sealed(archive: bytes, format_version: int, torch_version: str) -> bytes:
     return data + _MARK + hashlib.sha256(data).hexdigest().encode()
 
 
+@contextmanager
+def open_sealed(path: Path) -> Iterator[IO[bytes]]:
+    """A file that starts and ends like a checkpoint; what lies between is not read.
+
+    Raises:
+        CheckpointError: missing, no plain file, empty, truncated, or no checkpoint at all.
+    """
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            start, size = file.read(4), os.fstat(file.fileno()).st_size
+            if not start:
+                raise CheckpointError(f"checkpoint {path} is empty")
+            if start != b"PK\x03\x04":
+                raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: it does not start like one")
+            file.seek(max(0, size - _SEAL_BYTES))
+            if not file.read(len(_MARK)) == _MARK:
+                raise CheckpointError(f"checkpoint {path} is truncated or not ours: its checksum is missing")
+            file.seek(0)
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
+
+
 def read_sealed(path: Path) -> bytes:
     """A file's bytes, if they are those that were written.
 
     Raises:
-        CheckpointError: missing, empty, truncated, changed, or no checkpoint at all.
+        CheckpointError: missing, no plain file, empty, truncated, changed, too large for the memory, or no checkpoint.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
-    if not data:
-        raise CheckpointError(f"checkpoint {path} is empty")
-    if not data.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: it does not start like one")
-    body, sealed = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-    if not sealed.startswith(_MARK):
-        raise CheckpointError(f"checkpoint {path} is truncated or not ours: its checksum is missing")
-    if sealed[len(_MARK) :] != hashlib.sha256(body).hexdigest().encode():
+    with open_sealed(path) as file:
+        data = read_open(file, None)
+    if data[-64:] != hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode():
         raise CheckpointError(f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum")
     return data
 

@@ -15,6 +15,7 @@ from rl_dist.calibration import SCALINGS
 from rl_dist.flags import is_flag
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import METRICS_FILE
+from rl_dist.run_files import read_plain
 from rl_dist.trial import without
 
 CONFIG_FILE = "config.json"
@@ -120,7 +121,7 @@ def _read(run_dir: Path, name: str) -> bytes:
     if not all((run_dir / needed).is_file() for needed in (CONFIG_FILE, METRICS_FILE)):
         raise UserError(f"{run_dir} is no run directory: it holds no {CONFIG_FILE} and {METRICS_FILE}")
     try:
-        return (run_dir / name).read_bytes()
+        return read_plain(run_dir / name, None)
     except OSError as error:
         raise UserError(f"{run_dir / name} cannot be read: {error.strerror or error}") from None
 

@@ -16,7 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 from rl_dist.progress import open_progress
-from rl_dist.world import World, unwritable
+from rl_dist.run_files import plain_file, read_plain
+from rl_dist.world import UserError, World, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class _LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting, self._failing = path, b"", False
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def write(self, line: str) -> None:
         self._waiting += line.encode() + b"\n"
@@ -191,6 +192,9 @@ class _LineFile:
 class _LogFile(logging.FileHandler):
     """A log that a full disk cuts short without a traceback for every line."""
 
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)
+
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
@@ -226,7 +230,10 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
     if not path.exists():
         return 0
     kept, global_step = [], 0
-    before = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        before = read_plain(path, None).decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     for line in before.splitlines():
         try:
             record = json.loads(line)
@@ -254,7 +261,8 @@ def write_whole(path: Path, text: str) -> None:
     """
     part = path.with_name(f"{path.name}.tmp")
     try:
-        with open(part, "w", encoding="utf-8") as file:
+        part.unlink(missing_ok=True)  # whatever it is
+        with open(part, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -262,7 +270,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        raise unwritable(str(path), error) from None
+        raise unwritable(str(error.filename or path), error) from None
 
 
 def _cut_events(path: Path, global_step: int) -> None:
@@ -275,7 +283,7 @@ def _cut_events(path: Path, global_step: int) -> None:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # slow to import: when a run goes on only
 
-    data, end, num_kept = path.read_bytes(), 0, 0
+    data, end, num_kept = read_plain(path, None), 0, 0
     while end + 12 < len(data):
         start = end + 12
         stop = start + struct.unpack_from("<Q", data, end)[0]
@@ -305,7 +313,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers: list[logging.Handler] = [_LogFile(path, encoding="utf-8")]
     except OSError as error:
-        raise unwritable(f"run_dir {run_dir}", error) from None
+        raise unwritable(str(path), error) from None
     handlers[0].setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"))
     if rank == 0:
         handlers.append(_Console(logging.WARNING))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_dist.run_files import plain_file
+
 TAIL_BYTES = 2**20
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ([A-Z]+) rank (\d+) ([\w.]+): (.*)")  # metrics.py's format
 _BEGAN = re.compile(r"rank \d+ of (\d+) on (\w+)")  # train_distributed.py's first line
@@ -37,7 +39,7 @@ class RankLog:
 
 def read_logs(run_dir: Path) -> list[RankLog]:
     """The logs of all ranks there are, in their order."""
-    paths = [path for path in run_dir.glob("logs/rank_*.log") if path.stem[5:].isdecimal()]
+    paths = [path for path in run_dir.glob("logs/rank_*.log") if path.stem[5:].isdecimal() and path.is_file()]
     return [read_log(path) for path in sorted(paths, key=lambda path: int(path.stem[5:]))]
 
 
@@ -69,10 +71,8 @@ def last_messages(logs: Sequence[RankLog], number: int) -> list[Message]:
 
 def tail(path: Path) -> str:
     """The last whole lines of a file, "" without one; its very last line may be torn."""
-    if not path.is_file():  # to open a pipe would wait for its writer
-        return ""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=plain_file) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
             data = file.read(TAIL_BYTES)

@@ -6,10 +6,14 @@ Anybody may have put a pipe, a device or a giant there: to open or read it could
 from __future__ import annotations
 
 import errno
+import functools
+import logging
 import os
 import stat
 from pathlib import Path
 from typing import IO, Any
+
+logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes, many times what config.json and summary.json can have
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory"}
@@ -68,3 +72,18 @@ def leads_to(path: str | Path, file: IO[Any]) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except OSError:
         return False
+
+
+def remove(path: Path) -> None:
+    """Remove a file that is no longer needed; what cannot be removed is told once."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        say_once(f"{path} cannot be removed and stays: {error.strerror or error}")
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Tell the user, from one rank and only once, however often a file is looked at."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", line)

@@ -10,6 +10,7 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Any
 
+from rl_dist.run_files import leads_to, plain_file
 from rl_dist.world import ORPHAN_GRACE_S, UserError, unwritable
 
 PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
@@ -76,12 +77,12 @@ def hold_new(path: Path) -> RunLock:
 def _try_to_hold(path: Path) -> RunLock | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b")  # noqa: SIM115  # NFS locks only what may be written
+        file = open(path, "a+b", opener=plain_file)  # noqa: SIM115  # NFS locks only what may be written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else it was removed meanwhile
+            if leads_to(path, file):  # else it was removed meanwhile
                 return RunLock(path, file)
-        except (BlockingIOError, FileNotFoundError):
+        except BlockingIOError:
             pass
         file.close()
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,12 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rl_dist.checkpoint_seal import CheckpointError, read_sealed
+from rl_dist.checkpoint_seal import CheckpointError, open_sealed, read_sealed
 from rl_dist.rank_logs import Message, RankLog, last_messages, read_logs, tail
+from rl_dist.run_files import plain_file, read_plain
 
 STARTING_S = 120.0  # from the configuration to the first sign of life of a rank, or from one life to the next
 RECENT = 20  # iterations that figures are taken over
-LARGE_BYTES = 256 * 2**20  # checkpoints above are not read: it would take long
+LARGE_BYTES = 256 * 2**20  # of checkpoints above only the ends are read: the rest would take long
 HUNG_FACTOR, HUNG_S = 20.0, 60.0  # an iteration that takes so many times longer than usual, and at least so long
 LARGE = 1e18  # larger numbers are rubbish
 UNREADABLE = (ValueError, OverflowError, RecursionError)  # what json and int raise at rubbish
@@ -147,17 +149,13 @@ def _read_config(run_dir: Path) -> dict[str, Any]:
         raise NoRunError(f"{run_dir} is {'a file' if run_dir.exists() else 'not there'}: give a run directory")
     path = run_dir / "config.json"
     try:
-        if path.exists() and not path.is_file():
-            raise NoRunError(f"{path} is no file; is this a run directory?")
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except NoRunError:
-        raise
+        config = json.loads(read_plain(path))
     except FileNotFoundError:
         below = _runs_below(run_dir)
         cure = f"it holds {len(below)} run(s), such as {below[-1]}: name one" if below else "give a run directory"
         raise NoRunError(f"{run_dir} is no run directory, for it has no config.json; {cure}") from None
     except OSError as error:
-        raise NoRunError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise NoRunError(f"{path} cannot be read: {error.strerror or error}; is this a run directory?") from None
     except UNREADABLE:
         raise NoRunError(f"{path} is torn or not ours: it is no JSON; is this a run directory?") from None
     train = config.get("train") if isinstance(config, dict) else None
@@ -185,7 +183,7 @@ def _read_records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(read_plain(path))
         return summary if isinstance(summary, dict) else {}
     except FileNotFoundError:
         return {}
@@ -217,7 +215,7 @@ def _env(config: dict[str, Any]) -> str:
 def is_locked(run_dir: Path) -> bool:
     """Whether a training holds the run directory."""
     try:
-        with open(run_dir / "config.json", "rb") as file:
+        with open(run_dir / "config.json", "rb", opener=plain_file) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False  # closing lets it go: a training that begins just now tries again
     except BlockingIOError:
@@ -357,14 +355,13 @@ def _newest_checkpoint(folder: Path, notes: list[str]) -> dict[str, Any]:
     numbered = [path for path in folder.glob("iteration_*.pt") if path.stem[10:].isdecimal()]
     for path in sorted(numbered, key=lambda path: int(path.stem[10:]), reverse=True):
         try:
-            about = path.stat()
-            large = about.st_size > LARGE_BYTES
-            problem = "" if large else _damage(path, about.st_mtime_ns, about.st_size)
+            about = path.lstat()  # it may be a link to nowhere
+            problem = _damage(path, about.st_mtime_ns, about.st_size)
         except FileNotFoundError:
             continue  # a newer one has just taken its place
         if not problem:
-            age_s = max(0.0, time.time() - about.st_mtime)
-            return {"checkpoint": path.name, "checkpoint_age_s": age_s, "checkpoint_checked": not large}
+            age_s, checked = max(0.0, time.time() - about.st_mtime), about.st_size <= LARGE_BYTES
+            return {"checkpoint": path.name, "checkpoint_age_s": age_s, "checkpoint_checked": checked}
         notes.append(problem)
     return {}
 
@@ -373,9 +370,12 @@ def _newest_checkpoint(folder: Path, notes: list[str]) -> dict[str, Any]:
 def _damage(path: Path, modified_ns: int, size: int) -> str:
     """What is wrong with a checkpoint file, "" if nothing; remembered while the file stays as it is."""
     try:
+        if size > LARGE_BYTES:
+            with open_sealed(path):
+                return ""
         read_sealed(path)
     except CheckpointError as error:
-        if not path.exists():
+        if not os.path.lexists(path):
             raise FileNotFoundError(path) from None
         return str(error)
     return ""

@@ -101,7 +101,7 @@ def test_damaged_files_are_refused_with_path_and_cause(tmp_path, damage, cause):
 def test_missing_files_and_directories_are_refused_with_path_and_cause(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be read: No such file"):
         load_checkpoint(tmp_path / "nowhere.pt")
-    with pytest.raises(CheckpointError, match="Is a directory"):
+    with pytest.raises(CheckpointError, match="a directory"):
         load_checkpoint(tmp_path)
 
 
@@ -146,6 +146,15 @@ def test_a_run_resumed_from_an_earlier_iteration_supersedes_the_later_ones(tmp_p
         save(tmp_path / "checkpoints", iteration)
     assert save(tmp_path / "checkpoints", 50) == latest_checkpoint(tmp_path)
     assert (tmp_path / "checkpoints/iteration_00000060.pt.superseded").exists()
+
+
+def test_superseded_checkpoints_stay_until_the_run_has_passed_them(tmp_path):
+    for iteration in (20, 40, 60, 30, 50):
+        save(tmp_path, iteration)
+    (tmp_path / "mine.pt.superseded").touch()
+    assert [path.name[10:18] for path in sorted(tmp_path.glob("iteration_*.pt.superseded"))] == ["00000060"]
+    save(tmp_path, 70)
+    assert [path.name for path in tmp_path.glob("*.superseded")] == ["mine.pt.superseded"]
 
 
 def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
@@ -220,7 +229,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
 def test_an_old_file_that_cannot_be_removed_does_not_spoil_a_save(tmp_path, caplog):
     (tmp_path / "iteration_00000001.pt").mkdir()
     assert load_checkpoint(save(tmp_path, 2, keep=1)) == {"iteration": 2}
-    assert "iteration_00000002.pt is written, but " in caplog.text
+    assert "iteration_00000001.pt cannot be removed and stays" in caplog.text
 
 
 # ---- the format

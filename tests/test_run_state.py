@@ -254,9 +254,14 @@ def test_the_newest_checkpoint_that_is_whole_is_named_and_damaged_ones_are_noted
 
 def test_a_large_checkpoint_is_not_read_for_this(run, monkeypatch):
     monkeypatch.setattr(run_state, "LARGE_BYTES", 10)
-    run.write("checkpoints/iteration_00000001.pt", "not looked into")
+    path = save_checkpoint(run.path / "checkpoints", {"x": torch.zeros(3)}, iteration=1, keep=5)
+    data = path.read_bytes()
+    path.write_bytes(data[:100] + b"not looked into" + data[115:])
     found = run.read()
-    assert (found.checkpoint, found.checkpoint_checked) == ("iteration_00000001.pt", False)
+    assert (found.checkpoint, found.checkpoint_checked) == (path.name, False)
+    path.write_bytes(bytes(len(data)))
+    found = run.read()
+    assert found.checkpoint is None and path.name in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +341,7 @@ def test_what_is_no_plain_file_holds_nothing_up(run):
     assert run.read().iteration == 0
     (run.path / "config.json").unlink()
     os.mkfifo(run.path / "config.json")
-    with pytest.raises(NoRunError, match="config.json is no file"):
+    with pytest.raises(NoRunError, match="config.json .*pipe"):
         run.read()
 
 
