@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
 from rl_dist.progress import open_progress
-from rl_dist.run_files import plain_file, read_plain
+from rl_dist.run_files import leads_to, plain_file, read_plain
 from rl_dist.world import UserError, World, unwritable
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class Board:
         except OSError as error:
             self._board = None
             logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
+
+    def abandon(self) -> None:
+        """Write nothing more: the folder is not ours any longer."""
+        self._board = None
 
     def flush(self) -> None:
         """Put all that was written on disk."""
@@ -123,9 +127,16 @@ class MetricsWriter(NullWriter):
             record: numbers by name, with "iteration", "global_step" and optionally "ranks", a list of
                 one such mapping per rank. NaN and infinities become null.
             done: progress so far, in the writer's unit.
+
+        Raises:
+            UserError: the run directory is no longer there, or another one is.
         """
         plain = _plain(record)
-        self._lines.write(json.dumps(plain, allow_nan=False))
+        try:
+            self._lines.write(json.dumps(plain, allow_nan=False))
+        except UserError:
+            self._board.abandon()
+            raise
         self._board.write(plain, plain["global_step"])
         self._progress.show(plain, done)
 
@@ -157,6 +168,7 @@ class _LineFile:
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def write(self, line: str) -> None:
+        check_in_place(self._path, self._file)
         self._waiting += line.encode() + b"\n"
         self._try_again()
 
@@ -187,6 +199,17 @@ class _LineFile:
         if self._waiting:
             logger.warning("%s lacks its last %d line(s)", self._path, self._waiting.count(b"\n"))
         self._file.close()
+
+
+def check_in_place(path: Path, file: IO[Any]) -> None:
+    """Make sure that a file of the run directory is still the one that was opened.
+
+    Raises:
+        UserError: it was deleted or replaced, most likely with the whole directory, which is not ours any longer.
+    """
+    if not leads_to(path, file):
+        told = f"{path} was deleted or replaced during training, or the whole run directory"
+        raise UserError(f"{told}: nothing more is saved there", exit_code=1)
 
 
 class _LogFile(logging.FileHandler):

@@ -17,7 +17,7 @@ from agents.trainer import Training, train
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.checkpoint_file import write_atomically
 from rl_dist.launch import UserError
-from rl_dist.metrics import NullWriter, open_writer
+from rl_dist.metrics import MetricsWriter, NullWriter, open_writer
 from rl_dist.world import StopFlag
 
 TINY = [
@@ -42,7 +42,7 @@ class Acting(NullWriter):
         self.act(record["iteration"])
 
 
-def run(world, run_dir, values, *, first=0, act=lambda iteration: None, **train_options):
+def run(world, run_dir, values, *, first=0, act=lambda iteration: None, writer=None, **train_options):
     """Train as many iterations as there are `values` of valid/score; from the newest checkpoint if first > 0."""
     options = {"iterations": len(values), "checkpoint_every": 1000, "validate_every": 1} | train_options
     job = make_job("recall, mlp, KL stop", run_dir, **options)
@@ -51,7 +51,7 @@ def run(world, run_dir, values, *, first=0, act=lambda iteration: None, **train_
     if first:
         training.restore(load_checkpoint(latest_checkpoint(run_dir)))
         assert training.iteration == first
-    train(training, Acting(act), StopFlag())
+    train(training, writer or Acting(act), StopFlag())
     return training
 
 
@@ -165,6 +165,34 @@ def test_without_hard_links_the_best_is_a_copy(tmp_path, monkeypatch):
     write_atomically(path, b"content", second_name=best)
     assert path.read_bytes() == best.read_bytes() == b"content" and not os.path.samefile(path, best)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "iteration_00000001.pt"]
+
+
+# ---- a run directory that is deleted or replaced
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("on_save_error", ["stop", "continue"])
+def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_other(
+    world, tmp_path, replaced, on_save_error
+):
+    run_dir = tmp_path / "run"
+
+    def act(iteration):
+        if iteration == 3:
+            run_dir.rename(tmp_path / "moved")
+            if replaced:
+                run_dir.mkdir()
+                (run_dir / "metrics.jsonl").write_text("of another run")
+
+    writer = open_writer(run_dir, world, total=6, unit="episodes")
+    writer.write = lambda record, *, done: act(record["iteration"]) or MetricsWriter.write(writer, record, done=done)
+    with pytest.raises(UserError, match="deleted or replaced") as error:
+        run(world, run_dir, [1.0] * 6, writer=writer, checkpoint_every=1, on_save_error=on_save_error)
+    writer.close()
+    assert error.value.exit_code == 1 and str(run_dir) in str(error.value)
+    assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
+    assert [path.name for path in tmp_path.glob("run/*")] == ["metrics.jsonl"] * replaced
+    assert not replaced or (run_dir / "metrics.jsonl").read_text() == "of another run"
 
 
 # ---- disks that refuse
