@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import Any
 
 from rl_dist import events
 from rl_dist.checkpoint import load_latest
+from rl_dist.job_directory import job_directory
 from rl_dist.process_ends import EXIT_GRACE_S, STOP_SIGNALS, ReportPage, StopRelay, how_it_ended
 from rl_dist.rank import RankFunction, RankPlace, Report, run_as_rank
 from rl_dist.rendezvous import asked_for_address
@@ -56,7 +56,7 @@ class RankGroup:
             self.address = asked_for_address()
         except ValueError as error:
             return Report(exit_code=2, message=f"error: {error}", summary=str(error))
-        with tempfile.TemporaryDirectory(prefix="rl_dist_") as self.job_dir:
+        with job_directory() as self.job_dir:
             self.relay.install()
             try:
                 report = self._run_once()

@@ -22,6 +22,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -97,13 +98,41 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> 
     leave(exit_code)
 
 
+class BeatFiles:
+    """The latest value of every key, each in a file of its own.
+
+    Torch's FileStore keeps all: 2 MB a day and rank.
+    """
+
+    def __init__(self, stem: str) -> None:
+        self._stem = stem
+
+    def set(self, key: str, value: str) -> None:
+        """Put a value, whole."""
+        part = Path(f"{self._stem}.{key}.part")
+        part.write_text(value)
+        part.replace(f"{self._stem}.{key}")
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them have a value."""
+        return all(os.path.exists(f"{self._stem}.{key}") for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """The latest value."""
+        return Path(f"{self._stem}.{key}").read_bytes()
+
+
 class Watchdog:
     """The thread of one rank that tells the others what it does and looks after them."""
 
     def __init__(self, doing: Doing, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         self.doing, self.rank, self.size, self.timeout_s = doing, rank, size, timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
-        self._store = dist.PrefixStore("doing", store)
+        self._store: dist.Store | BeatFiles
+        if isinstance(store, dist.FileStore):
+            self._store = BeatFiles(store.path)  # type: ignore[attr-defined]  # it has
+        else:
+            self._store = dist.PrefixStore("doing", store)
         self._number = 0
         self._own = Beat("", 0, "", 0)
         self._own_since_s = time.monotonic()
@@ -127,7 +156,7 @@ class Watchdog:
                 self._beat()
                 verdict = self._look() if self._own.place else ""
                 answers = True
-            except RuntimeError as error:  # a file that was cleared away, or another machine that is out of reach
+            except (RuntimeError, OSError) as error:  # files were cleared away, or another machine is out of reach
                 if answers:
                     cause = str(error).splitlines()[0]
                     logger.warning("the store where the ranks met does not answer, training goes on: %s", cause)
@@ -135,7 +164,7 @@ class Watchdog:
             if verdict and not self._closed.is_set():
                 self._tell_stack()
                 end_rank(verdict, consequence=True)
-        with suppress(RuntimeError):  # a store that others have taken along
+        with suppress(RuntimeError, OSError):  # a store that others have taken along
             self.doing.phase, self.doing.place = LEFT, ""
             self._beat()
 

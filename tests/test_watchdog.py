@@ -59,6 +59,23 @@ def test_a_rank_that_left_after_the_call_is_no_error(monkeypatch):
     assert not told and json.loads(dist.PrefixStore("doing", store).get("1"))[1]["phase"] == "left"
 
 
+def test_what_ranks_tell_each_other_through_files_takes_no_more_room_with_time(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dogs = [Watchdog(Doing(), store, rank, 2, 600.0) for rank in (0, 1)]
+    sizes = []
+    for number in range(100):
+        dogs[1].doing.progress = 10**9 + number
+        for dog in dogs:
+            dog._beat()
+        sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    assert sizes[-1] - sizes[20] < 10
+    dogs[0].doing.place = "sum of x"
+    dogs[0]._beat()
+    assert dogs[0]._look() == "" and dogs[0]._seen[1].beat.progress == 10**9 + 99
+    for dog in dogs:
+        dog.close()
+
+
 def test_a_slow_rank_that_goes_on_is_waited_for(monkeypatch):
     told, _ = verdict(monkeypatch, lambda number: Doing("collect", number // 4, "", 6))
     assert told == ""
