@@ -60,6 +60,7 @@ from rl_dist.monitor import Monitor, sources_of
 from rl_dist.out_of_memory import is_out_of_memory
 from rl_dist.process_ends import STOP_SIGNALS, report
 from rl_dist.rank import mark_failure
+from rl_dist.run_files import leads_to
 from rl_dist.run_lock import RunLock, hold, hold_new
 from rl_dist.scaling_outcome import describe, outcome_of
 from rl_dist.speed import check_compiler
@@ -397,7 +398,7 @@ def run(parsed: ParsedFlags, held: ExitStack) -> int:
             events.notify("restarted", message, restart=restart_count())
     launch_args = (config, resolved, run_dir, resume_from, lock)
     code = launch(run_rank, launch_args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
-    if code and not resume_from and is_new and is_first():  # a failed start may be cleared away
+    if code and not resume_from and is_new and lock and leads_to(lock.path, lock.file):  # else it is no longer ours
         discard_unstarted(run_dir)
     return code
 

@@ -44,7 +44,7 @@ from rl_dist.console import outlive_readers, tell_once
 from rl_dist.flags import ParsedFlags, flag, parse_flags
 from rl_dist.launch import LaunchConfig, ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import setup_logging, write_whole
-from rl_dist.run_files import read_plain
+from rl_dist.run_files import leads_to, read_plain
 from rl_dist.run_lock import RunLock, hold, hold_new
 from rl_dist.strategy import Strategy
 from rl_dist.supervised import FitConfig, FitResult, fit
@@ -360,7 +360,7 @@ def _run(parsed: ParsedFlags, held: ExitStack) -> int:
         return getattr(error, "exit_code", 2)
     args = (config, resolved, run_dir or RUNS, resume, lock)
     code = launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
-    if code and run_dir and not resume:  # a failed start may be cleared away
+    if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):  # else it is no longer ours
         discard_unstarted(run_dir)
     return code
 

@@ -19,6 +19,7 @@ from rl_dist.checkpoint import (
     save_checkpoint,
 )
 from rl_dist.checkpoint_file import write_atomically
+from rl_dist.metrics import MetricsWriter
 from rl_dist.run_files import say_once
 from rl_dist.run_state import read_run
 
@@ -150,3 +151,20 @@ def test_a_resume_with_an_odd_file_is_refused_in_one_line(trained, tmp_path, odd
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, "--total_steps", 256) in (1, 2)
     assert name in only_error(capsys.readouterr().err)
+
+
+def test_a_run_that_begins_in_place_of_a_deleted_one_is_not_cleared_away_as_a_failed_start(
+    tmp_path, monkeypatch, capsys
+):
+    run_dir, write = tmp_path / "run", MetricsWriter.write
+
+    def replace_first(writer, record, *, done):
+        run_dir.rename(tmp_path / "moved")
+        run_dir.mkdir()
+        (run_dir / "config.json").write_text("of another run")
+        write(writer, record, done=done)
+
+    monkeypatch.setattr(MetricsWriter, "write", replace_first)
+    assert train_here(monkeypatch, *TINY, "--total_steps", 640, "--run_dir", run_dir) == 1
+    assert "deleted or replaced" in only_error(capsys.readouterr().err)
+    assert [path.read_text() for path in run_dir.iterdir()] == ["of another run"]

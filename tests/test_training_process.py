@@ -1,5 +1,6 @@
 """Training started from Python, and the functions that the package offers."""
 
+import ctypes
 import importlib
 import os
 import signal
@@ -12,6 +13,7 @@ from train_runs import records, train_here
 
 import rl_dist
 from agents.sizes import TrainConfig
+from rl_dist import child_process
 from rl_dist.run_comparison import differences, metrics_of, result_of
 from rl_dist.run_state import read_run
 from rl_dist.training_process import as_flags, launch_distributed_training
@@ -98,3 +100,8 @@ def test_every_function_the_package_offers_is_there_with_an_example(name):
 def test_what_the_package_does_not_offer_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'rl_dist' has no attribute 'train'"):
         rl_dist.train  # noqa: B018
+
+
+def test_a_child_loads_no_library_before_it_becomes_a_program_of_its_own(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", None)  # between fork and exec it can deadlock, where there are threads
+    assert child_process.start(["-c", ""]).wait(60) == 0
