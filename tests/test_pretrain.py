@@ -241,7 +241,7 @@ def test_pre_training_takes_the_gpus_that_it_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "open_world", refuse)
     resolved = ResolvedLaunch(num_ranks=2, device_type="cuda", message="", gpu_ids=(2, 3))
     with pytest.raises(UserError, match="no GPU here"):
-        pretrain.run_rank(pretrain.RunConfig(), resolved, tmp_path, False)
+        pretrain.run_rank(pretrain.RunConfig(), resolved, tmp_path, False, None)
     assert asked == [(("cuda",), {"gpu_ids": (2, 3)})]
 
 
