@@ -1,16 +1,18 @@
-"""Random kill points over a short run on two CPU ranks: is each resumed to the same end?
+"""Random kill points over short runs on one to four CPU ranks: is each resumed to the same end?
 
-    python benchmarks/kill_points.py [--points 100] [--seed 1] [--ranks 2]
+    python benchmarks/kill_points.py [--points 132] [--seed 1] [--ranks 1 2 3 4] [--ways SIGKILL ...]
 
-A run of Recall-v0 is ended by SIGKILL at a random moment - one random rank, the launcher, or the whole process
-group -, and the same command goes on with it (`--resume auto`; before the first checkpoint it begins anew). That
-start is killed in its turn, until the run has met its share of kills; the last start trains to the end. The end
-must equal the undisturbed run's: parameter hash, last checkpoint, metrics. After every kill no process may be left.
-Starting costs seconds and training milliseconds, so one run takes several kills; where it ends differently, all
-of them count as failed. A random moment would meet the long phases only, so a part of the kills are aimed: at the
+A run of Recall-v0 loses a rank, its launcher or the whole process group at a random moment, by a signal or, from
+inside, by `os._exit`. With `--max_restarts` its launcher must start the ranks again; else it must end by itself, say
+so, and leave no process, and the same command goes on with the run (`--resume auto`; before the first checkpoint it
+begins anew). That start is hit in its turn, until the run has met its share; the last start trains to the end, which
+must equal the undisturbed run's: parameter hash, last checkpoint, metrics. Every case - number of ranks, with or
+without restarts, victim, way - comes up equally often; the moments are random.
+Starting costs seconds and training milliseconds, so one run takes several hits; where it ends differently, all
+of them count as failed. A random moment would meet the long phases only, so a part of the hits are aimed: at the
 start-up, or, after the random delay, at the next rollout or checkpoint.
 
-Each rank notes in a file of its own what it is doing, for the table: this script starts the real training with
+Each rank notes in a file of its own what it is doing, for the tables: this script starts the real training with
 notes around collecting, updating and saving.
 """
 
@@ -20,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -38,21 +41,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 import agents.trainer
 import train_distributed
 from agents.trainer import Training
+from rl_dist.launch import restart_count
 from rl_dist.run_comparison import differences, parameter_sha256, result_of
 
-ITERATIONS = 40
-FLAGS = [
-    *("--env", "Recall-v0", "--device", "cpu", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8"),
-    *("--batch_size", "4", "--hidden_size", "8", "--validate_every", "0", "--eval_episodes", "2"),
-    *("--checkpoint_every", "3", "--total_steps", str(4 * 16 * ITERATIONS)),
+ITERATIONS = 20
+FLAGS = [  # of sizes that one to four ranks share
+    *("--env", "Recall-v0", "--device", "cpu", "--num_envs", "12", "--num_steps", "16", "--bptt_steps", "8"),
+    *("--batch_size", "12", "--hidden_size", "8", "--validate_every", "0", "--eval_episodes", "2"),
+    *("--checkpoint_every", "3", "--total_steps", str(12 * 16 * ITERATIONS)),
 ]
-NOTES = "KILL_POINTS_NOTES"  # environment variable: folder of the ranks' notes
+NOTES = "KILL_POINTS_NOTES"  # environment variable: folder of the ranks' notes; set where training is meant
 PHASES = ("start-up", "rollout", "update", "checkpoint", "in between")
 TRAINING = PHASES[1:]
-KINDS = ("rank", "launcher", "group")
-AIMS = {"start-up": 0.2, "any moment": 0.4, "rollout": 0.2, "checkpoint": 0.2}  # share of the kills
+SIGNALS = {name: signal.Signals[name] for name in ("SIGKILL", "SIGSEGV", "SIGABRT")}
+EXITS = {signal.SIGRTMIN + 1 + place: code for place, code in enumerate((0, 1, 77))}  # by what a rank leaves at once
+WAYS = SIGNALS | {f"_exit({code})": signum for signum, code in EXITS.items()}
+VICTIMS = {"main rank": WAYS, "other rank": WAYS, "launcher": SIGNALS, "group": SIGNALS}
+AIMS = {"start-up": 0.2, "any moment": 0.4, "rollout": 0.2, "checkpoint": 0.2}  # share of the hits
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
+AGAIN_WITHIN_S = 60.0
+ENDED_WITHIN_S = 300.0
 run_rank = train_distributed.run_rank
 
 
@@ -61,6 +70,8 @@ run_rank = train_distributed.run_rank
 
 def noting_rank(*args: Any) -> int:
     """What every rank runs: the training, with notes of what it is doing."""
+    for signum, code in EXITS.items():
+        signal.signal(signum, lambda *_, code=code: os._exit(code))
     note("start-up")
     for owner, name, phase in (
         (Training, "collect", "rollout"),
@@ -85,10 +96,10 @@ def noted(function: Any, phase: str) -> Any:
 
 
 def note(phase: str) -> None:
-    """Write down phase and process id; the note is replaced whole."""
+    """Write down phase, process id and how often the ranks were started again; the note is replaced whole."""
     path = Path(os.environ[NOTES], f"rank_{os.environ.get('RANK', 0)}.json")
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"phase": phase, "pid": os.getpid()}))
+    part.write_text(json.dumps({"phase": phase, "pid": os.getpid(), "restarts": restart_count()}))
     part.replace(path)
 
 
@@ -96,10 +107,25 @@ def note(phase: str) -> None:
 
 
 @dataclass(frozen=True)
-class Kill:
-    """What one kill met, or why it went wrong."""
+class Case:
+    """Who is to die, and how."""
 
-    kind: str
+    ranks: int
+    restarting: bool  # by its launcher
+    victim: str
+    way: str
+
+    @property
+    def of_rank(self) -> bool:
+        """Whether a single rank dies."""
+        return self.victim.endswith("rank")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What a case met, or why it went wrong."""
+
+    case: Case
     phase: str
     problem: str = ""
 
@@ -107,29 +133,33 @@ class Kill:
 class Run:
     """One start of the training in its own process group."""
 
-    def __init__(self, run_dir: Path, num_ranks: int, temporary: Path) -> None:
-        self.notes = temporary / "notes"
+    def __init__(self, run_dir: Path, ranks: int, restarting: bool, temporary: Path) -> None:
+        self.notes, self.restarts = temporary / "notes", 0
         shutil.rmtree(self.notes, ignore_errors=True)
         self.notes.mkdir()
         self.errors = temporary / "stderr"
-        command = [sys.executable, __file__, "--train", *FLAGS, "--num_gpus", str(num_ranks)]
+        flags = [*FLAGS, "--num_gpus", str(ranks), "--max_restarts", "100" if restarting else "0"]
         variables = {NOTES: str(self.notes), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
         with open(self.errors, "wb") as errors:
             self.job = subprocess.Popen(
-                [*command, "--run_dir", str(run_dir), "--resume", "auto"],
+                [sys.executable, __file__, *flags, "--run_dir", str(run_dir), "--resume", "auto"],
                 env=os.environ | variables,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,
             )
 
-    def noted(self) -> list[dict[str, Any]]:
-        """The notes of the ranks that have written one, in rank order."""
-        return [json.loads(path.read_text()) for path in sorted(self.notes.glob("rank_*.json"))]
+    def noted(self) -> dict[int, dict[str, Any]]:
+        """By rank, the notes since the last restart."""
+        notes = {int(path.stem[5:]): json.loads(path.read_text()) for path in self.notes.glob("rank_*.json")}
+        return {rank: one for rank, one in notes.items() if one["restarts"] == self.restarts}
 
-    def wait_for(self, phases: tuple[str, ...]) -> None:
-        """Wait until rank 0 is in one of these phases, or the run is over."""
-        while self.job.poll() is None and not any(one["phase"] in phases for one in self.noted()[:1]):
+    def wait_for(self, phases: tuple[str, ...], rank: int = 0, patience_s: float = ENDED_WITHIN_S) -> None:
+        """Wait until a rank is in one of these phases, or the run is over, or patience."""
+        deadline_s = time.monotonic() + patience_s
+        while self.job.poll() is None and time.monotonic() < deadline_s:
+            if self.noted().get(rank, {}).get("phase") in phases:
+                return
             time.sleep(0.0005)
 
     def wait_for_aim(self, aim: str, span_s: float, rng: random.Random) -> None:
@@ -142,22 +172,36 @@ class Run:
         if aim in PHASES:
             self.wait_for((aim,))
 
-    def kill(self, kind: str, rng: random.Random) -> Kill | None:
-        """Send SIGKILL; returns what it met, None if the run was over."""
-        noted = self.noted()
-        if not noted and kind == "rank":
-            kind = "launcher"  # there are no ranks yet
-        seen = rng.choice(noted) if kind == "rank" else noted[0] if noted else {"phase": "start-up"}
+    def hit(self, case: Case, rng: random.Random) -> Hit | None:
+        """Let the victim die; returns what it met, None if the run was over."""
+        rank = rng.randrange(1, case.ranks) if case.victim == "other rank" else 0
+        if case.of_rank:
+            self.wait_for(PHASES, rank)
+        seen = self.noted().get(rank, {"phase": "start-up"})
         if self.job.poll() is not None:
             return None
         try:
-            if kind == "group":
-                os.killpg(self.job.pid, signal.SIGKILL)
+            if case.victim == "group":
+                os.killpg(self.job.pid, WAYS[case.way])
             else:
-                os.kill(seen["pid"] if kind == "rank" else self.job.pid, signal.SIGKILL)
+                os.kill(seen["pid"] if case.of_rank else self.job.pid, WAYS[case.way])
         except ProcessLookupError:  # it has just ended by itself
             return None
-        return Kill(kind, seen["phase"])
+        return Hit(case, seen["phase"])
+
+    def problem_after(self, case: Case) -> str:
+        """What is wrong once the victim is dead, if anything."""
+        if case.of_rank and case.restarting:
+            self.restarts += 1
+            self.wait_for(PHASES, patience_s=AGAIN_WITHIN_S)
+            if self.job.poll() is None and self.noted():
+                return ""
+        left = self.left_after(GONE_WITHIN_S)
+        line = next((line for line in self.errors.read_text().splitlines() if line.startswith("error:")), "no error")
+        told = self.job.returncode and line != "no error" and not case.restarting
+        if left or (case.of_rank and not told):
+            return f"code {self.job.returncode}, {line}, {len(left)} process(es) after {GONE_WITHIN_S:.0f} s"
+        return ""
 
     def left_after(self, patience_s: float) -> list[psutil.Process]:
         """Processes of the run that are still there when the patience is over; they are ended."""
@@ -181,32 +225,38 @@ class Run:
         return found
 
 
-def one_run(folder: Path, num_ranks: int, num_kills: int, span_s: float, rng: random.Random) -> list[Kill]:
-    """Kill a run several times, let it end, and return the kills that met it."""
-    run_dir, kills = folder / "run", list[Kill]()
-    for _ in range(num_kills):
-        run, kind = Run(run_dir, num_ranks, folder), rng.choice(KINDS)
+def one_run(folder: Path, cases: list[Case], span_s: float, rng: random.Random) -> list[Hit]:
+    """Hit a run several times, let it end, and return the hits that met it."""
+    place, hits, run = (folder / "run", cases[0].ranks, cases[0].restarting, folder), list[Hit](), None
+    for case in cases:
+        run = run or Run(*place)
         run.wait_for_aim(rng.choices(list(AIMS), list(AIMS.values()))[0], span_s, rng)
-        met = run.kill(kind, rng)
-        left = run.left_after(GONE_WITHIN_S)
+        met = run.hit(case, rng)
         if met is None:
-            break  # it was over before its kill
-        kills.append(replace(met, problem="left a process behind") if left else met)
-    run = Run(run_dir, num_ranks, folder)
-    if run.job.wait() != 0:
-        sys.stderr.write(run.errors.read_text())
-        return with_problem(kills, f"the last start ended with code {run.job.returncode}")
-    return with_problem(kills, "the last start left a process behind") if run.left_after(GONE_WITHIN_S) else kills
+            break  # it was over before
+        hits.append(replace(met, problem=run.problem_after(case)))
+        run = run if run.job.poll() is None else None
+    run = run or Run(*place)
+    try:
+        code: int | str = run.job.wait(ENDED_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        code = "none, it hangs"
+    left = run.left_after(0.0 if isinstance(code, str) else GONE_WITHIN_S)
+    if code == 0:
+        return with_problem(hits, "the last start left a process behind") if left else hits
+    sys.stderr.write(run.errors.read_text())
+    return with_problem(hits, f"the last start ended with code {code}")
 
 
-def with_problem(kills: list[Kill], problem: str) -> list[Kill]:
-    """All kills of a run that went wrong at its end."""
-    return [replace(one, problem=problem) for one in kills]
+def with_problem(hits: list[Hit], problem: str) -> list[Hit]:
+    """All hits of a run that went wrong at its end; a problem of their own stays."""
+    return [replace(one, problem=one.problem or problem) for one in hits]
 
 
-def undisturbed(folder: Path, num_ranks: int) -> tuple[Path, float]:
+def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
     """Train straight; returns the run directory and the seconds that training took."""
-    run = Run(folder / "run", num_ranks, folder)
+    folder.mkdir()
+    run = Run(folder / "run", ranks, False, folder)
     run.wait_for(TRAINING)
     started_s = time.monotonic()
     last, ended_s = folder / "run" / "checkpoints" / f"iteration_{ITERATIONS:08d}.pt", 0.0
@@ -215,70 +265,88 @@ def undisturbed(folder: Path, num_ranks: int) -> tuple[Path, float]:
         time.sleep(0.01)
     if run.job.returncode:
         raise SystemExit(f"the undisturbed run failed:\n{run.errors.read_text()}")
+    print(f"undisturbed on {ranks}: {ITERATIONS} iterations in {ended_s - started_s:.1f} s, parameters "
+          f"{parameter_sha256(folder / 'run')}", flush=True)  # fmt: skip
     return folder / "run", ended_s - started_s
 
 
-def judge(kills: list[Kill], run_dir: Path, wanted: Path) -> list[Kill]:
-    """The kills, with what differs at the end of their run as their problem."""
-    if any(one.problem for one in kills):
-        return kills
+def judge(hits: list[Hit], run_dir: Path, wanted: Path) -> list[Hit]:
+    """The hits, with what differs at the end of their run as their problem."""
+    if any("last start" in one.problem for one in hits):
+        return hits
     found = differences(result_of(wanted), result_of(run_dir))
     if parameter_sha256(run_dir) != parameter_sha256(wanted):
         found.insert(0, "parameter hash")
-    return with_problem(kills, f"differs: {found[0]}") if found else kills
+    return with_problem(hits, f"differs: {found[0]}") if found else hits
 
 
-def table(kills: list[Kill]) -> str:
-    """Kills that were resumed to the same end, of all, by kind and phase."""
-    total, good = Counter(), Counter()
-    for one in kills:
-        total[one.kind, one.phase] += 1
-        good[one.kind, one.phase] += not one.problem
-    rows = [f"{'killed':<10}" + "".join(f"{phase:>14}" for phase in (*PHASES, "all"))]
-    for kind in (*KINDS, "all"):
-        row = f"{kind:<10}"
-        for phase in (*PHASES, "all"):
-            keys = [key for key in total if kind in (key[0], "all") and phase in (key[1], "all")]
-            row += f"{sum(good[key] for key in keys):>8} of {sum(total[key] for key in keys):<3}"
-        rows.append(row)
+def table(hits: list[Hit], row: str, column: str) -> str:
+    """Hits that were resumed to the same end, of all, by two of their properties."""
+    keys = [(str(getattr(one.case, row)), str(getattr(one.case, column, one.phase)), not one.problem) for one in hits]
+    total, good = Counter(key[:2] for key in keys), Counter(key[:2] for key in keys if key[2])
+    columns = [*sorted({key[1] for key in keys}), "all"]
+    rows = [f"| {row} | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
+    for name in [*sorted({key[0] for key in keys}), "all"]:
+        cells = [[key for key in total if name in (key[0], "all") and one in (key[1], "all")] for one in columns]
+        counts = [f"{sum(good[key] for key in cell)} of {sum(total[key] for key in cell)}" for cell in cells]
+        rows.append(f"| {name} | {' | '.join(counts)} |")
     return "\n".join(rows)
 
 
+def cases_of(args: argparse.Namespace, rng: random.Random) -> list[Case]:
+    """As many as are asked for, each about equally often, those of equal ranks and restarts together."""
+    cases = [
+        Case(ranks, restarting, victim, way)
+        for ranks in args.ranks
+        for restarting in (False, True)
+        for victim, ways in VICTIMS.items()
+        for way in ways
+        if (ranks > 1 or victim != "other rank") and way in args.ways
+    ]
+    drawn = [case for _ in range(-(-args.points // len(cases))) for case in rng.sample(cases, len(cases))]
+    return sorted(drawn[: args.points], key=lambda case: (case.ranks, case.restarting))
+
+
 def main() -> int:
-    """Kill, resume, compare; 0 if every kill point was resumed to the same end."""
+    """Hit, resume, compare; 0 if every run came to the same end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=100, help="kills in all")
-    parser.add_argument("--kills_per_run", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1, help="of kinds and delays")
+    parser.add_argument("--points", type=int, default=132, help="hits in all; 132: every case once")
+    parser.add_argument("--hits_per_run", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--seed", type=int, default=1, help="of the cases' order and the moments")
     args = parser.parse_args()
-    rng, kills, started_s = random.Random(args.seed), [], time.monotonic()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    rng, hits, started_s, straight = random.Random(args.seed), list[Hit](), time.monotonic(), {}
+    waiting = cases_of(args, rng)
     with tempfile.TemporaryDirectory(prefix="kill_points_") as temporary:
         folder = Path(temporary)
-        (folder / "straight").mkdir()
-        wanted, training_s = undisturbed(folder / "straight", args.ranks)
-        print(f"undisturbed: {ITERATIONS} iterations in {training_s:.1f} s, parameters {parameter_sha256(wanted)}")
-        while len(kills) < args.points:
+        while waiting:
+            first = waiting[0]
+            asked = [one for one in waiting if (one.ranks, one.restarting) == (first.ranks, first.restarting)]
+            if first.ranks not in straight:
+                straight[first.ranks] = undisturbed(folder / f"straight_{first.ranks}", first.ranks)
+            wanted, training_s = straight[first.ranks]
             shutil.rmtree(folder / "killed", ignore_errors=True)
             (folder / "killed").mkdir()
-            asked = min(args.kills_per_run, args.points - len(kills))
-            met = one_run(folder / "killed", args.ranks, asked, 1.5 * training_s / args.kills_per_run, rng)
+            met = one_run(folder / "killed", asked[: args.hits_per_run], 1.5 * training_s / args.hits_per_run, rng)
             met = judge(met, folder / "killed" / "run", wanted)
-            kills += met
-            what = ", ".join(f"{one.kind} in {one.phase}" for one in met)
-            problem = next((one.problem for one in met if one.problem), "the same end")
-            after_s = time.monotonic() - started_s
-            print(f"{len(kills):>4} of {args.points}  {after_s:5.0f} s  {what}: {problem}", flush=True)
-    good = sum(not one.problem for one in kills)
-    print(f"\n{table(kills)}\n\n{good} of {len(kills)} kill points resumed to the same end, no process left behind"
-          f" ({time.monotonic() - started_s:.0f} s, seed {args.seed}, {args.ranks} ranks)")  # fmt: skip
-    return 0 if good == len(kills) else 1
+            hits += met
+            for one in met:
+                waiting.remove(one.case)
+                print(f"{one.case} in {one.phase}: {one.problem or 'the same end'}")
+            print(f"{len(hits):>4} of {args.points}  {time.monotonic() - started_s:5.0f} s", flush=True)
+    good = sum(not one.problem for one in hits)
+    tables = [table(hits, *what) for what in (("victim", "way"), ("victim", "phase"), ("ranks", "restarting"))]
+    print("\n" + "\n\n".join(tables))
+    print(f"\n{good} of {len(hits)} resumed to the same end, no process left behind"
+          f" ({time.monotonic() - started_s:.0f} s, seed {args.seed})")  # fmt: skip
+    return 0 if good == len(hits) else 1
 
 
-if __name__ in ("__main__", "__mp_main__") and "--train" in sys.argv[1:2]:
+if NOTES in os.environ:
     train_distributed.run_rank = noting_rank  # also where a rank's process imports this file anew
     if __name__ == "__main__":
-        del sys.argv[1]
         sys.exit(train_distributed.main())
 elif __name__ == "__main__":
     sys.exit(main())
