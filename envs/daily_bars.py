@@ -20,6 +20,7 @@ BLANKS = ("", " ", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # not for
 ROUNDING = 1e-3  # relative; split-adjusted files round open, high, low and close separately
 MAX_MISSING_CALENDAR_DAYS = 10  # the longest exchange holidays (Shanghai, new year) close 10 days in a row
 MAX_DROPPED_SHARE = 0.05
+MIN_PRICE, MAX_PRICE, MAX_VOLUME = 1e-9, 1e9, 1e18  # beyond them figures overflow or come to nothing, silently
 
 
 class MarketDataError(ValueError):
@@ -106,15 +107,18 @@ def _check_keys(bars: pd.DataFrame) -> None:
 
 
 def _check_values(bars: pd.DataFrame) -> None:
-    """Positive prices, low <= open, close <= high, volume not negative; blanks are judged elsewhere."""
+    """Prices and volumes within bounds, low <= open, close <= high; blanks are judged elsewhere."""
     cure = "correct the file"
     for name in PRICES:
         _refuse(bars, bars[name] <= 0, f"{name} {{{name}:g}} is not positive", cure)
+        outside = (bars[name] < MIN_PRICE) | (bars[name] > MAX_PRICE)
+        _refuse(bars, outside, f"{name} {{{name}:g}} lies outside {MIN_PRICE:g} .. {MAX_PRICE:g}", cure)
     _refuse(bars, bars["high"] < bars["low"], "high {high:g} is below low {low:g}", cure)
     for name in ("open", "close"):
         outside = (bars[name] < bars["low"] * (1 - ROUNDING)) | (bars[name] > bars["high"] * (1 + ROUNDING))
         _refuse(bars, outside, f"{name} {{{name}:g}} lies outside low {{low:g}} .. high {{high:g}}", cure)
     _refuse(bars, bars["volume"] < 0, "volume {volume:g} is negative", cure)
+    _refuse(bars, bars["volume"] > MAX_VOLUME, f"volume {{volume:g}} is above {MAX_VOLUME:g}", cure)
 
 
 def _refuse(bars: pd.DataFrame, bad: pd.Series, what: str, cure: str) -> None:
