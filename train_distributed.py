@@ -44,7 +44,7 @@ from agents.run import (
 from agents.sizes import AUTO, share_out, sizes_table
 from agents.strategy_choice import settle_strategy
 from agents.trainer import MakeEnv, Training, train
-from envs.faults import EnvironmentFault
+from envs.faults import EnvironmentFault, Interruption
 from envs.simulated_market import market_card
 from envs.task import GymTask, check_flags
 from envs.trading_task import TradingTask
@@ -261,7 +261,7 @@ def run_rank(
             writer.close()
 
 
-class Stopped(BaseException):
+class Stopped(Interruption):
     """A signal came while judging; no `except Exception` of a task catches it."""
 
     def __init__(self, signum: int) -> None:

@@ -12,6 +12,8 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from envs.faults import is_own_fault, one_line
+
 if TYPE_CHECKING:  # torch and pandas are loaded when a factory is called, not when ids are registered
     from envs.vector import TorchVectorEnv
 
@@ -112,6 +114,10 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
         close = difflib.get_close_matches(name, gymnasium.registry, n=3)
         cure = f"did you mean {' or '.join(close)}?" if close else "give a Gymnasium id or module:id"
         raise ValueError(f"unknown environment {env_id!r}: {cure}") from error
+    except BaseException as error:
+        if not is_own_fault(error):
+            raise
+        raise ValueError(f"environment {env_id!r}: its module raised {one_line(error)}") from error
 
 
 def _construct(
@@ -123,8 +129,6 @@ def _construct(
     beat: Callable[[], None] = lambda: None,
 ) -> VectorEnv[Any, Any, Any]:
     """Build a native or a SAME_STEP SyncVectorEnv; whatever its code raises becomes one ValueError line."""
-    from envs.faults import one_line
-
     def make() -> gymnasium.Env[Any, Any]:
         beat()
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)  # ours checks every step anyway
@@ -133,7 +137,9 @@ def _construct(
         if native:
             return gymnasium.make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
         return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except Exception as error:  # environments are foreign code and may raise anything
+    except BaseException as error:
+        if not is_own_fault(error):
+            raise
         given = f" with {kwargs}" if kwargs else ""
         raise ValueError(f"environment {spec.id}{given} cannot be made: {one_line(error)}") from error
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from envs.faults import LocatedFault, one_line
-from envs.hangs import HangWatch, HungError
+from envs.faults import (
+    CLOSED,
+    MAX_OBSERVATION,
+    MAX_REWARD,
+    LocatedFault,
+    are_flags,
+    has_closed_descriptors,
+    is_own_fault,
+    one_line,
+    one_word,
+)
+from envs.hangs import HangWatch, HungError, end_process
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -18,8 +28,9 @@ _LOGGER = logging.getLogger(__name__)
 class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A sub-environment that says which row it is when it fails, and begins anew.
 
-    A fault (it raised, hung, returned NaN, infinity or a wrong shape) is raised as LocatedFault. With restarts
+    A fault (it raised, hung, returned NaN, infinity, a wrong shape or type) is raised as LocatedFault. With restarts
     left, the environment is made anew instead and the step is truncated: reward 0, the last good observation.
+    Its info goes no further: nobody reads it, and a batch of many kinds of it may not stack.
 
     Args:
         make: makes the environment anew.
@@ -28,6 +39,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         describe: names the environment of a row and its problem, in one line.
         watch: notices calls that do not come back.
         beat: says that work goes on, at every call.
+        end: ends the process, where its files and connections were closed.
     """
 
     def __init__(
@@ -39,11 +51,12 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         describe: Callable[[int | None, str], str],
         watch: HangWatch | None,
         beat: Callable[[], None] = lambda: None,
+        end: Callable[[str], None] = end_process,
     ) -> None:
         super().__init__(env)
         self.restarts = 0
         self._make, self._row, self._max_restarts = make, row, max_restarts
-        self._describe, self._watch, self._beat = describe, watch, beat
+        self._describe, self._watch, self._beat, self._end = describe, watch, beat, end
         self._shape = env.observation_space.shape
         self._life_seed = 0
         self._new_seed: int | None = None  # of an environment made anew and not yet reset
@@ -56,12 +69,12 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         while True:
             try:
                 chosen = seed if self._new_seed is None else self._new_seed
-                obs, info = self._call(self._checked_reset, seed=chosen, options=options)
+                obs = self._call(self._checked_reset, seed=chosen, options=options)
             except LocatedFault as fault:
                 self._begin_anew(fault)
             else:
                 self._new_seed = None
-                return obs, info
+                return obs, {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; raises LocatedFault as the class says."""
@@ -89,15 +102,18 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         if "last_obs" in state:
             self._last_obs = np.asarray(state["last_obs"], self.env.observation_space.dtype)
 
-    def _checked_reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _checked_reset(self, **kwargs: Any) -> Any:
         obs, info = self.env.reset(**kwargs)
-        self._check(obs)
-        return obs, info
+        self._check(obs, info)
+        return obs
 
     def _checked_step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._check(obs, reward)
-        return obs, reward, terminated, truncated, info
+        self._check(obs, info, reward)
+        for what, flag in (("terminated", terminated), ("truncated", truncated)):
+            if not isinstance(flag, bool | np.bool_) and not (np.size(flag) == 1 and are_flags(flag)):
+                raise LocatedFault(self._row, f"{what} is {one_word(flag)}, neither true nor false")
+        return obs, reward, terminated, truncated, {}
 
     def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the environment under watch; whatever it raises becomes a LocatedFault."""
@@ -114,11 +130,16 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise
         except HungError as error:
             raise LocatedFault(self._row, str(error)) from error
-        except (Exception, SystemExit) as error:  # environments are foreign code and may raise anything
+        except BaseException as error:
+            if not is_own_fault(error):
+                raise
             raise LocatedFault(self._row, f"raised {one_line(error)}") from error
+        finally:
+            if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
+                self._end(self._describe(self._row, CLOSED))
 
-    def _check(self, obs: Any, reward: Any = 0.0) -> None:
-        """Refuse wrong shapes; where restarts are allowed NaN and infinity too, else the batch is looked over."""
+    def _check(self, obs: Any, info: Any, reward: Any = 0.0) -> None:
+        """Refuse wrong shapes and types; where restarts are allowed infinity too, else the batch is looked over."""
         shape = np.shape(obs)
         if shape != self._shape:
             raise LocatedFault(self._row, f"observation has shape {shape}, not {self._shape}")
@@ -126,12 +147,14 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             reward = np.asarray(reward, np.float64)  # raises for what is no number; None becomes NaN
             if reward.size != 1:
                 raise LocatedFault(self._row, f"reward has shape {reward.shape}, not ()")
+        if not isinstance(info, Mapping):
+            raise LocatedFault(self._row, f"info is {one_word(info)}, not a dict")
         if self._max_restarts:
-            for what, values in (("observation", obs), ("reward", reward)):
+            for what, values, limit in (("observation", obs, MAX_OBSERVATION), ("reward", reward, MAX_REWARD)):
                 array = np.asarray(values)
-                if array.dtype.kind == "f" and not np.isfinite(array).all():
-                    first = array[~np.isfinite(array)].flat[0]
-                    raise LocatedFault(self._row, f"{what} is {first}")
+                usable = np.abs(array) <= limit if array.dtype.kind == "f" else np.True_
+                if not usable.all():
+                    raise LocatedFault(self._row, f"{what} is {array[~usable].flat[0]}")
             self._last_obs = np.array(obs)
 
     def _begin_anew(self, fault: LocatedFault) -> None:

@@ -26,13 +26,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from envs.faults import Interruption
+
 _LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # from one step to the next
 NO_THREAD_RUNS_S = 30.0  # at least, before the third step
 _watches: set[HangWatch] = set()
 
 
-class HungError(BaseException):
+class HungError(Interruption):
     """An environment hangs; no `except Exception` of its own shall catch this."""
 
 

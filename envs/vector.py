@@ -16,7 +16,17 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from envs.faults import EnvironmentFault, LocatedFault, one_line
+from envs.faults import (
+    CLOSED,
+    MAX_OBSERVATION,
+    MAX_REWARD,
+    EnvironmentFault,
+    LocatedFault,
+    are_flags,
+    has_closed_descriptors,
+    is_own_fault,
+    one_line,
+)
 from envs.guarded import GuardedEnv
 from envs.hangs import HangWatch, HungError, end_process
 from envs.snapshots import Stateful, find_stateful, get_states, set_states
@@ -78,6 +88,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
         self._watch = HangWatch(env_timeout, self._describe, end, beat) if env_timeout else None
+        self._end = end
         self._guards = self._guard(env, env_restarts, beat)
         self.can_snapshot = find_stateful(env) is not None
         for loss in self.given_up:
@@ -109,7 +120,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             return []
         pairs = zip(env.envs, env.env_fns, strict=True)
         guards = [
-            GuardedEnv(one, make, row, max_restarts, self._describe, self._watch, beat)
+            GuardedEnv(one, make, row, max_restarts, self._describe, self._watch, beat, self._end)
             for row, (one, make) in enumerate(pairs)
         ]
         env.envs = list(guards)
@@ -138,9 +149,13 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         if seeds is not None or not self._started:
             self._lifetime_step = 0
         numpy_seed = seeds if self._takes_seed_list or seeds is None else seeds[0]
-        raw, _ = self._guarded(self.env.reset, seed=numpy_seed, options=options)
+        obs = self._guarded(self._reset, seed=numpy_seed, options=options)
         self._started = True
-        return self._tensor(self._encode(raw, "observation")), {}
+        return self._tensor(obs), {}
+
+    def _reset(self, **kwargs: Any) -> np.ndarray:
+        raw, _ = self.env.reset(**kwargs)
+        return self._encode(raw, "observation")
 
     def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None] | None:
         if seed is None:
@@ -167,20 +182,19 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """
         numpy_actions = self._decoder(actions, self.num_envs)
         self._lifetime_step += 1
-        raw, raw_rewards, raw_terminated, raw_truncated, info = self._guarded(self.env.step, numpy_actions)
+        *columns, final_obs = (self._tensor(array) for array in self._guarded(self._step, numpy_actions))
+        obs, rewards, terminated, truncated = columns
+        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+
+    def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Observations, rewards, terminated, truncated and final observations, checked and fresh."""
+        raw, raw_rewards, raw_terminated, raw_truncated, info = self.env.step(actions)
         obs = self._encode(raw, "observation")
         rewards = self._column(raw_rewards, np.float64, "reward")
-        self._require_finite(rewards[:, None], "reward")
+        self._require_usable(rewards[:, None], "reward", MAX_REWARD)
         terminated = self._column(raw_terminated, np.bool_, "terminated flag")
         truncated = self._column(raw_truncated, np.bool_, "truncated flag")
-        final_obs = self._final_obs(obs, terminated | truncated, info)
-        return (
-            self._tensor(obs),
-            self._tensor(rewards),
-            self._tensor(terminated),
-            self._tensor(truncated),
-            {"final_obs": self._tensor(final_obs)},
-        )
+        return obs, rewards, terminated, truncated, self._final_obs(obs, terminated | truncated, info)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -205,22 +219,24 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             encoded = self._encoder(raw, count)
         except (TypeError, ValueError) as error:
             self._fail(None, f"{what} is unusable: {one_line(error)}", error)
-        self._require_finite(encoded, what, rows)
+        self._require_usable(encoded, what, MAX_OBSERVATION, rows)
         return encoded
 
     def _column(self, raw: Any, dtype: Any, what: str) -> np.ndarray:
         column = np.array(raw, dtype=dtype)
         if column.shape != (self.num_envs,):
             self._fail(None, f"{what}s have shape {column.shape}, not ({self.num_envs},)")
+        if dtype is np.bool_ and not are_flags(raw):
+            self._fail(None, f"a {what} is neither true nor false")
         return column
 
-    def _require_finite(self, values: np.ndarray, what: str, rows: np.ndarray | None = None) -> None:
-        finite = np.isfinite(values)
-        if finite.all():
+    def _require_usable(self, values: np.ndarray, what: str, limit: float, rows: np.ndarray | None = None) -> None:
+        usable = np.abs(values) <= limit  # NaN is not
+        if usable.all():
             return
-        bad_rows = np.flatnonzero(~finite.all(axis=1))
+        bad_rows = np.flatnonzero(~usable.all(axis=1))
         first = bad_rows[0]
-        position = int(np.flatnonzero(~finite[first])[0])
+        position = int(np.flatnonzero(~usable[first])[0])
         where = f" at position {position}" if what != "reward" else ""
         others = f" ({len(bad_rows) - 1} more environments too)" if len(bad_rows) > 1 else ""
         row = int(first if rows is None else rows[first])
@@ -241,8 +257,13 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             self._fail(fault.row, str(fault), fault.__cause__)
         except HungError as error:
             self._fail(None, str(error), error)
-        except (Exception, SystemExit) as error:  # environments are foreign code and may raise anything
+        except BaseException as error:
+            if not is_own_fault(error):
+                raise
             self._fail(None, f"raised {one_line(error)}", error)
+        finally:
+            if has_closed_descriptors():
+                self._end(self._describe(None, CLOSED))
 
     def _fail(self, row: int | None, problem: str, cause: BaseException | None = None) -> NoReturn:
         raise self._fault(row, problem) from cause
@@ -261,7 +282,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         Raises:
             ValueError: a sub-environment offers no `get_state` and `set_state`.
         """
-        state = get_states(self._stateful())
+        state = self._guarded(get_states, self._stateful())
         return state | {_STEP_KEY: torch.full((self.num_envs,), self._lifetime_step, dtype=torch.int64)}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
@@ -276,7 +297,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                 raise ValueError(f"state {name!r} must hold {self.num_envs} environments, got {len(tensor)}")
         if not self._started:
             self.reset(seed=[0] * self.num_envs)  # makes what environments build on their first reset
-        set_states(self._stateful(), {name: tensor for name, tensor in state.items() if name != _STEP_KEY})
+        own = {name: tensor for name, tensor in state.items() if name != _STEP_KEY}
+        self._guarded(set_states, self._stateful(), own)
         self._lifetime_step = int(state[_STEP_KEY][0])
 
     def _stateful(self) -> Stateful:

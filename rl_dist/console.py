@@ -24,13 +24,16 @@ class _Outliving:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: closed
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
+
+    def close(self) -> None:
+        """Stay open: what an environment closes is ours, too."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

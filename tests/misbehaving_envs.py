@@ -1,7 +1,11 @@
 """An environment that misbehaves once in its life, registered as `misbehaving_envs:Misbehaving-v0`."""
 
 import ctypes
+import os
+import signal
+import sys
 import time
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -15,6 +19,45 @@ def lock_twice(library):
     mutex = ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def leak_descriptors():
+    """Until there are no more."""
+    while True:
+        os.dup(2)
+
+
+# What it does, by name.
+DEEDS = {
+    "interrupt": interrupt,
+    "SystemExit": sys.exit,
+    "close stdout": lambda: sys.stdout.close(),
+    "close descriptor 1": lambda: os.close(1),
+    "close descriptors": lambda: os.closerange(3, 256),
+    "leak descriptors": leak_descriptors,
+    **{f"exit {code}": partial(os._exit, code) for code in (0, 1, 77)},
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+# What it returns instead of one of (observation, reward, terminated, truncated, info).
+RETURNS = {
+    "nan": (0, np.full(2, np.nan, np.float32)),
+    "shape": (0, np.zeros(3, np.float32)),
+    "huge observation": (0, np.full(2, 1e300)),
+    "text as observation": (0, "ab"),
+    "reward": (1, float("inf")),
+    "huge reward": (1, 1e300),
+    "reward None": (1, None),
+    "terminated text": (2, "False"),
+    "terminated None": (2, None),
+    "truncated 2": (3, 2),
+    "info None": (4, None),
+    "info list": (4, []),
+}
 
 
 class Misbehaving(gymnasium.Env):
@@ -53,10 +96,12 @@ class Misbehaving(gymnasium.Env):
             lock_twice(ctypes.CDLL(None))  # lets other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))
-        obs = np.full(2, np.nan, np.float32) if misdeed == "nan" else self._obs()
-        obs = np.zeros(3, np.float32) if misdeed == "shape" else obs
-        reward = float("inf") if misdeed == "reward" else 1.0
-        return obs, reward, False, self.age == self.length, {}
+        if misdeed in DEEDS:
+            DEEDS[misdeed]()
+        step = [self._obs(), 1.0, False, self.age == self.length, {}]
+        place, value = RETURNS.get(misdeed, (0, step[0]))
+        step[place] = value
+        return step[:4] if misdeed == "four values" else tuple(step)
 
 
 class Saved(Misbehaving):

@@ -194,6 +194,8 @@ def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(flags, ex
         pytest.param("reward", "reward is inf", marks=pytest.mark.slow),
         pytest.param("shape", "observation has shape (3,), not (2,)", marks=pytest.mark.slow),
         pytest.param("hang in C", "1 s (--env_timeout) and cannot be interrupted", marks=pytest.mark.slow),
+        pytest.param("interrupt", "raised KeyboardInterrupt", marks=pytest.mark.slow),
+        ("close descriptors", "closed files and connections that are not its own"),
     ],
 )
 def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(misdeed, problem, tmp_path):
@@ -212,6 +214,15 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(m
     assert [line["iteration"] for line in records(run_dir)] == [1]
     if misdeed == "hang in C":
         assert "in step\n" in (run_dir / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.parametrize("misdeed", ["close stdout", "close descriptor 1"])
+def test_an_environment_that_closes_the_output_costs_lines_but_no_training(misdeed, tmp_path):
+    steps = ["--num_gpus", 1, "--total_steps", 3 * 4 * 16, "--validate_every", 0]
+    job = start_training(*misbehaving(tmp_path / "run", {3: misdeed}, 20, *steps))
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == 0 and "rror" not in err and (tmp_path / "run" / "summary.json").exists(), err
+    assert [line["iteration"] for line in records(tmp_path / "run")] == [1, 2, 3]
 
 
 def misbehaving(run_dir, misdeeds, at, *flags, stream="environment"):

@@ -1,5 +1,7 @@
 """Environments that fail: named, made anew, and waited for only as long as they may take."""
 
+import os
+import signal
 import time
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envs import environment_seeds, make_vector_env
+from envs import environment_seeds, faults, make_vector_env
 from envs.faults import EnvironmentFault
 from envs.vector import TorchVectorEnv
 
@@ -86,6 +88,14 @@ def test_an_environment_is_made_anew_as_often_as_allowed():
         (lambda step: (step[0], None, *step[2:]), "reward is nan"),
         (lambda step: (step[0], [1.0, 2.0], *step[2:]), r"reward has shape \(2,\), not \(\)"),
         (lambda step: ([0.0, [1.0, 2.0]], *step[1:]), "raised ValueError: setting an array element"),
+        (lambda step: (step[0], -1e300, *step[2:]), r"reward is -1e\+300"),
+        (lambda step: (np.full(1, 1e39), *step[1:]), r"observation is (inf|1e\+39)"),
+        (lambda step: (*step[:2], "False", *step[3:]), "terminated is 'False', neither true nor false"),
+        (lambda step: (*step[:3], None, step[4]), "truncated is None, neither"),
+        (lambda step: (*step[:3], {}, step[4]), "truncated is a dict, neither"),
+        (lambda step: (*step[:2], 2, *step[3:]), "terminated is 2, neither"),
+        (lambda step: (*step[:4], None), "info is None, not a dict"),
+        (lambda step: (*step[:4], [1]), "info is a list, not a dict"),
     ],
 )
 def test_a_step_that_is_none_is_named_by_its_environment_and_begins_anew(third, problem):
@@ -93,6 +103,78 @@ def test_a_step_that_is_none_is_named_by_its_environment_and_begins_anew(third, 
         play(ticking(lambda: Ticking(third)), 3)
     env = ticking(lambda: Ticking(third), env_restarts=1)
     assert play(env, 3)[3].tolist() == [[False, False], [False, False], [False, True]] and env.restarts == [0, 1]
+
+
+@pytest.mark.parametrize("flag", [np.False_, 0, 0.0, np.zeros(1, bool), np.int8(0)])
+def test_truth_values_may_be_numbers_and_infos_differ_from_step_to_step(flag):
+    infos = iter([{}, {"a": "text"}, {"a": np.zeros(2), 3: None}])
+    play(ticking(lambda: Ticking(lambda step: (*step[:2], flag, flag, next(infos)))), 3)
+
+
+class Cancelled(BaseException):
+    """As asyncio's."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, SystemExit, Cancelled])
+@pytest.mark.parametrize("native", [False, True])
+def test_whatever_an_environment_raises_is_its_fault(error, native):
+    def fail(*_):
+        raise error
+
+    before = signal.signal(signal.SIGINT, lambda signum, frame: None)  # as in training
+    try:
+        env = make_vector_env("Recall-v0", 2) if native else ticking(lambda: Ticking(fail))
+        env.reset()
+        number = "one of 0..1 at its step 1" if native else "5 at its step 3"
+        with pytest.raises(EnvironmentFault, match=f"number {number}: raised {error.__name__}"):
+            if native:
+                env.env.step = fail
+            play(env, 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_users_interrupt_is_no_fault_of_an_environment():
+    def interrupt(step):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        play(ticking(lambda: Ticking(interrupt)), 3)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        (1, np.array(["a", "b"]), "could not convert"),
+        (1, np.array([1.0, 2e30]), r"number 1 at its step 1: reward is 2e\+30"),
+        (2, np.array(["True", "False"]), "a terminated flag is neither true nor false"),
+        (3, [None, False], "a truncated flag is neither true nor false"),
+    ],
+)
+def test_what_a_native_batch_returns_is_looked_at_too(place, value, problem):
+    env = make_vector_env("Recall-v0", 2)
+    env.reset()
+    good = env.env.step(np.zeros(2, np.int64))
+    env.env.step = lambda actions: (*good[:place], value, *good[place + 1 :])
+    with pytest.raises(EnvironmentFault, match=problem):
+        play(env, 1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_an_environment_that_closes_the_files_of_others_ends_the_process_at_once(native):
+    def close(*_):
+        os.close(faults._sentinel())
+
+    def end(message):  # in the place of os._exit
+        faults._sentinel.cache_clear()
+        raise faults.Interruption(message)
+
+    env = make_vector_env("Recall-v0", 2, end=end) if native else ticking(lambda: Ticking(close), end=end)
+    env.reset()
+    with pytest.raises(faults.Interruption, match="at its step [13]: closed files and connections"):
+        if native:
+            env.env.step = close
+        play(env, 3)
 
 
 @pytest.mark.parametrize("failure", [lambda self: 1 / 0, lambda self: time.sleep(60)])
