@@ -21,10 +21,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from agents.batch_choice import settle_batch_size
 from agents.evaluate import judge_run, validation
 from agents.interactive import ask_user
-from agents.memory_advice import JUDGING, out_of_memory, warn_of_rollouts_too_large
+from agents.memory_advice import JUDGING, check_rollouts, out_of_memory
 from agents.pretrained import load_pretrained
 from agents.run import (
     OWNERS,
@@ -209,7 +211,8 @@ def run_rank(
         make_env: MakeEnv = lambda count, first: task.training_env(count, first, str(world.device))  # noqa: E731
         config = settle_batch_size(config, make_env, run_dir, world)
         config = settle_strategy(config, resolved, task, world, run_dir)
-        warn_of_rollouts_too_large(config, world)
+        if (warning := check_rollouts(config, world.device, world.size)) and world.main:
+            logger.warning(warning)
         starts_pretrained = bool(config.train.pretrained) and not resume_from
         job = config.job(
             make_env,
@@ -325,6 +328,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     saved_num_envs = len(found.state["carry"]["obs"]) if found else 0
     measured = config.train.batch_size == AUTO  # by the ranks, which then tell
     sizes = None if measured else share_out(config.train, 0, resolved.num_ranks, saved_num_envs)
+    if sizes and resolved.device_type == "cpu":  # of a GPU's memory its rank knows
+        check_rollouts(config, torch.device("cpu"), resolved.num_ranks)
     task = config.prepare_task()
     if found:
         check_resumable(found.state, config, task, resolved.num_ranks)

@@ -69,7 +69,7 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
     ranks = world.size if job.train.scaling == "strong" else 1
     allowed = allowed_batch_sizes(job.train, world.size)
     sizes = [size // ranks for size in allowed]
-    free = free_for_each_rank(world)
+    free = free_for_each_rank(world.device, world.size)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(job.train.seed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from agents.memory import Shapes, compute_memory, largest_sizes
 from agents.run import RunConfig
@@ -19,46 +20,48 @@ GIB = 2**30
 JUDGING = "judging"
 STEPPING = ("update", "choice of the batch size")  # phases whose memory grows with batch_size
 SMALLEST_SHAPES = Shapes(num_obs=1, num_actions=1, discrete=True)  # no environment has smaller ones
-logger = logging.getLogger(__name__)
+REFUSED_SHARE = 2  # of what is free; up to it others may still make room
 
 
-def free_for_each_rank(world: World) -> int:
+def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
     """Bytes that every rank may still take.
 
     On CPUs the ranks of a machine share what is free.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) if world.device.type == "cpu" else 1
-    return free_memory_bytes(world.device, local_ranks)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if device.type == "cpu" else 1
+    return free_memory_bytes(device, local_ranks)
 
 
-def warn_of_rollouts_too_large(config: RunConfig, world: World) -> None:
-    """Say so, before minutes go into making environments whose rollouts cannot fit.
+def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> str:
+    """What to warn of, before environments are made whose rollouts cannot fit.
 
     Computed for the smallest environment there could be, and without the update: what it finds too large is.
 
+    Returns:
+        One line; "" where they may fit.
+
     Raises:
-        UserError: the sizes do not share out over the ranks.
+        UserError: they need more than twice what is free, or the sizes do not share out over the ranks.
     """
 
     def rollout_bytes(train: TrainConfig) -> int:
-        sizes, itemsize = share_out(train, 0, world.size), config.launch.dtype.itemsize
+        sizes, itemsize = share_out(train, 0, num_ranks), config.launch.dtype.itemsize
         need = compute_memory(config.policy, train, sizes, SMALLEST_SHAPES, itemsize=itemsize)
         return need.peak - need.activations
 
-    needed, free = rollout_bytes(config.train), free_for_each_rank(world)
-    if needed <= free or not world.main:
-        return
-    num_envs, batch_size = largest_sizes(config.train, world.size, rollout_bytes, free)
+    needed, free = rollout_bytes(config.train), free_for_each_rank(device, num_ranks)
+    if needed <= free:
+        return ""
+    num_envs, batch_size = largest_sizes(config.train, num_ranks, rollout_bytes, free)
     by_batch = f"--batch_size {batch_size} without --num_envs" if batch_size else "a smaller --hidden_size"
-    logger.warning(
-        "rollouts need at least %.1f GiB on each rank and %.1f GiB are free on %s%s: expect this training to run out "
-        "of memory; what may fit: %s",
-        needed / GIB,
-        free / GIB,
-        world.device,
-        " for each" if world.size > 1 else "",
-        f"--num_envs {num_envs}, or {by_batch}" if num_envs else by_batch,
+    sizes = (
+        f"rollouts need at least {needed / GIB:.1f} GiB on each rank and {free / GIB:.1f} GiB are free on {device}"
+        f"{' for each' if num_ranks > 1 else ''}"
     )
+    fitting = f"what may fit: {f'--num_envs {num_envs}, or {by_batch}' if num_envs else by_batch}"
+    if needed > REFUSED_SHARE * free:
+        raise UserError(f"{sizes}; {fitting}")
+    return f"{sizes}: expect this training to run out of memory; {fitting}"
 
 
 def out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError:

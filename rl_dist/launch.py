@@ -37,7 +37,7 @@ from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rank_group import RankGroup, say
 from rl_dist.rendezvous import asked_for_address, check_address, check_variables
 from rl_dist.strategy import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
-from rl_dist.world import UserError, close_any_world, leave_world, stop_flag, threads_per_rank
+from rl_dist.world import UserError, close_any_world, ignored_limit, leave_world, stop_flag, threads_per_rank
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
 
@@ -247,7 +247,9 @@ def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...])
         return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
-    return f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
+    message = f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
+    ignored = f"; OMP_NUM_THREADS is {ignored_limit()!r}, no number of threads, and is ignored"
+    return message + ignored * bool(ignored_limit())
 
 
 def restart_count() -> int:

@@ -206,7 +206,13 @@ def threads_per_rank(local_ranks: int) -> int:
     limit = os.environ.get("OMP_NUM_THREADS", "")
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
         return share
-    return min(share, int(limit)) if limit.isdecimal() and int(limit) > 0 else share
+    return min(share, int(limit)) if limit and not ignored_limit() else share
+
+
+def ignored_limit() -> str:
+    """What OMP_NUM_THREADS holds, where that is no number of threads; else ""."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return "" if limit.isdecimal() and int(limit) > 0 else limit
 
 
 def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = ()) -> World:

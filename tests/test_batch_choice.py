@@ -1,6 +1,7 @@
 """--batch_size auto in real runs, and runs that are out of memory."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from agents.sizes import TrainConfig, share_out
 from rl_dist import batch_size
 from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.run_comparison import parameter_sha256
-from rl_dist.world import UserError, World
+from rl_dist.world import UserError
 
 SCRIPT = Path(__file__).with_name("limited_memory.py")
 TINY = [
@@ -152,29 +153,35 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
 
 def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(tmp_path, monkeypatch, capsys):
     """And the sizes that are proposed instead would not be."""
-    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device, sharers=1: 2**24)
+    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device, sharers=1: 3 * 2**25)
     monkeypatch.setattr(train_distributed, "Training", lambda *_: fail())
     flags = [*TINY, "--total_steps", "768", "--num_envs", "16", "--batch_size", "16", "--hidden_size", "64"]
     train_here(monkeypatch, *flags, "--num_envs", "4096", "--run_dir", tmp_path / "large")
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert told[0].startswith("warning: rollouts need at least 0.1 GiB on each rank and 0.0 GiB are free on cpu: ")
+    assert told[0].startswith("warning: rollouts need at least 0.1 GiB on each rank and 0.1 GiB are free on cpu: ")
     fewer, smaller = told[0].replace("without --num_envs", "--num_envs 0").split("what may fit: ")[1].split(", or ")
     for name, sizes in (("fewer", fewer), ("smaller", smaller)):
         train_here(monkeypatch, *flags, *sizes.split(), "--run_dir", tmp_path / name)
         assert "warning" not in capsys.readouterr().err, sizes
 
 
-def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(monkeypatch, caplog):
+def test_rollouts_of_more_than_twice_what_is_free_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: fail())
+    flags = ["--env", "CartPole-v1", "--num_envs", 10_000_000, "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *flags) == 2
+    told = only_error(capsys.readouterr().err)
+    assert re.search(r"need at least [\d.]+ GiB on each rank and [\d.]+ GiB are free .*--num_envs \d", told)
+    assert not (tmp_path / "run").exists()
+
+
+def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device, sharers: 2**24 // sharers)
-    config = RunConfig(train=TrainConfig(num_envs=128, num_steps=128, batch_size=128, total_steps=10**6))
-    for ranks, warnings in ((1, 0), (4, 1)):
-        train = replace(config.train, num_envs=128 * ranks, batch_size=128 * ranks)  # as much for each
-        world = World(rank=0, local_rank=0, size=ranks, device=torch.device("cpu"), backend="gloo")
-        memory_advice.warn_of_rollouts_too_large(replace(config, train=train), world)
-        assert len(caplog.messages) == warnings
-    assert "0.0 GiB are free on cpu for each: " in caplog.text
+    monkeypatch.setattr(memory_advice, "free_memory_bytes", lambda device, sharers: 2**26 // sharers)
+    for ranks, warning in ((1, ""), (4, "0.0 GiB are free on cpu for each: ")):
+        train = TrainConfig(num_envs=512 * ranks, num_steps=128, batch_size=512 * ranks, total_steps=10**6)
+        told = memory_advice.check_rollouts(RunConfig(train=train), torch.device("cpu"), ranks)
+        assert warning in told and bool(warning) == bool(told)
 
 
 def end_in(phase, monkeypatch):

@@ -235,6 +235,11 @@ def test_threads_are_the_cores_shared_out_and_never_more_than_asked_for(monkeypa
     assert threads_per_rank(10_000) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_rank(1) == 1
+    assert "OMP" not in resolve(LaunchConfig(device="cpu")).message
+    for limit in ("0", "abc", "-4"):
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert threads_per_rank(1) == available_cores()
+        assert f"OMP_NUM_THREADS is '{limit}', no number of threads" in resolve(LaunchConfig(device="cpu")).message
 
 
 @pytest.fixture
