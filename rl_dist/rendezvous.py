@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import time
 import uuid
 from datetime import timedelta
@@ -22,11 +23,15 @@ HOW_TO_START = "start with torchrun, which sets them all, or unset RANK to let -
 
 
 def check_variables() -> None:
-    """Check what torchrun, or a script in its place, says of this rank.
+    """Check what the environment says of this rank, and of temporary files.
 
     Raises:
         ValueError: a variable is missing, no number, or out of range.
     """
+    try:
+        tempfile.gettempdir()  # torch needs it, too
+    except OSError as error:
+        raise ValueError(f"{error.strerror}: set TMPDIR to a folder that can be written") from None
     if "RANK" not in os.environ:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set: set both, or neither")

@@ -234,14 +234,14 @@ def _state(
     config_at, metrics_at = (_mtime(run_dir / name) or 0.0 for name in ("config.json", "metrics.jsonl"))
     logged_at = max((log.modified for log in logs), default=0.0)
     now = time.time()
-    if not summary and config_at > logged_at and now - config_at < STARTING_S:
-        return "starting", f"begun {now - config_at:.0f} s ago, its ranks have not come yet"
+    if not summary and config_at > logged_at and abs(now - config_at) < STARTING_S:  # clocks can be set back
+        return "starting", f"begun {max(0.0, now - config_at):.0f} s ago, its ranks have not come yet"
     if (_number(summary.get("iteration")) or 0) >= max(1, facts["iteration"]):  # the last line of metrics may be torn
         return "finished", ""
     if not logs and not facts["iteration"]:
         return "dead", "no rank has ever started"
     state, reason = _how_it_ended(logs, complete)
-    if state != "stopped" and max_restarts and now - max(logged_at, metrics_at) < STARTING_S:
+    if state != "stopped" and max_restarts and abs(now - max(logged_at, metrics_at)) < STARTING_S:
         return "restarting", f"no rank lives, and --max_restarts is {max_restarts}: {reason}"
     return state, reason
 

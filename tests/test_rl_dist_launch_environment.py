@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from train_runs import REPO, SIZES, only_error, start, train_here
 
 from rl_dist import console
 from rl_dist.launch import LaunchConfig, launch, resolve, restart_count
-from rl_dist.rendezvous import _own_part, check_address, free_port, open_store
+from rl_dist.rendezvous import _own_part, check_address, check_variables, free_port, open_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 OWN = dict.fromkeys((*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"))
@@ -239,3 +240,10 @@ def test_one_rank_restarts_too_and_only_as_often_as_it_may(capfd):
 def test_an_impossible_number_of_restarts_is_refused(flags):
     with pytest.raises(ValueError, match="max_restarts must be 0"):
         LaunchConfig(**flags)
+
+
+def test_without_any_folder_for_temporary_files_it_is_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    with pytest.raises(ValueError, match="No usable temporary directory.*TMPDIR"):
+        check_variables()

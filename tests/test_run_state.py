@@ -172,6 +172,13 @@ def test_before_its_ranks_come_it_is_starting_for_a_while(run):
     assert run.how() == ("dead", "no rank has ever started; it has no checkpoint to go on from")
 
 
+def test_files_from_the_future_of_a_clock_set_back_do_not_start_for_ever(run):
+    run.age("config.json", -3)
+    assert run.how()[0] == "starting" and "begun 0 s ago" in run.how()[1]
+    run.age("config.json", -LONG_AGO_S)
+    assert run.how()[0] == "dead"
+
+
 def test_a_run_whose_configuration_is_newer_than_its_logs_starts_again_unless_it_has_finished(run):
     run.logs(BEGAN, age_s=5)
     assert run.how()[0] == "starting"  # its logs are of a life that left nothing
