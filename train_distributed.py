@@ -26,7 +26,7 @@ import torch
 from agents.batch_choice import settle_batch_size
 from agents.evaluate import judge_run, validation
 from agents.interactive import ask_user
-from agents.memory_advice import JUDGING, check_rollouts, out_of_memory
+from agents.memory_advice import JUDGING, check_rollouts, limit_reached
 from agents.pretrained import load_pretrained
 from agents.run import (
     OWNERS,
@@ -59,7 +59,6 @@ from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
 from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
 from rl_dist.monitor import Monitor, sources_of
-from rl_dist.out_of_memory import is_out_of_memory
 from rl_dist.process_ends import STOP_SIGNALS, report
 from rl_dist.rank import mark_failure
 from rl_dist.run_files import leads_to
@@ -254,8 +253,8 @@ def run_rank(
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
         mark_failure()
-        if is_out_of_memory(error):
-            raise out_of_memory(error, config, run_dir, world) from error
+        if reached := limit_reached(error, config, run_dir, world):
+            raise reached from error
         if not isinstance(error, OSError) or error.errno not in FULL_DISK:
             raise
         raise unwritable(str(error.filename or run_dir), error) from None

@@ -1,4 +1,4 @@
-"""What to tell the user of a training that ran out of memory."""
+"""What to tell the user of a training that ran out of memory, files or threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agents.run import RunConfig
 from agents.sizes import AUTO, TrainConfig, share_out, shares_out
 from agents.trainer import last_checkpoint
 from rl_dist.checkpoint import latest_checkpoint
-from rl_dist.out_of_memory import free_memory_bytes
+from rl_dist.out_of_memory import free_memory_bytes, is_out_of_memory, other_limit
 from rl_dist.world import UserError, World
 
 GIB = 2**30
@@ -64,8 +64,18 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
     return f"{sizes}: expect this training to run out of memory; {fitting}"
 
 
-def out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError:
-    """The error of one line: phase, sizes, what is free, and the flags to change."""
+def limit_reached(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError | None:
+    """The error of one line where memory, files or threads ran out; None: another error."""
+    if is_out_of_memory(error):
+        return _out_of_memory(error, config, run_dir, world)
+    if not (limit := other_limit(error)):
+        return None
+    fix = f"does {config.task.env} close all that it opens? Go on with --resume {run_dir}"
+    return UserError(f"rank {world.rank} met the limit of {limit}: {fix}", exit_code=1)
+
+
+def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError:
+    """Phase, sizes, what is free, and the flags to change."""
     train, phase = config.train, world.doing.phase
     wanted = " ".join(str(error).split())[:200]
     sizes = (

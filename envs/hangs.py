@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -120,7 +121,8 @@ class HangWatch:
         """Have the process ended from outside Python, should this thread not run for so long."""
         if sys.__stderr__ is not None and not sys.__stderr__.closed:
             limit_s = max(self.timeout_s + 2 * GRACE_S, NO_THREAD_RUNS_S)
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+            with suppress(RuntimeError):  # no thread to be had: the other steps are left
+                faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
 
     def _give_up(self) -> None:
         frame = sys._current_frames().get(self._main.ident or 0)

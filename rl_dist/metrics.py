@@ -8,6 +8,7 @@ import math
 import os
 import struct
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -346,7 +347,15 @@ def setup_logging(run_dir: str | Path, rank: int) -> Path:
         handler.set_name(f"rl_dist {handler.get_name()}")
         root.addHandler(handler)
     logging.captureWarnings(True)
+    threading.excepthook = _log_end_of_thread
     return path
+
+
+def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
+    """Log the traceback of a library's or an environment's thread; one line is for the user."""
+    if args.exc_value is not None and args.exc_type is not SystemExit:
+        name, traceback = args.thread.name if args.thread else "?", (args.exc_type, args.exc_value, args.exc_traceback)
+        logger.warning("thread %s ended: %s: %s", name, args.exc_type.__name__, args.exc_value, exc_info=traceback)
 
 
 def close_logging() -> None:
@@ -357,6 +366,7 @@ def close_logging() -> None:
             root.removeHandler(handler)
             handler.close()
     logging.captureWarnings(False)
+    threading.excepthook = threading.__excepthook__
 
 
 class _Console(logging.Handler):

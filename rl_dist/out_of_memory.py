@@ -1,4 +1,4 @@
-"""Running out of memory: told from other errors, and how much there is."""
+"""Running out of memory, files or threads: told from other errors, and how much memory there is."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
+
+
+def other_limit(error: BaseException) -> str:
+    """Which other limit of a process made this error, in words; "": none."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files (ulimit -n)"
+    return "threads (ulimit -u, pids.max)" if "can't start new thread" in str(error) else ""
 
 
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
