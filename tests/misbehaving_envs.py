@@ -1,10 +1,13 @@
 """An environment that misbehaves once in its life, registered as `misbehaving_envs:Misbehaving-v0`."""
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import gymnasium
@@ -31,6 +34,21 @@ def leak_descriptors():
         os.dup(2)
 
 
+def use_up_descriptors():
+    with suppress(OSError):
+        leak_descriptors()
+
+
+def end_a_thread():
+    threading.Thread(target=interrupt).start()
+
+
+def set_the_clock():
+    """Let it jump years, forward and back, from now on."""
+    real, jumps = time.time, itertools.cycle((0.0, 3e8, -3e8, 7200.0, -7200.0))
+    time.time = lambda: real() + next(jumps)
+
+
 # What it does, by name.
 DEEDS = {
     "interrupt": interrupt,
@@ -39,6 +57,9 @@ DEEDS = {
     "close descriptor 1": lambda: os.close(1),
     "close descriptors": lambda: os.closerange(3, 256),
     "leak descriptors": leak_descriptors,
+    "use up descriptors": use_up_descriptors,
+    "end a thread": end_a_thread,
+    "set the clock": set_the_clock,
     **{f"exit {code}": partial(os._exit, code) for code in (0, 1, 77)},
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),

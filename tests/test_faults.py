@@ -1,6 +1,7 @@
 """Faults during training on two ranks: what the user sees, what is kept, and that no process is left."""
 
 import json
+import resource
 import signal
 import time
 
@@ -223,6 +224,29 @@ def test_an_environment_that_closes_the_output_costs_lines_but_no_training(misde
     _, err = job.communicate(timeout=100)
     assert job.returncode == 0 and "rror" not in err and (tmp_path / "run" / "summary.json").exists(), err
     assert [line["iteration"] for line in records(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_an_environment_that_leaves_no_descriptor_to_open_files_with_is_one_line(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    steps = ["--num_gpus", 1, "--total_steps", 3 * 4 * 16, "--validate_every", 0, "--checkpoint_every", 1]
+    job = start_training(*misbehaving(tmp_path / "run", {3: "use up descriptors"}, 20, *steps), preexec_fn=limit)
+    _, err = job.communicate(timeout=100)
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert job.returncode == 1 and len(told) == 1 and "Traceback" not in err, err
+    assert "256 open files (ulimit -n)" in told[0] and f"--resume {tmp_path / 'run'}" in told[0]
+    assert latest_checkpoint(tmp_path / "run").name == "iteration_00000001.pt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("misdeed", "ranks"), [("set the clock", 2), ("end a thread", 1)])
+def test_a_clock_that_jumps_and_a_thread_that_fails_cost_nothing(misdeed, ranks, tmp_path):
+    steps = ["--num_gpus", ranks, "--total_steps", 3 * 4 * 16, "--validate_every", 0]
+    job = start_training(*misbehaving(tmp_path / "run", {3: misdeed}, 20, *steps))
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == 0 and "Traceback" not in err, err
+    assert all(0 < record["time/sps"] < 1e6 for record in records(tmp_path / "run"))
 
 
 def misbehaving(run_dir, misdeeds, at, *flags, stream="environment"):
