@@ -60,7 +60,7 @@ VICTIMS = {"main rank": WAYS, "other rank": WAYS, "launcher": SIGNALS, "group": 
 AIMS = {"start-up": 0.2, "any moment": 0.4, "rollout": 0.2, "checkpoint": 0.2}  # share of the hits
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
-AGAIN_WITHIN_S = 60.0
+AGAIN_WITHIN_S = 90.0
 ENDED_WITHIN_S = 300.0
 run_rank = train_distributed.run_rank
 
