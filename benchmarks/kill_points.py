@@ -34,14 +34,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
+if __name__ == "__main__" and "KILL_POINTS_NOTES" in os.environ:  # as train_distributed.py does
+    from rl_dist.supervisor import supervise
+
+    supervise()
+
+import psutil
 
 import agents.trainer
 import train_distributed
 from agents.trainer import Training
 from rl_dist.launch import restart_count
+from rl_dist.process_ends import report
 from rl_dist.run_comparison import differences, parameter_sha256, result_of
 
 ITERATIONS = 20
@@ -347,6 +352,8 @@ def main() -> int:
 if NOTES in os.environ:
     train_distributed.run_rank = noting_rank  # also where a rank's process imports this file anew
     if __name__ == "__main__":
-        sys.exit(train_distributed.main())
+        code = train_distributed.main()
+        report(exit_code=code)
+        sys.exit(code)
 elif __name__ == "__main__":
     sys.exit(main())
