@@ -65,7 +65,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
 
 
 def limit_reached(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> UserError | None:
-    """The error of one line where memory, files or threads ran out; None: another error."""
+    """The one line for memory, files or threads that ran out; None: another error."""
     if is_out_of_memory(error):
         return _out_of_memory(error, config, run_dir, world)
     if not (limit := other_limit(error)):

@@ -216,6 +216,10 @@ def check_in_place(path: Path, file: IO[Any]) -> None:
 class _LogFile(logging.FileHandler):
     """A log that a full disk cuts short without a traceback for every line."""
 
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
     def _open(self) -> Any:
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)
 

@@ -1,4 +1,4 @@
-"""Running out of memory, files or threads: told from other errors, and how much memory there is."""
+"""Running out of memory, files or threads, told from other errors."""
 
 from __future__ import annotations
 

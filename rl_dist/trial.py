@@ -73,11 +73,13 @@ class Copy:
         return (self.run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8", errors="replace")
 
     def memory_bytes(self) -> int:
-        """Resident memory that it does not share with others; 0: unknown."""
+        """Resident memory of all its processes that they do not share; 0: unknown."""
         import psutil  # training imports this module, and goes without
 
         try:
-            return int(psutil.Process(self.job.pid).memory_full_info().uss)
+            supervisor = psutil.Process(self.job.pid)
+            everyone = [supervisor, *supervisor.children(recursive=True)]
+            return sum(int(process.memory_full_info().uss) for process in everyone)
         except psutil.Error:
             return 0
 

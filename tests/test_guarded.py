@@ -138,8 +138,12 @@ def test_a_users_interrupt_is_no_fault_of_an_environment():
     def interrupt(step):
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        play(ticking(lambda: Ticking(interrupt)), 3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play(ticking(lambda: Ticking(interrupt)), 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
