@@ -39,7 +39,7 @@ from agents.tryout import Question, Trying, gradient_bytes, short_runs
 from envs.faults import EnvironmentFault
 from envs.task import GymTask
 from envs.trading_task import TradingTask
-from rl_dist.console import outlive_readers
+from rl_dist.console import explains_errors, outlive_readers
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.hardware import as_dict, read_facts
 from rl_dist.launch import UserError
@@ -173,6 +173,7 @@ def prints_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+@explains_errors
 def main() -> int:
     """Entry of the command; returns the exit code."""
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_flags)
@@ -187,9 +188,9 @@ def main() -> int:
         check_variables()
         with prints_to_stderr() if parsed.extra.json else nullcontext():
             told, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
-    except (ValueError, EnvironmentFault) as error:
+    except EnvironmentFault as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return 1 if isinstance(error, EnvironmentFault) else getattr(error, "exit_code", 2)
+        return 1
     verdict = worst(report.checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
     if parsed.extra.json:

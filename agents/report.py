@@ -28,10 +28,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) -> None:
     """Training return (and validation figures, if any) over environment steps."""
     records = read_metrics(run_dir)
-    points = [(r["global_step"], r["episode/return"]) for r in records if r["episode/return"] is not None]
+    points = _points(records, "episode/return")
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     if points:
-        steps, values = np.array(points).T
+        steps, values = _axes(points)
         window = max(1, len(values) // 20)
         if window > 1:
             axis.plot(steps, values, color="#b9c9e2", linewidth=0.8, label="each iteration")
@@ -43,15 +43,25 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     names = sorted({key for record in records for key in record if key.startswith("valid/")})
     if "valid/sharpe" in names:
         twin = axis.twinx()
-        found = [(r["global_step"], r["valid/sharpe"]) for r in records if r.get("valid/sharpe") is not None]
-        twin.plot(*np.array(found).T, "o-", color=SPARE_COLORS[1], label="validation Sharpe ratio", markersize=4)
-        equal = [(r["global_step"], r.get("valid/equal_weight_sharpe")) for r in records if "valid/sharpe" in r]
-        twin.plot(*np.array(equal).T, "--", color=SPARE_COLORS[1], linewidth=0.8)
+        found, equal = (_points(records, name) for name in ("valid/sharpe", "valid/equal_weight_sharpe"))
+        twin.plot(*_axes(found), "o-", color=SPARE_COLORS[1], label="validation Sharpe ratio", markersize=4)
+        twin.plot(*_axes(equal), "--", color=SPARE_COLORS[1], linewidth=0.8)
         twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=SPARE_COLORS[1])
-        twin.set_ylim(bottom=min(0.0, *(value for _, value in found)))
+        twin.set_ylim(bottom=min([0.0, *_axes(found)[1]]))
     if points:
         axis.legend(loc="center right", frameon=False)
     _finish(figure, axis, path, simulated)
+
+
+def _points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Steps and values of a metric where it has one: files may hold anything."""
+    found = [(record.get("global_step"), record.get(name)) for record in records]
+    return [(step, value) for step, value in found if isinstance(step, int) and isinstance(value, int | float)]
+
+
+def _axes(points: list[tuple[float, float]]) -> np.ndarray:
+    """Steps and values apart, [2, n]."""
+    return np.array(points).reshape(-1, 2).T
 
 
 def plot_equity(records: dict[str, Record], dates: np.ndarray, path: Path, title: str, simulated: bool) -> None:

@@ -50,7 +50,11 @@ def read_bars(path: Path, *, missing: str = "error") -> pd.DataFrame:
 
 def _read(path: Path) -> pd.DataFrame:
     """The file's rows, tickers and dates as text."""
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise MarketDataError(f"cannot be read: {error.strerror}: give the path of a CSV or CSV.gz") from None
+    if not is_file:
         raise MarketDataError("no such file: give the path of a CSV or CSV.gz, or use --data simulated")
     try:
         frame = pd.read_csv(
@@ -79,7 +83,8 @@ def _read(path: Path) -> pd.DataFrame:
 
 def _parse(frame: pd.DataFrame) -> pd.DataFrame:
     """Dates as datetime64, numbers as float64 (NaN where blank)."""
-    bars = frame.assign(date=pd.to_datetime(frame["date"], format="%Y-%m-%d", errors="coerce"))
+    dates = pd.to_datetime(frame["date"], format="%Y-%m-%d", errors="coerce")
+    bars = frame.assign(date=dates.where(dates.dt.year > 0))  # there is no year 0
     if bars["date"].isna().any():
         row = int(np.argmax(bars["date"].isna()))
         text = frame["date"].iloc[row]

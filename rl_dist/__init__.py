@@ -5,8 +5,16 @@ The functions below may be imported from here; what they need is loaded when the
     from rl_dist import Strategy, StrategyConfig, evaluate, fit, get_gpu_info, launch_distributed_training
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import Any
+
+try:
+    os.getcwd()
+except OSError:  # torch's libraries would end this process while they are loaded, in words of their own
+    sys.stderr.write("error: the current directory no longer exists: change to another one\n")
+    sys.exit(2)
 
 _HOMES = {
     "get_gpu_info": "hardware",

@@ -35,6 +35,7 @@ from rl_dist.checkpoint_folder import (
     load_latest,
     save_checkpoint,
 )
+from rl_dist.console import explains_errors
 from rl_dist.flags import CommandParser
 
 __all__ = [
@@ -212,6 +213,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
     args = _parse(argv)

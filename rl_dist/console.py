@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 FIRST_RANK_S = 10.0  # for the first rank of a machine to say what the others see as well
+_WRONG_KIND = "move away what lies there, or name another place"
+_CURES = {
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow more open files, such as by ulimit -n 1024",
+    errno.ENFILE: "this machine has too many open files: close some",
+    errno.ENOSPC: "make room",
+    errno.EACCES: "choose a place that you may use",
+    errno.EPERM: "choose a place that you may use",
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP), _WRONG_KIND),
+}
+_MISTAKES = {errno.ENOENT, *_CURES} - {errno.EMFILE, errno.ENFILE, errno.ENOSPC}  # of the user, not of the machine
 
 
 class _Outliving:
@@ -44,6 +58,31 @@ def outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), _Outliving):
             setattr(sys, name, _Outliving(getattr(sys, name)))
+
+
+def explained(error: ValueError | OSError) -> tuple[str, int]:
+    """What the user or the system did wrong, in one line, and the exit code."""
+    if isinstance(error, ValueError):
+        return " ".join(str(error).split()), getattr(error, "exit_code", 2)
+    what = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    cure = f"; {_CURES[error.errno]}" if error.errno in _CURES else ""
+    told = f"{what}: {error.strerror or error}{cure}".removeprefix(": ")
+    return " ".join(told.split()), 2 if error.errno in _MISTAKES else 1
+
+
+def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Let a command end with one line where it cannot work with what it was given."""
+
+    @functools.wraps(main)
+    def command(*args: Any, **options: Any) -> int:
+        try:
+            return main(*args, **options)
+        except (ValueError, OSError) as error:
+            message, code = explained(error)
+            tell_once(f"error: {message}")
+            return code
+
+    return command
 
 
 def tell_once(line: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import math
 import re
+import reprlib
 import sys
 import types
 import typing
@@ -19,13 +20,28 @@ from rl_dist.console import tell_once
 T = TypeVar("T")
 _NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_NO_TEXT = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")  # control characters, bytes that are no UTF-8
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_LARGEST = 2**63  # of all numbers: more counts or measures nothing
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def flag(
-    default: T, help_text: str, unit: str = "", choices: tuple[T, ...] = (), words: Mapping[str, T] | None = None
+    default: T,
+    help_text: str,
+    unit: str = "",
+    choices: tuple[T, ...] = (),
+    words: Mapping[str, T] | None = None,
+    *,
+    stored: bool = True,
 ) -> T:
-    """A dataclass field that becomes a flag; `words` stand for some of its values."""
-    metadata: dict[str, Any] = {"help": help_text, "unit": unit, "words": words or {}}
+    """A dataclass field that becomes a flag.
+
+    Args:
+        words: stand for some of its values.
+        stored: False: no file holds its value, see `rl_dist.saved_config`.
+    """
+    metadata: dict[str, Any] = {"help": help_text, "unit": unit, "words": words or {}, "stored": stored}
     return dataclasses.field(default=default, metadata=metadata | ({"choices": choices} if choices else {}))
 
 
@@ -37,6 +53,34 @@ def recorded(default: T) -> T:
 def is_flag(entry: dataclasses.Field[Any]) -> bool:
     """Whether a field of a config stands on the command line."""
     return not entry.metadata.get("recorded", False)
+
+
+def is_stored(entry: dataclasses.Field[Any]) -> bool:
+    """Whether files hold the value of a field."""
+    return bool(entry.metadata.get("stored", True))
+
+
+def check_types(cls: type[Any], values: Mapping[str, Any]) -> None:
+    """Compare values of fields of a config with what the fields are for.
+
+    Raises:
+        ValueError: names the field: no such one, another type, no finite number, no text, or not among the choices.
+    """
+    entries, hints = {entry.name: entry for entry in dataclasses.fields(cls)}, typing.get_type_hints(cls)
+    for name, value in values.items():
+        if name not in entries:
+            raise ValueError(f"there is no {name!r:.80}")
+        kind, optional = _kind(hints[name])
+        if value is None and optional:
+            continue
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if fits and kind in (int, float):
+            fits = -_LARGEST <= value <= _LARGEST  # so no NaN
+        if not fits or (kind is str and _NO_TEXT.search(value)):
+            raise ValueError(f"{name} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
+        choices = entries[name].metadata.get("choices")
+        if choices and value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {reprlib.repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -89,6 +133,11 @@ class ParsedFlags:
     def choices(self, name: str) -> tuple[Any, ...]:
         """The values that a flag can take; (): not a matter of choice."""
         return self._field(name)[1].metadata.get("choices") or ()
+
+    def named(self, name: str) -> Any:
+        """The value of a flag, if the command line has it; else None."""
+        section, _ = self._field(name)
+        return getattr(self.configs[section], name) if name in self.given else None
 
     def words(self) -> list[str]:
         """The flags given, as words of a command line."""
@@ -150,6 +199,7 @@ def parse_flags(
         values = {name: known.pop(name) for name in list(known) if owners.get(name) == section}
         known[f"given {section}"] = set(values)
         try:
+            check_types(cls, values)
             configs[section] = cls(**values)
         except ValueError as error:
             parser.error(str(error))
@@ -167,6 +217,14 @@ def _words(name: str, value: Any) -> list[str]:
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, whatever their kind; exit code 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words that are text."""
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            if _SURROGATE.search(word):
+                self.error(f"{word!r} is no text in UTF-8: use other names")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print and exit."""

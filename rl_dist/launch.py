@@ -35,7 +35,7 @@ from rl_dist.precision import PRECISIONS, parameter_dtype
 from rl_dist.process_ends import STOP_SIGNALS
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rank_group import RankGroup, say
-from rl_dist.rendezvous import asked_for_address, check_address, check_variables
+from rl_dist.rendezvous import RESTART_COUNT, asked_for_address, check_address, check_variables, elastic_count
 from rl_dist.strategy import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
 from rl_dist.world import UserError, close_any_world, ignored_limit, leave_world, stop_flag, threads_per_rank
 
@@ -85,7 +85,8 @@ class LaunchConfig:
     on_event: str = flag(
         "",
         "shell command called when the run failed, restarted, skipped bad_steps, stopped or finished; "
-        "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...",
+        "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...; not stored: give it again to --resume",
+        stored=False,
     )
 
     chosen_strategy: str = recorded("")  # what auto or fallback came to; "": nothing yet
@@ -254,7 +255,7 @@ def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...])
 
 def restart_count() -> int:
     """How often the ranks were started again before this start."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return elastic_count(RESTART_COUNT)
 
 
 def launch(
@@ -279,7 +280,11 @@ def launch(
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
+
+    Raises:
+        ValueError: the environment variables of ranks are not as they must be.
     """
+    check_variables()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report, restarts = _run_here(fn, args), restart_count()
     else:

@@ -265,10 +265,12 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
     for line in before.splitlines():
         try:
             record = json.loads(line)
+            if not all(type(record[name]) is int for name in ("iteration", "global_step")):
+                raise TypeError("no numbers")
             if record["iteration"] <= iteration:
                 kept.append(line + "\n")
                 global_step = record["global_step"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             logger.warning("%s: dropped a line that is no record: %.60s", path, line)
     if "".join(kept) != before:
         write_whole(path, "".join(kept))

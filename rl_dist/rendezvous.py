@@ -17,6 +17,7 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+ELASTIC_COUNTS = RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
 GREETING_EVERY_S, TELL_AFTER_S = 0.05, 15.0
 HOW_TO_START = "start with torchrun, which sets them all, or unset RANK to let --num_gpus start the ranks"
@@ -28,6 +29,8 @@ def check_variables() -> None:
     Raises:
         ValueError: a variable is missing, no number, or out of range.
     """
+    for name in ELASTIC_COUNTS:
+        elastic_count(name)
     try:
         tempfile.gettempdir()  # torch needs it, too
     except OSError as error:
@@ -49,6 +52,15 @@ def check_variables() -> None:
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
     _number("MASTER_PORT", 1, 65535)
+
+
+def elastic_count(name: str) -> int:
+    """One of torchrun's ELASTIC_COUNTS; 0: it did not start this process.
+
+    Raises:
+        ValueError: it is no count.
+    """
+    return _number(name) if os.environ.get(name) else 0
 
 
 def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:

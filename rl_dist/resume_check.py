@@ -24,6 +24,8 @@ import torch
 
 from rl_dist.checkpoint import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
 from rl_dist.child_process import SCRIPT, errors_of, kill_group, start
+from rl_dist.console import explains_errors
+from rl_dist.flags import CommandParser
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.run_comparison import differences, flatten, parameter_sha256, result_of
 from rl_dist.world import UserError
@@ -55,8 +57,8 @@ class CheckFailed(Exception):
     """The check could not be made, or training failed; the message is for the user."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line."""
+class _Parser(CommandParser):
+    """Errors are raised."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()))
@@ -303,14 +305,11 @@ def _leave(signum: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + signum)  # through all `finally`: runs are ended, files removed
 
 
+@explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
-    try:
-        args, flags = parse(sys.argv[1:] if argv is None else argv)
-        flags = training_flags(flags, args.iterations, args.num_gpus)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args, flags = parse(sys.argv[1:] if argv is None else argv)
+    flags = training_flags(flags, args.iterations, args.num_gpus)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _leave)
     folder = Path(tempfile.mkdtemp(prefix="resume_check_"))
@@ -319,9 +318,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flags=flags, folder=folder)  # fmt: skip
     try:
         return 0 if check(plan, args.tolerance) else 1
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except CheckFailed as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_dist.run_files import leads_to, plain_file
+from rl_dist.run_layout import check_layout
 from rl_dist.world import ORPHAN_GRACE_S, UserError, unwritable
 
 PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
@@ -47,8 +48,10 @@ def hold(path: Path, patience_s: float = PATIENCE_S) -> RunLock:
     """Take the lock that a file stands for; the file is made if missing.
 
     Raises:
-        UserError: another process holds it, and went on doing so; or the file cannot be written.
+        UserError: another process holds it, and went on doing so; or the file cannot be written, or something else
+            lies in the place of one of the run's files.
     """
+    check_layout(path.parent)
     deadline_s, told = time.monotonic() + patience_s, False
     while True:
         if (lock := _try_to_hold(path)) is not None:

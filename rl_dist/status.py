@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_dist.console import explains_errors
 from rl_dist.flags import CommandParser
-from rl_dist.run_state import RECENT, NoRunError, RunState, newest_run, read_run
+from rl_dist.run_state import RECENT, RunState, newest_run, read_run
 
 RUNS = Path("runs")
 EVERY_S = 2.0
@@ -211,6 +212,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
     args = _parse(argv)
@@ -222,9 +224,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             run = read_run(run_dir)
             print(json.dumps(run.to_dict()) if args.json else "\n".join(describe(run)))
-    except NoRunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     return 1 if run.state in BAD else 0
