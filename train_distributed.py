@@ -28,6 +28,7 @@ from agents.evaluate import judge_run, validation
 from agents.interactive import ask_user
 from agents.memory_advice import JUDGING, check_rollouts, limit_reached
 from agents.pretrained import load_pretrained
+from agents.resumed import config_to_resume
 from agents.run import (
     OWNERS,
     SECTIONS,
@@ -39,7 +40,6 @@ from agents.run import (
     fresh_directory,
     load_newest,
     load_saved,
-    resumed_config,
     save_config,
     set_results_aside,
 )
@@ -53,7 +53,7 @@ from envs.trading_task import TradingTask
 from rl_dist import events
 from rl_dist.checkpoint import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint, load_checkpoint
 from rl_dist.collectives import agree_max, gather_json
-from rl_dist.console import outlive_readers, tell_once
+from rl_dist.console import explained, explains_errors, outlive_readers, tell_once
 from rl_dist.fallback import settle_launch
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
@@ -61,6 +61,7 @@ from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_met
 from rl_dist.monitor import Monitor, sources_of
 from rl_dist.process_ends import STOP_SIGNALS, report
 from rl_dist.rank import mark_failure
+from rl_dist.rendezvous import MAX_RESTARTS, elastic_count
 from rl_dist.run_files import leads_to
 from rl_dist.run_lock import RunLock, hold, hold_new
 from rl_dist.scaling_outcome import describe, outcome_of
@@ -121,7 +122,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
     checkpoint is chosen, so that no other training saves one meanwhile; `held` closes it.
     """
     extra = parsed.extra
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and extra.resume in ("", "auto"):
+    if elastic_count(MAX_RESTARTS) and extra.resume in ("", "auto"):
         if not extra.run_dir:
             raise UserError("torchrun --max-restarts needs --run_dir DIR here: a restart must find its run again")
         extra.resume = "auto"
@@ -131,8 +132,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
             locks = is_first() and (run_dir / CHECKPOINT_DIR).is_dir()
             lock = held.enter_context(hold(run_dir / "config.json")) if locks else None
             found = (load_newest(run_dir) if extra.resume == "auto" else None) or load_saved(run_dir)
-            saved = RunConfig.from_dict(json.loads(found.state["config"]))
-            return resumed_config(saved, parsed), run_dir, found, lock
+            return config_to_resume(found, run_dir, parsed), run_dir, found, lock
         if is_first():
             print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
@@ -346,9 +346,9 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
         print(sizes_table(config.train, sizes, resolved.num_ranks, config.ppo))
 
 
-def refuse(error: ValueError, config: RunConfig | None, run_dir: Path | None) -> int:
+def refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path | None) -> int:
     """Say why there is nothing to start, and return the exit code."""
-    message, code = " ".join(str(error).split()), getattr(error, "exit_code", 2)
+    message, code = explained(error)
     tell_once(f"error: {message}")
     if code != 2 and config and run_dir and is_first():  # a mistake at the keyboard is no event
         events.configure(config.launch.on_event, run_dir)
@@ -357,6 +357,7 @@ def refuse(error: ValueError, config: RunConfig | None, run_dir: Path | None) ->
     return code
 
 
+@explains_errors
 def main() -> int:
     """Entry of the command; returns the exit code."""
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
@@ -391,7 +392,7 @@ def run(parsed: ParsedFlags, held: ExitStack) -> int:
                 print("--quick shows the whole path; it is too short to learn anything", flush=True)
             save_config(config, run_dir)
             truncate_metrics(run_dir, found.state["iteration"] if found else 0)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refuse(error, config, run_dir)
     run_dir, resume_from = run_dir or RUNS, str(found.path) if found else ""  # other ranks ask the first one
     report(run_dir=str(run_dir), on_event=config.launch.on_event)

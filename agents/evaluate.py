@@ -29,8 +29,11 @@ from envs.market_rules import EqualWeight, MemorylessRule, ReferencePolicy
 from envs.task import GymTask
 from envs.trading import first_tradable_day
 from envs.trading_task import TradingTask, prepare_task
+from rl_dist.console import explained, explains_errors
 from rl_dist.flags import CommandParser
 from rl_dist.launch import UserError, launch
+from rl_dist.own_modules import check_module
+from rl_dist.run_layout import check_layout
 from rl_dist.watchdog import end_rank
 from rl_dist.world import World, end_at_signals, open_world
 
@@ -221,13 +224,17 @@ def _judge_loaded(agents: dict[str, LoadedAgent], args: argparse.Namespace, worl
     if not config.task.is_trading:
         others = ("data", "start", "end", "num_worlds", "market_seed", "market_edge", "plot")
         _refuse_useless(args, others, config.task.env)
+        if args.env not in ("", own.env):
+            raise UserError(f"--env {args.env} differs from the run's, {own.env}: leave it out")
+        check_module(own.env, own.env_kwargs, first.run_dir, args.env)
         task = GymTask(config.task, end_rank, world.beat)
         found = {
             name: _episode_figures(task, config, agent.policy, agent.normalizer, world, "")
             for name, agent in agents.items()
         }
         return found, "\n".join(f"{name}: {_episode_text(figures)}" for name, figures in found.items())
-    _refuse_useless(args, ("episodes",), config.task.env)
+    _refuse_useless(args, ("episodes", "env"), config.task.env)
+    check_layout(first.run_dir)
     trading, span = _asked_task(config, args)
     plot = Path(args.plot or first.run_dir / "plots" / "evaluation.png")
     contenders = {name: (agent.policy, agent.normalizer, False) for name, agent in agents.items()}
@@ -284,7 +291,8 @@ def _rank_main(args: argparse.Namespace) -> int:
     except EnvironmentFault as fault:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror or error}", exit_code=1) from error
+        message, code = explained(error)
+        raise UserError(message, exit_code=code) from error
     return 0
 
 
@@ -316,6 +324,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--market_edge", type=float, metavar="BPS", help="planted drift, bps per day (default: the run's)"
     )
+    what = "the run's module:id, to have its module imported though config.json is not yours"
+    parser.add_argument("--env", default="", metavar="MODULE:ID", help=what)
     parser.add_argument("--episodes", type=int, metavar="N", help="episodes of other environments (default: the run's)")
     parser.add_argument(
         "--num_gpus", type=int, default=1, metavar="N", help="CPU ranks that share the work (default: 1)"
@@ -351,6 +361,7 @@ def _underscored(token: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if token.startswith("--") else token
 
 
+@explains_errors
 def main() -> int:
     """Entry of the command."""
     args = parse_args()

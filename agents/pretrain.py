@@ -40,12 +40,13 @@ from envs.windows import MarketWindows, as_batch
 from rl_dist import events
 from rl_dist.checkpoint import CHECKPOINT_DIR
 from rl_dist.collectives import gather_json
-from rl_dist.console import outlive_readers, tell_once
+from rl_dist.console import explains_errors, outlive_readers
 from rl_dist.flags import ParsedFlags, flag, parse_flags
 from rl_dist.launch import LaunchConfig, ResolvedLaunch, UserError, launch, resolve, restart_count
 from rl_dist.metrics import setup_logging, write_whole
 from rl_dist.run_files import leads_to, read_plain
 from rl_dist.run_lock import RunLock, hold, hold_new
+from rl_dist.saved_config import given_once, read_sections, saved_form
 from rl_dist.strategy import Strategy
 from rl_dist.supervised import FitConfig, FitResult, fit
 from rl_dist.training_process import as_flags
@@ -113,8 +114,8 @@ class RunConfig:
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values."""
-        return dataclasses.asdict(self)
+        """What files hold of it."""
+        return saved_form(self)
 
     def prepare_task(self) -> TradingTask:
         """The markets and their spans, as PPO sees them."""
@@ -316,9 +317,11 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> RunConfig:
     """The saved configuration, with the flags that a resumed run may change."""
     try:
         saved = json.loads(read_plain(run_dir / CONFIG_FILE))
-        sections = {name: SECTIONS[name](**saved[name]) for name in SECTIONS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sections = {name: section() for name, section in SECTIONS.items()} | read_sections(SECTIONS, saved)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
+    for name in sorted(given_once(SECTIONS, saved) - parsed.given):
+        print(f"this run had --{name}, which is not stored: it does nothing now unless it is given again")
     differing = []
     for name in sorted(parsed.given):
         section = OWNERS[name]
@@ -331,6 +334,7 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> RunConfig:
     return RunConfig(**sections)
 
 
+@explains_errors
 def main() -> int:
     """Entry of the command; returns the exit code."""
     text = (__doc__ or "").partition("\n")[0]
@@ -343,21 +347,17 @@ def main() -> int:
 
 def _run(parsed: ParsedFlags, held: ExitStack) -> int:
     lock: RunLock | None = None
-    try:
-        config, run_dir, resume = choose_run(parsed)
-        check_launch(config.launch)
-        resolved = resolve(config.launch)
-        if os.environ.get("RANK", "0") == "0":
-            task = config.prepare_task()
-            print(resolved.message)
-            print(task.describe())
-            run_dir = run_dir or fresh_directory(RUNS)
-            lock = held.enter_context((hold if resume else hold_new)(run_dir / CONFIG_FILE))
-            print(f"run directory: {run_dir}", flush=True)
-            save_config(config, run_dir)
-    except ValueError as error:
-        tell_once(f"error: {' '.join(str(error).split())}")
-        return getattr(error, "exit_code", 2)
+    config, run_dir, resume = choose_run(parsed)
+    check_launch(config.launch)
+    resolved = resolve(config.launch)
+    if os.environ.get("RANK", "0") == "0":
+        task = config.prepare_task()
+        print(resolved.message)
+        print(task.describe())
+        run_dir = run_dir or fresh_directory(RUNS)
+        lock = held.enter_context((hold if resume else hold_new)(run_dir / CONFIG_FILE))
+        print(f"run directory: {run_dir}", flush=True)
+        save_config(config, run_dir)
     args = (config, resolved, run_dir or RUNS, resume, lock)
     code = launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
     if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):  # else it is no longer ours

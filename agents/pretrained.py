@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from agents.clstm import Policy, PolicyConfig
 from agents.normalize import Normalizer
 from rl_dist.checkpoint import BEST_FILE, CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
+from rl_dist.state_schema import FIT, kind_of
 from rl_dist.world import UserError
 
 KIND = "feature LSTM"  # in a checkpoint's "extra": what was trained
@@ -66,6 +69,13 @@ class Pretrained:
         differing = [f"{name} {here} (it has {there})" for name, (here, there) in compared.items() if here != there]
         if differing:
             raise UserError(f"--pretrained {self.path} does not fit: {', '.join(differing)}; use what it has")
+        with torch.device("meta"):
+            own = Policy(policy, num_obs, spaces.Discrete(1)).state_dict()
+        expected = {name: value.shape for name, value in own.items() if name.startswith(PARTS)}
+        moments = {"mean": self.mean, "variance": self.variance}
+        expected |= dict.fromkeys(moments, torch.Size([num_obs]))
+        if {name: value.shape for name, value in (self.weights | moments).items()} != expected:
+            raise UserError(f"--pretrained {self.path} is damaged: its weights are not as large as it says")
 
     def load_into(self, policy: Policy) -> None:
         """Give a fresh policy the weights; the rest of it stays as it is."""
@@ -96,16 +106,16 @@ def load_pretrained(path: str | Path) -> Pretrained:
     if file is None or not file.exists():
         raise UserError(f"--pretrained {path} holds no checkpoint: give a directory that agents.pretrain wrote")
     state = load_checkpoint(file)
-    extra = state.get("extra") or {}
-    if extra.get("kind") != KIND:
+    module, extra = state.get("module", {}), state.get("extra", {})
+    needed = {"normalizer.moments.mean", "normalizer.moments.variance"} <= module.keys()
+    if kind_of(state) != FIT or extra.get("kind") != KIND or not needed:
         raise UserError(f"--pretrained {path} holds no pre-trained feature LSTM: python -m agents.pretrain writes one")
-    module = state["module"]
     return Pretrained(
         path=file,
         weights={name: value for name, value in module.items() if name.startswith(PARTS)},
         mean=module["normalizer.moments.mean"],
         variance=module["normalizer.moments.variance"],
-        observation=extra["observation"],
-        num_obs=extra["num_obs"],
-        hidden_size=extra["hidden_size"],
+        observation=extra.get("observation"),
+        num_obs=extra.get("num_obs"),
+        hidden_size=extra.get("hidden_size"),
     )

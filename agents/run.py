@@ -22,20 +22,22 @@ from agents.normalize import Normalizer
 from agents.pipeline import NO_CASCADE
 from agents.ppo import PPOConfig
 from agents.pretrained import load_pretrained
-from agents.sizes import AUTO, TrainConfig, share_out
-from agents.trainer import Job, MakeEnv, check_weights
+from agents.saved_state import action_space, check_shapes
+from agents.sizes import TrainConfig, share_out
+from agents.trainer import Job, MakeEnv
 from envs.market_data import DataConfig
 from envs.simulated_market import SimulatedMarketConfig
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import TradingConfig
 from envs.trading_task import TradingTask, prepare_task
 from rl_dist.checkpoint import CHECKPOINT_DIR, Found, load_checkpoint, load_latest
-from rl_dist.flags import ParsedFlags
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import EVENT_FILES, METRICS_FILE, close_logging
 from rl_dist.precision import autocast_dtype
 from rl_dist.run_files import read_plain
+from rl_dist.saved_config import read_sections, saved_form
 from rl_dist.speed import SpeedConfig
+from rl_dist.state_schema import RUN, kind_of
 from rl_dist.watchdog import end_rank
 from rl_dist.world import unwritable
 
@@ -52,31 +54,6 @@ SECTIONS: dict[str, type] = {
 }
 OWNERS = {item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)}
 SUMMARY = "summary.json"  # of a finished run, and of no other
-# What a resumed run may change: how long, and where it runs.
-CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "hybrid_form", "checkpoint_every"} | {
-    "gpu_ids",
-    "fallback",
-    "keep_checkpoints",
-    "keep_best",
-    "on_save_error",
-    "validate_every",
-    "max_restarts",
-    "on_event",
-    "env_timeout",
-    "env_restarts",
-    "max_bad_steps",
-    "sync_check_every",
-    "collective_timeout",
-    "monitor_every",
-    "shard_size",
-    "gradient_compression",
-    "cudnn_autotune",
-    "fused_adam",
-    "compile",
-    "profile",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that defines a run, nested by owner; config.json holds it."""
@@ -96,23 +73,16 @@ class RunConfig:
             raise UserError(NO_CASCADE)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values."""
-        return dataclasses.asdict(self)
+        """What files hold of it."""
+        return saved_form(self)
 
     @staticmethod
-    def from_dict(saved: dict[str, Any]) -> RunConfig:
-        """Inverse of `to_dict`.
-
-        Raises:
-            UserError: a section or field this version does not know.
-        """
-        launch = saved.get("launch", {})
-        if launch.get("strategy") == "auto" and "chosen_strategy" not in launch:  # as default was called once
-            saved = saved | {"launch": launch | {"strategy": "default"}}
-        try:
-            return RunConfig(**{name: SECTIONS[name](**values) for name, values in saved.items()})
-        except (KeyError, TypeError) as error:
-            raise UserError(f"the saved configuration does not fit this version: {error}") from None
+    def from_dict(saved: Any) -> RunConfig:
+        """Inverse of `to_dict`, but for what is not stored; see `read_sections`."""
+        launch = saved.get("launch") if isinstance(saved, dict) else None
+        if isinstance(launch, dict) and launch.get("strategy") == "auto" and "chosen_strategy" not in launch:
+            saved = saved | {"launch": launch | {"strategy": "default"}}  # as default was called once
+        return RunConfig(**read_sections(SECTIONS, saved))
 
     def job(self, make_env: MakeEnv, run_dir: Path, gpu_ids: tuple[int, ...] = (), **others: Any) -> Job:
         """What the trainer is given of it.
@@ -163,7 +133,7 @@ class Configuration(Protocol):
     """What config.json can hold."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values."""
+        """What files hold of it."""
 
 
 def save_config(config: Configuration, run_dir: Path) -> None:
@@ -211,47 +181,6 @@ def discard_unstarted(run_dir: Path) -> None:
         run_dir.rmdir()
 
 
-def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
-    """The saved configuration, with the flags that a resumed run may change.
-
-    Raises:
-        UserError: flags were repeated with other values than the run was started with; names all of them.
-    """
-    sections: dict[str, Any] = {}
-    differing: list[str] = []
-    changeable = CHANGEABLE | _same_step(saved.train, parsed)
-    for name in SECTIONS:
-        old, new = getattr(saved, name), parsed.configs[name]
-        given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
-        changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
-        if changes.get("batch_size") == AUTO:  # it was measured when the run began
-            del changes["batch_size"]
-        if changes.get("strategy", "hybrid") != "hybrid":
-            changes = {"hybrid_form": "shard", "shard_size": 0} | changes  # they would do nothing from here on
-        if changes.get("hybrid_form") == "pipeline":
-            changes = {"shard_size": 0} | changes  # so would this
-        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - changeable]
-        kept = {flag: changes[flag] for flag in changes.keys() & changeable}
-        sections[name] = dataclasses.replace(old, **kept | (_other_devices(kept) if name == "launch" else {}))
-    _refuse_differences(differing, "leave out what differs, or start a fresh run")
-    config = RunConfig(**sections)
-    if config.train.total_steps and "num_episodes" in parsed.given:
-        raise UserError("--num_episodes does nothing in a run that stops by --total_steps: give --total_steps")
-    return config
-
-
-def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
-    """What no longer counts when a resumed run gets other ranks or another strategy."""
-    reset: dict[str, Any] = {}
-    if "gpu_ids" in changes and "num_gpus" not in changes:
-        reset["num_gpus"] = -1
-    if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
-        reset["gpu_ids"] = ""
-    if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:  # else they do nothing
-        reset |= {"chosen_strategy": "", "chosen_on": ""}
-    return reset
-
-
 def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
     """Compare --pretrained with the run, before anything is written.
 
@@ -274,20 +203,13 @@ def glance(task: TradingTask | GymTask) -> Any:
     return task.training_env(1)
 
 
-def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
-    """The sizes that may change together, because a gradient step still takes as many slots."""
-    sizes = {"batch_size", "grad_accumulation"}
-    new = {name: getattr(parsed.configs["train"], name) for name in sizes & parsed.given}
-    same = new.get("batch_size") != AUTO and dataclasses.replace(old, **new).slots_per_step == old.slots_per_step
-    return sizes if same else set()
-
-
 def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:
     """Compare a checkpoint with the environments of now, before anything is written.
 
     Raises:
         UserError: names everything that differs.
     """
+    check_shapes(state, config.policy, config.launch.dtype)
     env = glance(task)
     space = env.single_action_space
     discrete = isinstance(space, spaces.Discrete)
@@ -304,10 +226,11 @@ def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask 
         compared["snapshots of environments"] = ("none", "some")
     env.close()
     differing = [f"{name} {here} (it has {there})" for name, (here, there) in compared.items() if here != there]
-    _refuse_differences(differing, "use the environment and the sizes it was trained with")
+    refuse_differences(differing, "use the environment and the sizes it was trained with")
 
 
-def _refuse_differences(differing: list[str], cure: str) -> None:
+def refuse_differences(differing: list[str], cure: str) -> None:
+    """Refuse a resume, if there are any; names all of them."""
     if differing:
         raise UserError(f"this differs from the run to resume: {', '.join(sorted(differing))}; {cure}")
 
@@ -340,10 +263,16 @@ def load_saved(path: str | Path) -> Found:
         newest = load_latest(path)
         if newest is None:
             raise UserError(f"{path} holds no valid checkpoint: give a run directory or a .pt file")
-        return newest
+        return _of_training(newest)
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
-    return Found(path, load_checkpoint(path))
+    return _of_training(Found(path, load_checkpoint(path)))
+
+
+def _of_training(found: Found) -> Found:
+    if kind_of(found.state) != RUN:
+        raise UserError(f"{found.path} is no checkpoint of {RUN}: name one, or its run directory")
+    return found
 
 
 def load_newest(run_dir: Path) -> Found | None:
@@ -358,7 +287,7 @@ def load_newest(run_dir: Path) -> Found | None:
             f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint verify {run_dir}; "
             "move them away to begin anew"
         )
-    return newest
+    return newest and _of_training(newest)
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:
@@ -369,11 +298,9 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     """
     file, state = load_saved(path)
     config = RunConfig.from_dict(json.loads(state["config"]))
-    number = state["num_actions"]
-    space = spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))
-    policy = Policy(config.policy, state["num_obs"], space).to(config.launch.dtype)
+    check_shapes(state, config.policy, config.launch.dtype)
+    policy = Policy(config.policy, state["num_obs"], action_space(state)).to(config.launch.dtype)
     policy.low_precision = autocast_dtype(config.launch.precision)
-    check_weights(policy, state["policy"])
     policy.load_state_dict(state["policy"])
     normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])

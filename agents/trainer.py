@@ -31,13 +31,14 @@ from agents.ppo import (
 )
 from agents.pretrained import Pretrained
 from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
+from agents.saved_state import check_weights
 from agents.sizes import Sizes, TrainConfig, share_out
 from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
 from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter
 from rl_dist.profiler import Profiler
-from rl_dist.speed import SpeedConfig, keep_fused
+from rl_dist.speed import SpeedConfig, keep_options
 from rl_dist.stragglers import Stragglers
 from rl_dist.strategy import StrategyConfig
 from rl_dist.world import StopFlag, World
@@ -224,7 +225,7 @@ class Training:
         self.episodes = state["episodes"]
         check_weights(self.policy, state["policy"])
         optimizer = self.ppo.optimizer
-        self.ppo.strategy.load(state["policy"], optimizer, keep_fused(optimizer, state["optimizer"]))
+        self.ppo.strategy.load(state["policy"], optimizer, keep_options(optimizer, state["optimizer"]))
         self.ppo.strategy.load_state_dict(state.get("strategy", {}))  # older checkpoints have none
         self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)  # older checkpoints do not know it
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
@@ -236,7 +237,11 @@ class Training:
             return
         carry = {name: value[mine].to(self.world.device) for name, value in state["carry"].items()}
         self.carry = Carry(**carry)
-        self.env.set_state({name: value[mine] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+        try:
+            self.env.set_state({name: value[mine] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+        except Exception as error:  # environments are foreign code, and their states may be, too
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"the environments cannot go on from their saved states: {told}", exit_code=1) from error
         self.restarts_told = sum(getattr(self.env, "restarts", ()))  # those before the checkpoint
 
     def _keep_totals(self, saved_num_envs: int) -> None:
@@ -246,23 +251,6 @@ class Training:
             self.env.close()
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.first_env)
-
-
-def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
-    """Compare a policy's shape with that of weights to be loaded.
-
-    Raises:
-        UserError: they have another shape than the policy; one line naming the first that differs.
-    """
-    own = policy.state_dict()
-    for name in sorted(set(own) | set(weights)):
-        here = tuple(own[name].shape) if name in own else "absent"
-        there = tuple(weights[name].shape) if name in weights else "absent"
-        if here != there:
-            raise UserError(
-                f"the checkpoint is of another shape: {name} is {there} there and {here} here; "
-                "use the environment, --observation, --policy and --hidden_size it was trained with"
-            )
 
 
 def last_checkpoint(run_dir: Path) -> str:

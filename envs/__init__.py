@@ -108,7 +108,7 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
         if module:
             importlib.import_module(module)
         return gymnasium.spec(name)
-    except ImportError as error:
+    except (ImportError, TypeError) as error:  # TypeError: a relative name
         raise ValueError(f"environment {env_id!r}: {error}: check its module and the Python path") from error
     except gymnasium.error.Error as error:
         close = difflib.get_close_matches(name, gymnasium.registry, n=3)

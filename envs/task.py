@@ -69,7 +69,7 @@ class TaskConfig:
         """The arguments in `env_kwargs`."""
         try:
             found = json.loads(self.env_kwargs or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"env_kwargs must be a JSON object, got {self.env_kwargs!r}: {error}") from None
         if not isinstance(found, dict):
             raise ValueError(f"env_kwargs must be a JSON object such as '{{\"size\": 3}}', got {self.env_kwargs!r}")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rl_dist.checkpoint_seal import FORMAT_VERSION, CheckpointError, NewerFormatError, about, read_sealed, sealed
 from rl_dist.run_files import remove, say_once
+from rl_dist.state_schema import StateError, check_state
 
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}  # file systems that cannot sync a folder: names there are as safe as they get
 _PLAIN_TYPES = (str, int, float, bool, type(None))
@@ -171,7 +172,8 @@ def _unpack(path: Path, data: bytes) -> dict[str, Any]:
         if not isinstance(state, dict):
             raise CheckpointError(f"it holds a {type(state).__name__}, not a state")
         check_plain(state, "state")
-    except CheckpointError as error:
+        check_state(state)
+    except (CheckpointError, StateError) as error:
         raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
     except Exception as error:  # zip, pickle and torch errors of many kinds
         raise CheckpointError(f"checkpoint {path} is refused: {_reason(str(error))}") from None

@@ -106,14 +106,14 @@ class FitState:
             raise UserError(f"this differs from the run to resume: {', '.join(differing)}; use the values it has")
         try:
             self.strategy.load(state["module"], self.optimizer, state["optimizer"])
-        except (RuntimeError, ValueError) as error:  # torch's: other names, other shapes
-            told = " ".join(str(error).split())[:300]
+            self.strategy.load_state_dict(state.get("strategy", {}))
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        except Exception as error:  # torch's of many kinds: other names, shapes and types
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise UserError(f"the checkpoint is of another module or optimizer: {told}") from error
-        self.strategy.load_state_dict(state.get("strategy", {}))
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.best_epoch, self.best_loss = state["epoch"], state["best_epoch"], state["best_loss"]
-        self.bad_in_a_row, self.history = state["bad_in_a_row"], state["history"]
+        self.bad_in_a_row, self.history = state.get("bad_in_a_row", 0), state["history"]
         if self.best_epoch == self.epoch:
             self.best_weights = state["module"]
         elif best is not None and best["epoch"] == self.best_epoch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.calibration import SCALINGS
-from rl_dist.flags import is_flag
+from rl_dist.flags import is_flag, is_stored
 from rl_dist.launch import LaunchConfig, UserError
 from rl_dist.metrics import METRICS_FILE
 from rl_dist.run_files import read_plain
@@ -21,7 +21,7 @@ from rl_dist.trial import without
 CONFIG_FILE = "config.json"
 TRADING, OF_TRADING = "StockTrading-v0", ("data", "market", "trading")
 WARM_UP = 2  # iterations left out of a run's own throughput
-RECORDED = {item.name for item in dataclasses.fields(LaunchConfig) if not is_flag(item)}
+NO_FLAGS = {item.name for item in dataclasses.fields(LaunchConfig) if not (is_flag(item) and is_stored(item))}
 CURE = "give the flags of training instead of RUN_DIR"
 
 
@@ -74,7 +74,7 @@ def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
             continue
         for name, value in values.items():
             idle = (section == "task" and trading and name != "env") or (name == "num_episodes" and by_steps)
-            if name in RECORDED or value == "" or idle:
+            if name in NO_FLAGS or value == "" or idle:
                 continue
             flags.append(f"--{name}={'none' if value is None else value}")
     return flags

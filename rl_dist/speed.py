@@ -39,10 +39,13 @@ def make_adam(parameters: Iterable[nn.Parameter], lr: float, device: torch.devic
     return torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=one_kernel)
 
 
-def keep_fused(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Saved state of an optimizer, with this one's choice whether steps are fused."""
-    fused = optimizer.param_groups[0]["fused"]
-    return state | {"param_groups": [group | {"fused": fused} for group in state["param_groups"]]}
+def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Saved state of an optimizer of one group, with this one's options.
+
+    Such as its rate, its betas, and whether steps are fused.
+    """
+    own, saved = optimizer.param_groups[0], state["param_groups"][0]
+    return state | {"param_groups": [own | {"params": saved["params"]}]}
 
 
 def check_compiler(device_type: str) -> None:

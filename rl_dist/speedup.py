@@ -21,9 +21,12 @@ import torch
 
 from rl_dist.all_reduce_bench import BenchFailed
 from rl_dist.calibration import SCALINGS, calibrate, default_ranks_per_machine
-from rl_dist.job_of_run import blame_config, budget_of, flags_of_run, measured_of
+from rl_dist.console import explains_errors
+from rl_dist.flags import CommandParser
+from rl_dist.job_of_run import blame_config, budget_of, flags_of_run, measured_of, read_config
 from rl_dist.launch import UserError
 from rl_dist.machines import GPUS, LINKS, Gpu, find_gpus, find_link
+from rl_dist.own_modules import check_module
 from rl_dist.progress import Stages
 from rl_dist.scaling_model import Link
 from rl_dist.speedup_report import CARDS_PER_MACHINE, Budget, Report, markdown, report_of, table
@@ -72,8 +75,8 @@ IDLE = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line."""
+class _Parser(CommandParser):
+    """Errors are raised."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()))
@@ -118,6 +121,10 @@ def estimate_training_speedup(
     inside, outside = (find_link(name) if name else None for name in (link, between))
     folder = Path(run_dir) if run_dir else None
     base = without(flags_of_run(folder), ("device",)) if folder else []
+    if folder:
+        task = read_config(folder)["task"]
+        named = None if without(flags, ["env"]) == list(flags) else task["env"]  # it comes after those of the run
+        check_module(task["env"], task.get("env_kwargs", ""), folder, named)
     (episodes, steps), measured = budget_of(folder, num_episodes, total_steps), measured_of(folder)
     device_type = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     per_machine = gpus_per_machine or default_ranks_per_machine(device_type, max(gpus))
@@ -186,10 +193,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--between", default="", metavar="NAME", help="between machines, needed where there are several")
     add("--json", action="store_true", help="print JSON instead of the table")
     add("--out", default="", metavar="DIR", help="write speedup.json, speedup.md and plots there")
-    words = list(argv)
-    run_dir = words.pop(0) if words and not words[0].startswith("-") else ""
-    args, flags = parser.parse_known_args(words)
-    args.run_dir = run_dir
+    named = bool(argv) and not argv[0].startswith("-")
+    args, flags = parser.parse_known_args(argv)
+    args.run_dir = flags.pop(0) if named else ""
     check(args, flags)
     return args, flags
 
@@ -283,6 +289,7 @@ def _leave(signum: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + signum)  # through all `finally`: short runs are ended, files removed
 
 
+@explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the command; returns the exit code."""
     try:
@@ -311,9 +318,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out:
             files = write(report, Path(args.out))
             print("written: " + ", ".join(os.fspath(path) for path in files), file=sys.stderr)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except (TrialFailed, BenchFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -160,7 +160,7 @@ REFUSED = [
     ("csv", "--compare {}/nothing", "does not exist"),
     ("csv", "--json {}/nothing/figures.json", "its folder does not exist"),
     ("csv", "--plot {}", "must name a picture"),
-    ("csv", "--json {}", "cannot write"),
+    ("csv", "--json {}", "Is a directory"),
     ("csv", "--num_gpus 0", "num_gpus must be at least 1"),
     ("csv", "--colour red", "--colour"),
     ("simulated", "--num_worlds 0", "num_worlds must be at least 1"),
@@ -185,6 +185,7 @@ def test_a_checkpoint_of_another_shape_is_one_line(runs, tmp_path, monkeypatch, 
     state = load_checkpoint(latest_checkpoint(runs / "csv"))
     name = next(name for name in state["policy"] if state["policy"][name].dim() == 2)
     state["policy"][name] = state["policy"][name][:-1].clone()
+    state["optimizer"]["state"] = {}
     path = save_checkpoint(tmp_path, state, iteration=1, keep=1)
     assert evaluate_here(monkeypatch, path) == 2
     message = only_error(capsys.readouterr().err)
@@ -196,7 +197,7 @@ def test_a_failing_environment_is_named_in_one_line(runs, tmp_path, monkeypatch,
     state = load_checkpoint(agent)
     state["config"] = state["config"].replace("Walk-v0", "NanAtFive-v0")
     path = save_checkpoint(tmp_path, state, iteration=1, keep=1)
-    assert evaluate_here(monkeypatch, path) == 1
+    assert evaluate_here(monkeypatch, path, "--env", "faulty_envs:NanAtFive-v0") == 1
     told = "error: rank 0: judged environment faulty_envs:NanAtFive-v0 number 0 at its step 5: observation is nan"
     assert told in only_error(capsys.readouterr().err)
 

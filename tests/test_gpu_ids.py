@@ -4,7 +4,8 @@ import pytest
 import torch
 from train_runs import only_error, train_here
 
-from agents.run import SECTIONS, RunConfig, resumed_config
+from agents.resumed import resumed_config
+from agents.run import SECTIONS, RunConfig
 from rl_dist.flags import parse_flags
 from rl_dist.launch import LaunchConfig, resolve
 from rl_dist.world import UserError, open_world

@@ -11,7 +11,7 @@ from train_runs import SMALL, only_error, train_here
 from agents.memory import dry_run
 from agents.sizes import TrainConfig, share_out
 from rl_dist.launch import UserError
-from rl_dist.speed import keep_fused, make_adam
+from rl_dist.speed import keep_options, make_adam
 
 PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
 FORMS = [
@@ -197,7 +197,7 @@ def test_whether_steps_are_fused_is_the_choice_of_the_resumed_run(saved, now):
         parameter = torch.nn.Parameter(torch.ones(3))
         optimizer = make_adam([parameter], 0.1, torch.device("cpu"), fused)
         if state:
-            optimizer.load_state_dict(keep_fused(optimizer, state))
+            optimizer.load_state_dict(keep_options(optimizer, state))
         parameter.grad = torch.tensor([0.1, 0.2, -0.3])
         optimizer.step()
         return parameter.detach(), optimizer.state_dict()

@@ -8,7 +8,8 @@ from torch import nn
 from train_runs import SMALL, only_error, records, start_training
 
 from agents.pipeline import make_strategy, stage_of
-from agents.run import SECTIONS, RunConfig, resumed_config
+from agents.resumed import resumed_config
+from agents.run import SECTIONS, RunConfig
 from rl_dist.fallback import settle_launch
 from rl_dist.flags import parse_flags
 from rl_dist.launch import LaunchConfig, launch, resolve

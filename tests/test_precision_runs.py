@@ -5,7 +5,8 @@ import math
 import torch
 from train_runs import SMALL, evaluate_here, only_error, records, train_here
 
-from agents.run import SECTIONS, RunConfig, load_agent, resumed_config
+from agents.resumed import resumed_config
+from agents.run import SECTIONS, RunConfig, load_agent
 from rl_dist.flags import parse_flags
 from rl_dist.launch import LaunchConfig
 

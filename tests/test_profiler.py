@@ -13,7 +13,8 @@ from train_runs import SIZES, start_training
 import train_distributed
 from agents.bottleneck import CURES, bottleneck, parts_of
 from agents.ppo import PPOConfig
-from agents.run import SECTIONS, RunConfig, resumed_config
+from agents.resumed import resumed_config
+from agents.run import SECTIONS, RunConfig
 from agents.trainer import Training, train
 from rl_dist.flags import parse_flags
 from rl_dist.metrics import NullWriter

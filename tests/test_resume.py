@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_at_a_resume_costs_one_line_and_no_byte(
     shutil.copytree(killed, run_dir)
     if refuses == "metrics.jsonl":  # nothing is to be changed before it
         config = json.loads((run_dir / "config.json").read_text())
-        config["launch"]["on_event"] = note
+        config["launch"]["on_event"] = True
         (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     assert (run_dir / "metrics.jsonl").stat().st_size > 2 * 1000
     before, after = refused(run_dir, monkeypatch, limits, 1000, "--on_event", note)

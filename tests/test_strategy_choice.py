@@ -12,7 +12,8 @@ from train_runs import SIZES, only_error, records, start_training, train_here
 
 import agents.strategy_choice
 from agents.clstm import Policy, PolicyConfig
-from agents.run import SECTIONS, RunConfig, resumed_config, save_config
+from agents.resumed import resumed_config
+from agents.run import SECTIONS, RunConfig, save_config
 from agents.sizes import TrainConfig
 from agents.strategy_choice import StrategyTrial, settle_strategy
 from envs.task import TaskConfig
