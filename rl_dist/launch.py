@@ -35,7 +35,14 @@ from rl_dist.precision import PRECISIONS, parameter_dtype
 from rl_dist.process_ends import STOP_SIGNALS
 from rl_dist.rank import RankFunction, Report, run_guarded
 from rl_dist.rank_group import RankGroup, say
-from rl_dist.rendezvous import RESTART_COUNT, asked_for_address, check_address, check_variables, elastic_count
+from rl_dist.rendezvous import (
+    RESTART_COUNT,
+    asked_for_address,
+    check_address,
+    check_counts,
+    check_variables,
+    elastic_count,
+)
 from rl_dist.strategy import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
 from rl_dist.world import UserError, close_any_world, ignored_limit, leave_world, stop_flag, threads_per_rank
 
@@ -282,9 +289,9 @@ def launch(
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
 
     Raises:
-        ValueError: the environment variables of ranks are not as they must be.
+        ValueError: torchrun's variables are no counts.
     """
-    check_variables()
+    check_counts()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report, restarts = _run_here(fn, args), restart_count()
     else:

@@ -29,8 +29,7 @@ def check_variables() -> None:
     Raises:
         ValueError: a variable is missing, no number, or out of range.
     """
-    for name in ELASTIC_COUNTS:
-        elastic_count(name)
+    check_counts()
     try:
         tempfile.gettempdir()  # torch needs it, too
     except OSError as error:
@@ -52,6 +51,12 @@ def check_variables() -> None:
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
     _number("MASTER_PORT", 1, 65535)
+
+
+def check_counts() -> None:
+    """Check torchrun's counts; raises like `elastic_count`."""
+    for name in ELASTIC_COUNTS:
+        elastic_count(name)
 
 
 def elastic_count(name: str) -> int:
