@@ -121,30 +121,39 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> tuple[RunConfig, Path | 
     The directory is None where none was named, the checkpoint where a run begins. The lock is taken before the
     checkpoint is chosen, so that no other training saves one meanwhile; `held` closes it.
     """
-    extra = parsed.extra
+    extra, lock = parsed.extra, None
     if elastic_count(MAX_RESTARTS) and extra.resume in ("", "auto"):
         if not extra.run_dir:
             raise UserError("torchrun --max-restarts needs --run_dir DIR here: a restart must find its run again")
         extra.resume = "auto"
     if extra.resume:
+        if extra.resume == "auto" and extra.run_dir:  # it may have no checkpoint yet
+            lock = lock_existing(Path(extra.run_dir), held)
         run_dir = _run_to_resume(parsed)
         if run_dir is not None:
-            locks = is_first() and (run_dir / CHECKPOINT_DIR).is_dir()
-            lock = held.enter_context(hold(run_dir / "config.json")) if locks else None
+            lock = lock or lock_existing(run_dir, held)
             found = (load_newest(run_dir) if extra.resume == "auto" else None) or load_saved(run_dir)
             return config_to_resume(found, run_dir, parsed), run_dir, found, lock
         if is_first():
             print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
     if not extra.run_dir:
-        return config, None, None, None
+        return config, None, None, lock
     run_dir = Path(extra.run_dir)
     if is_first() and not extra.resume and run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists():
             raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
         resume = f"go on with --resume {run_dir}" if latest_checkpoint(run_dir) else "it has no checkpoint: remove it"
         raise UserError(f"run_dir {run_dir} holds a run already: {resume}, or name another")
-    return config, run_dir, None, None
+    return config, run_dir, None, lock
+
+
+def lock_existing(run_dir: Path, held: ExitStack) -> RunLock | None:
+    """Lock a run directory that holds a run, on the first process; else None."""
+    path = run_dir / "config.json"
+    if is_first() and (path.exists() or (run_dir / CHECKPOINT_DIR).is_dir()):
+        return held.enter_context(hold(path))
+    return None
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
@@ -234,6 +243,7 @@ def run_rank(
             "steps" if by_steps else "episodes",
             start=training.global_step if by_steps else training.episodes,
             purge_step=training.global_step + 1,
+            lock=(lock.path, lock.file) if lock else None,
         )
         if not getattr(training.env, "can_snapshot", False):
             writer.say(

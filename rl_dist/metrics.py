@@ -96,6 +96,7 @@ class MetricsWriter(NullWriter):
         start: `done` at the start, above 0 on resume.
         purge_step: the first `global_step` still to come. A TensorBoard that is running forgets what it
             has seen from there on, if the run's first writer gave this, too.
+        lock: path and open file that lock the directory: nothing is written once it was deleted or replaced.
 
     Raises:
         UserError: the directory cannot be written.
@@ -110,6 +111,7 @@ class MetricsWriter(NullWriter):
         *,
         start: int = 0,
         purge_step: int | None = None,
+        lock: tuple[Path, IO[bytes]] | None = None,
     ) -> None:
         assert world.main, "only the main process writes; use open_writer"
         try:
@@ -119,6 +121,7 @@ class MetricsWriter(NullWriter):
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
         self._progress = open_progress(total, unit, start)
+        self._lock = lock
         self._closed = False
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
@@ -134,6 +137,8 @@ class MetricsWriter(NullWriter):
         """
         plain = _plain(record)
         try:
+            if self._lock is not None:
+                check_in_place(*self._lock)
             self._lines.write(json.dumps(plain, allow_nan=False))
         except UserError:
             self._board.abandon()
@@ -236,11 +241,12 @@ def open_writer(
     *,
     start: int = 0,
     purge_step: int | None = None,
+    lock: tuple[Path, IO[bytes]] | None = None,
 ) -> NullWriter:
     """A `MetricsWriter` on the main process, a writer of nothing elsewhere."""
     if not world.main:
         return NullWriter()
-    return MetricsWriter(run_dir, world, total, unit, start=start, purge_step=purge_step)
+    return MetricsWriter(run_dir, world, total, unit, start=start, purge_step=purge_step, lock=lock)
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:

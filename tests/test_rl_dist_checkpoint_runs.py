@@ -18,6 +18,7 @@ from rl_dist.checkpoint import latest_checkpoint, load_checkpoint
 from rl_dist.checkpoint_file import write_atomically
 from rl_dist.launch import UserError
 from rl_dist.metrics import MetricsWriter, NullWriter, open_writer
+from rl_dist.run_lock import hold
 from rl_dist.world import StopFlag
 
 TINY = [
@@ -193,6 +194,17 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
     assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
     assert [path.name for path in tmp_path.glob("run/*")] == ["metrics.jsonl"] * replaced
     assert not replaced or (run_dir / "metrics.jsonl").read_text() == "of another run"
+
+
+def test_training_ends_when_its_lock_is_gone_alone(world, tmp_path):
+    with hold(tmp_path / "config.json") as lock:
+        writer = open_writer(tmp_path, world, total=6, unit="episodes", lock=(lock.path, lock.file))
+        writer.write({"iteration": 1, "global_step": 1}, done=1)
+        lock.path.unlink()
+        with pytest.raises(UserError, match="config.json was deleted or replaced"):
+            writer.write({"iteration": 2, "global_step": 2}, done=2)
+        writer.close()
+    assert [line["iteration"] for line in records(tmp_path)] == [1]
 
 
 # ---- disks that refuse
