@@ -1,7 +1,7 @@
 # The two commands of the README (`make train`, `make test`) and a few for developers; `make help` lists them.
 # They need Python >= 3.11, pip and make: the rest is installed into .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format clean ready ready-test
+.PHONY: help train test lint format docs clean ready ready-test ready-docs
 .NOTPARALLEL:
 
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -15,10 +15,12 @@ ifeq ($(strip $(VENV)),)
 ENV := .venv
 ready: .venv/.installed
 ready-test: .venv/.installed-test
+ready-docs: .venv/.installed-docs
 else  # the user's own environment: complete it, change nothing in it, leave no mark in it
 ENV := $(patsubst ~/%,$(HOME)/%,$(VENV))
 ready: ; @$(call complete,)
 ready-test: ; @$(call complete,test)
+ready-docs: ; @$(call complete,docs)
 endif
 
 # The checkout is on the path, so that the user's own environment needs no installation of this project.
@@ -29,6 +31,7 @@ help:
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
 	@echo "make lint                 ruff and mypy alone"
 	@echo "make format               let ruff repair and format the code"
+	@echo "make docs                 install, then build the site of docs/ into site/ (open site/index.html)"
 	@echo "make clean                remove .venv, caches and build leftovers; keeps runs/"
 	@echo "VENV=/path  uses that environment instead of .venv: only what is missing is installed, torch stays"
 	@echo "PYTHON=...  the Python (3.11 or newer) that .venv is made with"
@@ -51,8 +54,11 @@ format: ready-test
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
+docs: ready-docs
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet && echo "built site/index.html"
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -60,6 +66,10 @@ clean:
 
 .venv/.installed-test: pyproject.toml constraints.txt
 	@$(call install,.[test])
+	@touch .venv/.installed
+
+.venv/.installed-docs: pyproject.toml constraints.txt
+	@$(call install,.[docs])
 	@touch .venv/.installed
 
 # A Python without ensurepip (Debian's, without python3-venv) still does if it has pip: pip can install itself.

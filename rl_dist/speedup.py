@@ -108,7 +108,8 @@ def estimate_training_speedup(
 
     Args:
         flags: of train_distributed.py, on top of those of `run_dir` if there is one.
-        num_episodes, total_steps: to be trained; by default what the run has, or 5000 episodes.
+        num_episodes: to be trained; by default what the run has, or 5000.
+        total_steps: environment steps to be trained instead.
         gpu: names of cards one does not own, see rl_dist.machines; "A + B" for unequal ones together.
         price_per_hour: of one GPU; power_watts of one GPU and power_price per kWh: by electricity instead.
 

@@ -40,7 +40,7 @@ COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_sca
 PRIVATE_TEXT = [r"(?<![\w.~-])/(work|root|tmp/(venv|w))" + "/", r"\bpypi" + r"\.org", "pythonhosted" + r"\.org",
                 "download" + r"\.pytorch\.org", "npmjs" + r"\.(org|com)", "deb" + r"\.debian\.org"]  # fmt: skip
 TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".yaml", ".html", ".sh", ".json"}
-SKIPPED_FOLDERS = {".git", ".venv", "runs", "shared", "build", "dist", "__pycache__"}
+SKIPPED_FOLDERS = {".git", ".venv", "runs", "shared", "build", "dist", "site", "__pycache__"}
 
 
 @dataclass(frozen=True)
