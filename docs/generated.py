@@ -70,11 +70,11 @@ def generate(name: str) -> str:
     """Return the Markdown that stands for a mark; an unknown name is a KeyError."""
     kind, _, rest = name.partition(" ")
     return {
-        "flags": lambda: flag_tables(SECTIONS),
+        "flags": lambda: _stacked("flags", flag_tables(SECTIONS)),
         "run_flags": run_flags,
-        "own_flags": lambda: flag_tables(OWN_SECTIONS[rest]),
+        "own_flags": lambda: _stacked("flags", flag_tables(OWN_SECTIONS[rest])),
         "presets": preset_table,
-        "metrics": metric_table,
+        "metrics": lambda: _stacked("metrics", metric_table()),
         "signals": signal_rows,
         "help": help_texts,
         "api": lambda: f"::: {API[rest].__module__}.{API[rest].__qualname__}",
@@ -221,3 +221,8 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
+
+
+def _stacked(kind: str, text: str) -> str:
+    """Return tables that a narrow screen shows as a list, see css/site.css."""
+    return f'<div class="stack {kind}" markdown>\n\n{text}\n\n</div>'
