@@ -1,0 +1,194 @@
+"""README and docs/: short, without dead links, with commands that exist, and a site that builds."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from agents.run import SECTIONS
+from rl_dist.flags import parse_flags
+from train_distributed import add_run_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+TRAINING = "train_distributed.py"
+TREE_STARTS = "train_distributed.py     "
+MARK = re.compile(r"<!-- generated: ([^>]+?) -->")
+
+
+@cache
+def generated():
+    spec = importlib.util.spec_from_file_location("generated", ROOT / "docs/generated.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fences(text):
+    """The lines of all code blocks; those that end in a backslash are joined."""
+    inside, joined = False, ""
+    for line in text.splitlines():
+        if line.startswith("```"):
+            inside = not inside
+        elif inside and line.endswith("\\"):
+            joined += line[:-1]
+        elif inside:
+            yield (joined + line).strip()
+            joined = ""
+
+
+def commands(path):
+    """The commands of a text that start our programs, as words without variables."""
+    for line in fences(path.read_text()):
+        words = (
+            shlex.split(line, comments=True)
+            if re.match(r"(PYTHONPATH=\S+ )?(python|make|torchrun) ", line)
+            else []
+        )
+        words = words[1:] if words and words[0].startswith("PYTHONPATH=") else words
+        if words and words[-1] == "&":
+            words.pop()
+        if words and (words[0] != "torchrun" or TRAINING in words):
+            yield words
+
+
+def of_all(texts):
+    return [
+        pytest.param(words, id=" ".join(words)[:60]) for path in texts for words in commands(path)
+    ]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_relative_links_and_images_exist(path):
+    targets = re.findall(r"\]\(([^)\s]+)\)", path.read_text())
+    local = [target.partition("#")[0] for target in targets if "://" not in target]
+    assert [target for target in local if target and not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("words", of_all(TEXTS))
+def test_commands_have_flags_that_exist(words):
+    if words[0] == "make":
+        check_make(words[1:])
+    elif TRAINING in words:
+        check_training(words[words.index(TRAINING) + 1 :])
+    elif words[1] == "-c":
+        return
+    else:
+        check_other(words)
+
+
+def check_training(argv):
+    parse_flags(
+        SECTIONS, argv, description="", extra=add_run_flags
+    )  # exits where a flag or a value is wrong
+
+
+def check_make(words):
+    names = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert words[0] in names
+    for word in words[1:]:
+        assert re.match(r"(ARGS|VENV|PYTHON)=", word)
+        if words[0] == "train" and word.startswith("ARGS="):
+            check_training(shlex.split(word.removeprefix("ARGS=")))
+
+
+def check_other(words):
+    name = words[2] if words[1] == "-m" else words[1]
+    exists = importlib.util.find_spec(name) if words[1] == "-m" else (ROOT / name).is_file()
+    assert exists, f"there is no {name}"
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    if flags:
+        assert flags <= flags_of(" ".join(words[: 3 if words[1] == "-m" else 2]))
+
+
+@cache
+def flags_of(command):
+    """The flags of a program, and those of training where it passes them on."""
+    if command in generated().COMMANDS:
+        text = generated().help_of(command)
+    else:
+        argv = [sys.executable, *command.split()[1:], "--help"]
+        text = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    own = set(re.findall(r"--\w+", text))
+    passes_on = "training flags" in text or TRAINING in text
+    training = {
+        f"--{name}" for section in SECTIONS.values() for name in section.__dataclass_fields__
+    }
+    return own | training if passes_on else own
+
+
+@pytest.mark.skipif(
+    not (ROOT / "rl_dist/launch").is_dir(), reason="the README shows the tree by package"
+)
+def test_the_tree_of_the_readme_exists():
+    folder, missing = Path(), []
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(TREE_STARTS))
+    for line in lines[start : lines.index("```", start)]:
+        names = [
+            word
+            for word in re.split(r"\s{2,}|(?<=/) ", line.strip())
+            if re.fullmatch(r"[\w.]+/|\w+\.py", word)
+        ]
+        inner = line.startswith("  ")
+        if not inner and names[:1] and names[0].endswith("/"):
+            folder = Path(names[0])
+        missing += [
+            name for name in names if not (ROOT / (folder if inner else "") / name).exists()
+        ]
+    assert missing == []
+
+
+def test_every_mark_of_the_pages_becomes_text():
+    marks = [mark for page in PAGES for mark in MARK.findall(page.read_text())]
+    assert {"flags", "metrics", "presets", "signals", "help"} <= set(marks)
+    assert all(generated().generate(mark).strip() for mark in marks)
+
+
+def test_the_tables_hold_every_flag_with_its_default():
+    text = generated().generate("flags")
+    for name, section in SECTIONS.items():
+        for entry in filter(generated().is_flag, section.__dataclass_fields__.values()):
+            assert f"`--{entry.name}`" in text, name
+    assert re.search(r"`--batch_size` \| 128 ", text)
+
+
+def test_guarantees_name_tests_that_exist():
+    named = set(re.findall(r"\b(test_\w+)\b(?!\.py)", (ROOT / "docs/guarantees.md").read_text()))
+    tests = "\n".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    known = set(re.findall(r"def (test_\w+)", tests)) | {
+        path.stem for path in ROOT.glob("tests/**/test_*.py")
+    }
+    assert sorted(named - known) == []
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    argv = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe)[^>]*(?:src|href)=\"(https?:[^\"]+)", page.read_text()
+        )
+        assert loaded == [], page.name
