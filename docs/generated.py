@@ -58,12 +58,14 @@ TITLES = {
     "pretrain": "Pre-training",
 }
 
+LONG_ROWS = ("guarantees.md", "troubleshooting.md")  # pages whose tables are lists on a phone
 _MARK = re.compile(r"<!-- generated: ([^>]+?) -->")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace the marks of a page; MkDocs calls it."""
-    return _MARK.sub(lambda mark: generate(mark[1]), markdown)
+    text = _MARK.sub(lambda mark: generate(mark[1]), markdown)
+    return _stacked("rows", text) if page.file.src_uri in LONG_ROWS else text
 
 
 def generate(name: str) -> str:
