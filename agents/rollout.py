@@ -223,7 +223,7 @@ def equal_parts(minibatch: Minibatch, count: int) -> Iterator[Minibatch]:
 def stratum_size(num_minibatches: int, slots_per_env: int) -> int:
     """How many neighbouring global environments shuffle their slots together.
 
-    See DESIGN.md, Slots.
+    See docs/design.md, Sequences and strata.
     """
     return num_minibatches // math.gcd(num_minibatches, slots_per_env)
 
