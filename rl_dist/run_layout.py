@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_dist.world import UserError
 
 OURS = {  # patterns of files by folder
-    "": ("config.json", "metrics.jsonl*", "summary.json*", "events.out.tfevents.*"),
+    "": ("config.json", "metrics.jsonl", "summary.json*", "events.out.tfevents.*"),
     "checkpoints": (),  # its files are written under new names, and read as plain files only
     "logs": ("rank_*.log",),
     "plots": ("*.png*",),
