@@ -314,6 +314,7 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> Report:
         return report
     finally:
         stop_flag.uninstall()
+        stop_flag.signum = 0
 
 
 def _exit_without_teardown(code: int) -> None:

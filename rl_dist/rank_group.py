@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist import events
-from rl_dist.checkpoint import load_latest
+from rl_dist.checkpoint_folder import iteration_in_name, latest_checkpoint
 from rl_dist.job_directory import job_directory
 from rl_dist.process_ends import EXIT_GRACE_S, STOP_SIGNALS, ReportPage, StopRelay, how_it_ended
 from rl_dist.rank import RankFunction, RankPlace, Report, run_as_rank
@@ -158,8 +158,8 @@ class RankGroup:
         message = f"{report.summary}: restart {self.restarts} of {self.max_restarts}"
         iteration = None
         if self.run_dir is not None:
-            newest = load_latest(self.run_dir)
-            iteration = newest.state["iteration"] if newest else 0
+            newest = latest_checkpoint(self.run_dir)
+            iteration = iteration_in_name(newest) if newest else 0
             message += f", going on from iteration {iteration}" if newest else " from the beginning, without checkpoint"
         say(message)
         where = {} if iteration is None else {"iteration": iteration}
