@@ -68,7 +68,7 @@ def _places(module: str) -> list[str]:
     for number in range(1, len(parts) + 1):
         name = ".".join(parts[:number])
         try:
-            spec = find_spec(name) if path is None else PathFinder.find_spec(name, path)
+            spec = find_spec(name) if path is None else PathFinder.find_spec(parts[number - 1], path)
         except (ImportError, ValueError):
             spec = None
         if spec is None:

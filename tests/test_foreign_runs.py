@@ -45,7 +45,7 @@ def canary(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "modules")
     write_module(tmp_path / "modules", tmp_path / "canary")
     yield tmp_path / "canary"
-    for name in [name for name in sys.modules if name.startswith("foreign")]:
+    for name in [name for name in sys.modules if name.startswith(("foreign", "lab"))]:
         del sys.modules[name]
 
 
@@ -168,6 +168,14 @@ def test_names_that_are_no_modules_are_one_line(tmp_path):
         with pytest.raises(ValueError, match=r"env"):
             check_module(env, "", tmp_path, None)
             train_distributed.GymTask(dataclasses.replace(RunConfig().task, env=env))
+
+
+def test_a_module_in_folders_without_init_is_the_users_own(copy, canary, tmp_path, monkeypatch, capsys):
+    write_module(tmp_path / "modules" / "lab" / "inner", canary)
+    env = "lab.inner.foreign_envs:Foreign-v0"
+    alter(copy, "task", "env", env)
+    assert train_here(monkeypatch, "--resume", copy) == 0
+    assert canary.exists()
 
 
 # ---- every field
