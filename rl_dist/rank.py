@@ -24,7 +24,7 @@ from rl_dist.world import close_any_world, connection_broke, leave_when_orphaned
 
 logger = logging.getLogger(__name__)  # for the log files only: `launch` itself tells the console, once
 logger.addHandler(logging.NullHandler())
-LONGEST_MESSAGE = 100_000  # characters: a page holds more
+LONGEST_MESSAGE, LONGEST_SUMMARY = 50_000, 5_000  # characters, of up to six bytes each in a page
 RankFunction = Callable[..., int | None]
 
 
@@ -119,7 +119,7 @@ def run_as_rank(fn: RankFunction, args: tuple[Any, ...], place: RankPlace) -> No
     threading.Thread(target=leave_when_orphaned, args=(place.launcher_pid, done), daemon=True).start()
     report_to(place.page)
     report = run_guarded(fn, args)
-    report.message = report.message[-LONGEST_MESSAGE:]
+    report.message, report.summary = report.message[-LONGEST_MESSAGE:], report.summary[:LONGEST_SUMMARY]
     process_ends.report(**vars(report))
     events.close()
     if report.failed:  # without teardown, which could wait for the other ranks for ever

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class RankGroup:
 
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # its start unblocks signals
         with _signals_blocked(), _environment(OMP_NUM_THREADS=str(threads_per_rank(self.num_ranks))):
             for rank in range(self.num_ranks):
                 page = ReportPage()

@@ -89,7 +89,7 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> 
     logging.getLogger("rl_dist.rank").error(text)  # for the log file: the launcher tells the console
     if JOB_DIR_VARIABLE in os.environ:  # the launcher tells the user, once
         facts = {"message": text, "rank": rank, "at_ns": time.monotonic_ns(), "consequence": consequence}
-        report(**facts, summary=text.removeprefix("error: "))
+        report(**facts, summary=text.removeprefix("error: "), exit_code=exit_code)
     else:
         sys.stderr.write(text + "\n")
     sys.stdout.flush()

@@ -26,6 +26,7 @@ from rl_dist.launch import UserError, launch, restart_count
 from rl_dist.metrics import close_logging, open_writer, setup_logging
 from rl_dist.rank import mark_failure
 from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
+from rl_dist.watchdog import end_rank
 from rl_dist.world import close_world, open_world, stop_flag
 
 
@@ -139,6 +140,19 @@ def loop(out_dir, raising="", victim=1):
 
 def fail():
     raise RuntimeError("the roof is on fire")
+
+
+def fail_at_length():
+    raise RuntimeError("\0" * 10**6)
+
+
+def end_slowly():
+    """Rank 0 reports that it ends itself, and is kept from it; rank 1 ends meanwhile."""
+    if os.environ["RANK"] == "1":
+        time.sleep(1.0)
+        return
+    sys.stdout.flush = lambda: time.sleep(60)
+    end_rank("too late")
 
 
 def mistake():

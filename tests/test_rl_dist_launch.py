@@ -180,6 +180,23 @@ def test_a_rank_that_dies_without_a_report_is_named_and_started_again_if_asked(w
     assert re.search(rf"^rank {victim} \(.*{WAYS[way]}.*: restart 1 of 1$", capfd.readouterr().err, re.MULTILINE)
 
 
+def test_a_failure_with_a_giant_message_is_told_as_what_it_is(capfd):
+    assert launch(rl_dist_ranks.fail_at_length, (), num_ranks=2) == 1
+    stderr = capfd.readouterr().err
+    assert "rank 0 failed" in stderr and "without a report" not in stderr
+
+
+def test_a_rank_that_is_still_ending_itself_is_no_riddle(capfd):
+    assert launch(rl_dist_ranks.end_slowly, (), num_ranks=2) == 1
+    assert capfd.readouterr().err == "error: rank 0: too late\n"
+
+
+def test_no_signal_meets_a_rank_before_its_handlers_are_set():
+    code = "import mask_when_imported, rl_dist.launch as it; exit(it.launch(mask_when_imported.check, (), 2))"
+    environment = os.environ | {"PYTHONPATH": f"{REPO}:{REPO / 'tests'}"}  # a new process: none has started a rank yet
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
+
+
 def test_the_rank_that_failed_is_the_cause_and_not_the_one_that_missed_it_first(tmp_path, capfd):
     assert launch(rl_dist_ranks.close_slowly, (str(tmp_path),), num_ranks=2) == 1
     stderr = capfd.readouterr().err
