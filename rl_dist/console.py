@@ -57,7 +57,7 @@ def outlive_readers() -> None:
     """Let stdout and stderr of this process go nowhere once nobody reads them."""
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), _Outliving):
-            setattr(sys, name, _Outliving(getattr(sys, name)))
+            setattr(sys, name, _Outliving(getattr(sys, name) or open(os.devnull, "w")))  # noqa: SIM115  # None: closed
 
 
 def explained(error: ValueError | OSError) -> tuple[str, int]:

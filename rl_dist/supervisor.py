@@ -26,6 +26,7 @@ from rl_dist.process_ends import (
 )
 
 POLL_S = 0.02
+LOOKING_IN = {"bdb", "profile", "pydevd"}  # modules of what would look into this process instead of the training
 LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
 
 
@@ -33,14 +34,20 @@ def supervise() -> None:
     """Return in a child that this process watches and then follows.
 
     This process ends here, with the child's exit code, or 1 where it died without a report. Under torchrun, which
-    watches its ranks, it returns at once.
+    watches its ranks, under a debugger or profiler and with `python -i` it returns at once.
     """
-    if "RANK" in os.environ or not hasattr(os, "fork"):
+    looked_into = sys.flags.interactive or sys.modules.keys() & LOOKING_IN
+    if "RANK" in os.environ or not hasattr(os, "fork") or looked_into:
         return
-    page, supervisor = ReportPage(), os.getpid()
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a file of ours would become a closed stdout
+        pass
+    os.close(spare)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns of a death
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    child = os.fork()
+    try:
+        page, supervisor, child = ReportPage(), os.getpid(), os.fork()
+    except OSError as error:
+        sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:
         sys.exit(_watch(child, page))
     die_with_parent(supervisor, signal.SIGKILL)  # who kills the process that he started means this one
@@ -80,6 +87,9 @@ def _watch(child: int, page: ReportPage) -> int:
         return facts["exit_code"]
     if facts.get("ended_in_order") and code >= 0:
         return code
+    from rl_dist.console import outlive_readers  # not before it is needed
+
+    outlive_readers()
     if relay.signums and (relay.insists or -code in relay.signums):
         print(f"stopped by {signal.Signals(relay.signums[0]).name}", file=sys.stderr)
         return 128 + relay.signums[0]
@@ -89,7 +99,7 @@ def _watch(child: int, page: ReportPage) -> int:
 def _print_death(child: int, code: int, facts: dict[str, Any]) -> int:
     run_dir = facts.get("run_dir", "")
     words = f"the training process ({child}) {how_it_ended(code)}"
-    fix = f"; go on with --resume {run_dir}" if os.path.isdir(os.path.join(run_dir, "checkpoints")) else ""
+    fix = f"; go on with --resume {run_dir}" if run_dir and os.path.isdir(os.path.join(run_dir, "checkpoints")) else ""
     print(f"error: {words}{fix}", file=sys.stderr, flush=True)
     if facts.get("on_event"):
         from rl_dist import events

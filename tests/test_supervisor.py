@@ -12,6 +12,8 @@ import psutil
 import pytest
 from train_runs import records, start_training
 
+from rl_dist.process_ends import ReportPage, StopRelay
+
 REPO = Path(__file__).parents[1]
 SUPERVISED = """
 import os, signal, sys, threading, time
@@ -171,3 +173,57 @@ def test_with_restarts_a_rank_that_dies_costs_nothing(ranks, victim, way, tmp_pa
     _, stderr = job.communicate(timeout=120)
     assert job.returncode == 0 and f"rank {victim} (process" in stderr and "restart 1 of 1" in stderr, stderr
     assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 11))
+
+
+def test_an_event_is_sent_though_nobody_reads_what_is_said(tmp_path):
+    command = f"cat > {tmp_path}/event"
+    job, _ = start(f"report(run_dir={str(tmp_path)!r}, on_event={command!r}); time.sleep(0.5); os._exit(0)")
+    job.stderr.close()
+    assert job.wait(timeout=30) == 1
+    assert json.loads((tmp_path / "event").read_text())["event"] == "failed"
+
+
+def test_it_runs_with_closed_outputs(tmp_path):
+    code = "from rl_dist.console import outlive_readers; outlive_readers(); print(1, flush=True)"
+    opened = "' '.join(os.readlink(f'/proc/self/fd/{n}') for n in (1, 2))"
+    program = SUPERVISED.replace("print(os.getpid(), flush=True)", code)
+    program += f"open({str(tmp_path / 'fds')!r}, 'w').write({opened})"
+    job = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, program], cwd=REPO, timeout=60)
+    assert job.returncode == 0
+    assert (tmp_path / "fds").read_text() == "/dev/null /dev/null"
+
+
+@pytest.mark.parametrize(
+    ("broken", "exit_code", "words"),
+    [
+        ("def fails(*_): raise OSError(11, 'no more processes')\nos.fork = fails", 1, "no more processes"),
+        ("def fails(*_): raise OSError(1, 'forbidden')\nos.memfd_create = fails", 0, ""),  # as in some containers
+    ],
+)
+def test_what_the_system_refuses_is_done_without_or_told_in_one_line(broken, exit_code, words):
+    code = SUPERVISED.replace("supervise()\n", f"{broken}\nsupervise()\n")
+    job = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert job.returncode == exit_code and words in job.stderr and len(job.stderr.splitlines()) == exit_code
+
+
+def test_a_debugger_or_profiler_sees_the_training_itself():
+    code = "import bdb; before = os.getpid(); supervise(); assert before == os.getpid()\n"
+    code = SUPERVISED.replace("supervise()\n", code)
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=60).returncode == 0
+
+
+def test_looking_for_a_report_takes_no_time():
+    page = ReportPage()
+    page.write(run_dir="x")
+    started_s = time.process_time()
+    assert all(page.read() for _ in range(200))
+    assert time.process_time() - started_s < 0.05  # fifty times a second, next to the training
+
+
+def test_who_presses_ctrl_c_quickly_insists():
+    relay = StopRelay()
+    for pressed in range(3):
+        for _ in range(2):  # from the terminal, and passed on
+            relay._on_signal(signal.SIGINT, None)
+        time.sleep(0.3)
+        assert relay.insists == (pressed == 2)
