@@ -32,20 +32,19 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
-from agents.run import SECTIONS
-from agents.setup_report import Report, decide_ranks, exercise_ranks, look_at_time, one_line, recommend
+from agents.dry_run.measure import Question, Trying, gradient_bytes, short_runs
+from agents.dry_run.setup_report import Report, decide_ranks, exercise_ranks, look_at_time, one_line, recommend
+from agents.run.config import SECTIONS
 from agents.sizes import share_out
-from agents.tryout import Question, Trying, gradient_bytes, short_runs
-from envs.faults import EnvironmentFault
 from envs.task import GymTask
-from envs.trading_task import TradingTask
-from rl_dist.console import explains_errors, outlive_readers
-from rl_dist.flags import ParsedFlags, parse_flags
-from rl_dist.hardware import as_dict, read_facts
-from rl_dist.launch import UserError
-from rl_dist.measured_checks import MemoryFigures, memory_checks, worst
-from rl_dist.rendezvous import check_variables
-from rl_dist.setup_checks import (
+from envs.trading.task import TradingTask
+from envs.vector.faults import EnvironmentFault
+from rl_dist.config import ParsedFlags, parse_flags
+from rl_dist.errors import UserError, explains_errors, outlive_readers
+from rl_dist.hardware.addresses import check_variables
+from rl_dist.hardware.report import as_dict, read_facts
+from rl_dist.launch.short_run import SideBySide, without
+from rl_dist.setup_check.checks import (
     PROBLEM,
     WARNING,
     Check,
@@ -56,7 +55,7 @@ from rl_dist.setup_checks import (
     link_checks,
     software_checks,
 )
-from rl_dist.trial import SideBySide, without
+from rl_dist.setup_check.measured import MemoryFigures, memory_checks, worst
 from train_distributed import RUNS, add_run_flags, choose_run
 
 OWN_FLAGS = ("json", "full", "strict")

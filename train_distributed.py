@@ -6,7 +6,7 @@ Run it as `python train_distributed.py --num_gpus N`.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before anything slow is imported
-    from rl_dist.supervisor import supervise
+    from rl_dist.launch.supervisor import supervise
 
     supervise()
 
@@ -23,18 +23,17 @@ from typing import Any
 
 import torch
 
-from agents.batch_choice import settle_batch_size
-from agents.evaluate import judge_run, validation
-from agents.interactive import ask_user
-from agents.memory_advice import JUDGING, check_rollouts, limit_reached
-from agents.pretrained import load_pretrained
-from agents.resumed import config_to_resume
-from agents.run import (
+from agents.dry_run.batch_size import settle_batch_size
+from agents.dry_run.memory_advice import JUDGING, check_rollouts, limit_reached
+from agents.dry_run.strategy import settle_strategy
+from agents.evaluate.command import judge_run, validation
+from agents.pretrain.weights import check_pretrained, load_pretrained
+from agents.run.bottleneck import bottleneck
+from agents.run.config import (
     OWNERS,
     SECTIONS,
     SUMMARY,
     RunConfig,
-    check_pretrained,
     check_resumable,
     discard_unstarted,
     fresh_directory,
@@ -43,31 +42,34 @@ from agents.run import (
     save_config,
     set_results_aside,
 )
-from agents.sizes import AUTO, share_out, sizes_table
-from agents.strategy_choice import settle_strategy
+from agents.run.interactive import ask_user
+from agents.run.resumed import config_to_resume
+from agents.run.sizes_table import sizes_table
+from agents.sizes import AUTO, share_out
 from agents.trainer import MakeEnv, Training, train
-from envs.faults import EnvironmentFault, Interruption
-from envs.simulated_market import market_card
 from envs.task import GymTask, check_flags
-from envs.trading_task import TradingTask
-from rl_dist import events
-from rl_dist.checkpoint import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint, load_checkpoint
-from rl_dist.collectives import agree_max, gather_json
-from rl_dist.console import explained, explains_errors, outlive_readers, tell_once
-from rl_dist.fallback import settle_launch
-from rl_dist.flags import ParsedFlags, parse_flags
-from rl_dist.launch import ResolvedLaunch, UserError, launch, restart_count
-from rl_dist.metrics import NullWriter, open_writer, setup_logging, truncate_metrics, write_whole
-from rl_dist.monitor import Monitor, sources_of
-from rl_dist.process_ends import STOP_SIGNALS, report
-from rl_dist.rank import mark_failure
-from rl_dist.rendezvous import MAX_RESTARTS, elastic_count
-from rl_dist.run_files import leads_to
-from rl_dist.run_lock import RunLock, hold, hold_new
-from rl_dist.scaling_outcome import describe, outcome_of
-from rl_dist.speed import check_compiler
-from rl_dist.strategy import parameter_hash
-from rl_dist.world import FULL_DISK, end_at_signals, open_world, stop_flag, unwritable
+from envs.trading.simulated_market import market_card
+from envs.trading.task import TradingTask
+from envs.vector.faults import EnvironmentFault, Interruption
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
+from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
+from rl_dist.config import ParsedFlags, parse_flags
+from rl_dist.errors import FULL_DISK, UserError, explained, explains_errors, outlive_readers, tell_once, unwritable
+from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
+from rl_dist.hardware.plain_files import leads_to
+from rl_dist.launch.fallback import settle_launch
+from rl_dist.launch.launcher import ResolvedLaunch, launch, restart_count
+from rl_dist.launch.rank import mark_failure
+from rl_dist.parallel.speed import check_compiler
+from rl_dist.process_group.collectives import agree_max, gather_json
+from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.process_ends import STOP_SIGNALS, report
+from rl_dist.process_group.world import end_at_signals, open_world, stop_flag
+from rl_dist.speedup.outcome import describe, outcome_of
+from rl_dist.telemetry import events
+from rl_dist.telemetry.metrics import open_writer, setup_logging, truncate_metrics, write_whole
+from rl_dist.telemetry.monitor import Monitor, sources_of
 
 RUNS = Path("runs")
 logger = logging.getLogger("train_distributed")  # for the log files
@@ -203,8 +205,8 @@ def run_rank(
 ) -> int:
     """What every rank does: train, judge, leave. Returns the exit code."""
     world = open_world(resolved.device_type, config.train.collective_timeout, resolved.gpu_ids)
-    writer: NullWriter | None = None
     found: Found | None = None
+    closing = ExitStack()
     try:
         if world.main and restart_count():
             found = go_back(run_dir)
@@ -227,10 +229,12 @@ def run_rank(
             run_dir,
             resolved.gpu_ids,
             validate=validation(task, config, world),
+            explain=bottleneck,
             pretrained=load_pretrained(config.train.pretrained) if starts_pretrained else None,
         )
         training = Training(job, world)
-        world.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
+        training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
+        closing.callback(training.monitor.close)
         if resume_from:
             training.restore(found.state if found else load_checkpoint(resume_from))
         if world.main and training.progress < 1.0:
@@ -245,10 +249,11 @@ def run_rank(
             purge_step=training.global_step + 1,
             lock=(lock.path, lock.file) if lock else None,
         )
+        closing.callback(writer.close)
         if not getattr(training.env, "can_snapshot", False):
             writer.say(
                 f"{config.task.env} cannot be snapshot: after --resume its episodes begin anew "
-                "(envs/snapshots.py tells how an environment takes part)"
+                "(envs/vector/snapshots.py tells how an environment takes part)"
             )
         signum = train(training, writer, stop_flag)
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
@@ -269,8 +274,7 @@ def run_rank(
             raise
         raise unwritable(str(error.filename or run_dir), error) from None
     finally:
-        if writer is not None:
-            writer.close()
+        closing.close()
 
 
 class Stopped(Interruption):
@@ -315,7 +319,7 @@ def judge(config: RunConfig, task: TradingTask | GymTask, training: Training, ru
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
     """Write summary.json and the learning curve, and print the result."""
-    from agents.report import plot_learning_curve  # matplotlib: half a second, needed at the end only
+    from agents.evaluate.plots import plot_learning_curve  # matplotlib: half a second, needed at the end only
 
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}

@@ -14,8 +14,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-# Streams of SeedSequence([seed, stream, ...]): what is drawn from one never overlaps another.
-POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, EVALUATION_STREAM = range(5)
+from rl_dist.seeding import NOISE_STREAM
+
 WORDS_PER_COUNTER = 4  # Philox 4x64 makes four 64-bit words for every value of its counter
 
 
@@ -63,12 +63,3 @@ def action_noise(
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
     return torch.from_numpy(pairs.reshape(num_steps, num_envs, -1)[:, :, :num_actions].copy())
 
-
-def stream_seeds(seed: int, stream: int, first: int, count: int, life: int = 0) -> list[int]:
-    """Seeds number first .. first + count - 1 of a stream, one 63-bit integer each.
-
-    For environments the number is their global index; `life` counts the restarts of environments
-    that cannot be snapshot (resume): a new life, other episodes.
-    """
-    sequences = (np.random.SeedSequence([seed, stream, first + i, life]) for i in range(count))
-    return [int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)) for sequence in sequences]

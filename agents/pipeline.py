@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from agents.clstm import Evaluation, Policy
 from agents.lstm import run_sequence
+from agents.policy import Evaluation, Policy
 from agents.rollout import Minibatch, equal_parts
-from rl_dist.strategy import GRADIENT_BYTES_LOGGED, Strategy, StrategyConfig
-from rl_dist.world import UserError, World
+from rl_dist.errors import UserError
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import GRADIENT_BYTES_LOGGED, Strategy
+from rl_dist.process_group.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
@@ -142,7 +144,7 @@ class PipelineStrategy(Strategy):
         self.half, self.module = (FeatureStage, DecisionStage)[self.stage](module, self.world), module
         return module
 
-    def gradients(self, minibatch: Minibatch, num_parts: int, loss_of: LossOf, num_terms: int) -> Tensor:
+    def scheduled(self, minibatch: Minibatch, num_parts: int, loss_of: LossOf, num_terms: int) -> Tensor:
         """Add the gradient of the mean loss over the minibatches of all ranks.
 
         Each rank gets that of its stage. A loss that is not finite spoils the gradient, which tells the other ranks.
@@ -181,7 +183,7 @@ class PipelineStrategy(Strategy):
         return self._grad_norm, stepped
 
     @torch.no_grad()
-    def share_parameters(self) -> None:
+    def end_update(self) -> None:
         """Give each rank of a pair what the other one has trained."""
         with self.world.waiting("exchange of parameters"):
             for stage, parameters in enumerate(self.stages):

@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from agents.clstm import Evaluation, Policy, evaluation_of
-from agents.pipeline import PipelineStrategy
+from agents.policy import Evaluation, Policy, evaluation_of
 from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
-from rl_dist import events
-from rl_dist.collectives import sum_over_ranks
-from rl_dist.flags import flag
-from rl_dist.precision import autocast_dtype
-from rl_dist.sections import section
-from rl_dist.speed import SpeedConfig, compiled, make_adam
-from rl_dist.step_clock import StepClock
-from rl_dist.strategy import Strategy
-from rl_dist.world import UserError, World
+from rl_dist.config import flag
+from rl_dist.errors import UserError
+from rl_dist.parallel.precision import autocast_dtype
+from rl_dist.parallel.speed import SpeedConfig, compiled, make_adam
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.collectives import sum_over_ranks
+from rl_dist.process_group.phases import section
+from rl_dist.process_group.world import World
+from rl_dist.telemetry import events
+from rl_dist.telemetry.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -227,8 +227,7 @@ class PPO:
             if self.config.target_kl and epoch_steps and self._exceeds_target_kl(epoch_kl / epoch_steps):
                 break
             self.clock.mark("")
-        if isinstance(self.strategy, PipelineStrategy):
-            self.strategy.share_parameters()
+        self.strategy.end_update()
         if num_bad:
             text = f"{num_bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
             events.notify("bad_steps", text, iteration=key[1], skipped=num_bad)
@@ -266,8 +265,8 @@ class PPO:
 
     def _gradients(self, minibatch: Minibatch) -> LossParts:
         """Forward and backward of a minibatch, part by part; the losses of this rank."""
-        if isinstance(self.strategy, PipelineStrategy):
-            terms = self.strategy.gradients(minibatch, self.num_parts, self._loss_of, len(LossParts._fields))
+        if self.strategy.scheduled is not None:  # stages of a pipeline, each with a part of forward and backward
+            terms = self.strategy.scheduled(minibatch, self.num_parts, self._loss_of, len(LossParts._fields))
             self.clock.mark("backward")
             return LossParts(*terms.mean(0))
         losses = []

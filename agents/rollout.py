@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.clstm import Policy
-from agents.noise import SHUFFLE_STREAM
 from agents.normalize import Normalizer
-from rl_dist.sections import section
-from rl_dist.world import UserError
+from rl_dist.errors import UserError
+from rl_dist.process_group.collectives import gather_json
+from rl_dist.process_group.phases import section
+from rl_dist.process_group.world import World
+from rl_dist.seeding import SHUFFLE_STREAM
+
+if TYPE_CHECKING:
+    from agents.policy import Policy
 
 
 @dataclass
@@ -273,3 +278,40 @@ def minibatches(slots: Minibatch, order: np.ndarray) -> Iterator[Minibatch]:
                 for item in fields(Minibatch)
             }
         )
+
+
+def episode_metrics(
+    rollout: Rollout, timing: dict[str, float], env_restarts: int, use: dict[str, float | None], world: World
+) -> dict[str, Any]:
+    """Returns and lengths of this rollout's ended episodes, overall and per rank.
+
+    Args:
+        timing: seconds of this rank's phases.
+        env_restarts: of this rank's environments.
+        use: of this rank's GPU, CPU and memory.
+    """
+    ended = rollout.episode_end
+    own = {
+        "rank": world.rank,
+        "episode/count": int(ended.sum()),
+        "return_sum": float((rollout.episode_returns * ended).sum()),
+        "length_sum": int((rollout.episode_lengths * ended).sum()),
+        "restarts": env_restarts,
+        **timing,
+        **use,
+    }
+    ranks = gather_json(own, world)
+    count = sum(item["episode/count"] for item in ranks)
+    return_sum = sum(item["return_sum"] for item in ranks)
+    length_sum = sum(item.pop("length_sum") for item in ranks)
+    for item in ranks:
+        total = item.pop("return_sum")
+        item["episode/return"] = total / item["episode/count"] if item["episode/count"] else None
+    return {
+        "episode/return": return_sum / count if count else None,
+        "episode/length": length_sum / count if count else None,
+        "episode/count": count,
+        "env/restarts": sum(item.pop("restarts") for item in ranks),
+        **{key: max(item[key] for item in ranks) for key in timing},
+        "ranks": ranks,
+    }

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from agents.ppo import PPOConfig, learning_rate
-from rl_dist.batch_size import LR_RULES, learning_rate_factor
-from rl_dist.flags import flag
-from rl_dist.world import UserError
+from rl_dist.config import flag
+from rl_dist.errors import UserError
+from rl_dist.parallel.batch_size import LR_RULES, learning_rate_factor
 
 LR_SCALINGS = LR_RULES
 AUTO = 0  # batch_size: measured by the ranks when a run begins
@@ -164,11 +163,11 @@ def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: in
         if saved_num_envs:
             raise UserError(_other_ranks(num_envs, config.batch_size * unit, num_ranks))
         if config.batch_size * unit % num_ranks:
-            what = f"batch_size {config.batch_size * unit} does not divide over {_ranks(num_ranks)}"
+            what = f"batch_size {config.batch_size * unit} does not divide over {in_ranks(num_ranks)}"
         else:
             what = (
                 f"num_envs {num_envs // unit} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, "
-                f"batch_size {_asked_batch(config)} does not divide into whole minibatches over {_ranks(num_ranks)}"
+                f"batch_size {_asked_batch(config)} does not divide into whole minibatches over {in_ranks(num_ranks)}"
             )
         raise UserError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
     return Sizes(
@@ -199,7 +198,7 @@ def _asked_batch(config: TrainConfig) -> str:
     return str(config.batch_size) + (f" times grad_accumulation {parts}" if parts > 1 else "")
 
 
-def _ranks(number: int) -> str:
+def in_ranks(number: int) -> str:
     return f"{number} rank" + "s" * (number > 1)
 
 
@@ -229,7 +228,7 @@ def _other_ranks(num_envs: int, batch_size: int, num_ranks: int) -> str:
     near = [n for n in divisors if n < num_ranks][-1:] + [n for n in divisors if n > num_ranks][:1]
     return (
         f"the run to resume has {num_envs} environments and batches of {batch_size} slots in all, which do not "
-        f"divide over {_ranks(num_ranks)}: try {' or '.join(f'--num_gpus {number}' for number in near)}"
+        f"divide over {in_ranks(num_ranks)}: try {' or '.join(f'--num_gpus {number}' for number in near)}"
     )
 
 
@@ -249,34 +248,3 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int) -> list[str]:
             found += [f"{change}--num_envs {count // unit}" for count in near]
     return found
 
-
-def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfig) -> str:
-    """What one rank does and what all do together, as printed at the start."""
-    steps = ppo.update_epochs * sizes.num_minibatches
-    length, slot = config.num_steps, config.bptt_steps
-    batch = "minibatch" if sizes.num_parts == 1 else f"{sizes.num_parts} minibatches"
-    rows = [
-        ("", "each rank", f"all {_ranks(num_ranks)}"),
-        ("environments", sizes.num_envs, sizes.global_num_envs),
-        ("environment steps per iteration", sizes.num_envs * length, sizes.global_num_envs * length),
-        (f"{batch}, slots of {slot} steps", sizes.batch_size, sizes.global_batch_size),
-        (f"{batch}, environment steps", sizes.batch_size * slot, sizes.global_batch_size * slot),
-        ("gradient steps per iteration", steps, f"{steps} (together)"),
-    ]
-    lines = [f"  {name:<34}{each!s:>12}{together!s:>16}" for name, each, together in rows]
-    return "\n".join([*lines, f"  learning rate: {_describe_rate(config, sizes, ppo)}"])
-
-
-def _describe_rate(config: TrainConfig, sizes: Sizes, ppo: PPOConfig) -> str:
-    """The learning rate in words: scaled, rising, falling."""
-    words = f"{ppo.learning_rate:g}"
-    if config.lr_scaling != "none":
-        growth = sizes.global_batch_size // config.slots_per_step
-        peak = learning_rate(ppo, max(ppo.warmup, 1), 1.0, sizes.learning_rate_factor)
-        words += f" x {sizes.learning_rate_factor:.4g} ({config.lr_scaling} of a {growth}-fold batch) = {peak:.4g}"
-    if ppo.warmup:
-        words += f", rising over the first {ppo.warmup} iterations"
-    if ppo.anneal_lr:
-        budget = f"{config.total_steps} steps" if config.total_steps else f"{config.num_episodes} episodes"
-        words += f", falling to 0 over {budget}"
-    return words

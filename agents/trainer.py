@@ -5,43 +5,38 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import torch
 from torch import Tensor
 
-from agents.bottleneck import bottleneck
-from agents.clstm import Policy, PolicyConfig
-from agents.episodes import episode_metrics, tell_stragglers
 from agents.gae import gae
-from agents.noise import ENVIRONMENT_STREAM, POLICY_STREAM, action_noise, stream_seeds
+from agents.noise import action_noise
 from agents.normalize import Normalizer
 from agents.pipeline import make_strategy
-from agents.ppo import (
-    PPO,
-    NonFiniteGradient,
-    PPOConfig,
-    explained_variance,
-    normalize_advantages,
-    replicated_state,
-)
-from agents.pretrained import Pretrained
-from agents.rollout import Carry, Minibatch, Rollout, collect, fresh_carry, to_slots
-from agents.saved_state import check_weights
+from agents.policy import Policy, PolicyConfig, check_weights
+from agents.ppo import PPO, NonFiniteGradient, PPOConfig, explained_variance, normalize_advantages, replicated_state
+from agents.rollout import Carry, Minibatch, Rollout, collect, episode_metrics, fresh_carry, to_slots
 from agents.sizes import Sizes, TrainConfig, share_out
-from rl_dist.checkpoint import CHECKPOINT_DIR, MEASURED, Best, CheckpointError, latest_checkpoint, save_checkpoint
-from rl_dist.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
-from rl_dist.launch import UserError
-from rl_dist.metrics import MetricsWriter, NullWriter
-from rl_dist.profiler import Profiler
-from rl_dist.speed import SpeedConfig, keep_options
-from rl_dist.stragglers import Stragglers
-from rl_dist.strategy import StrategyConfig
-from rl_dist.world import StopFlag, World
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, MEASURED, Best, latest_checkpoint, save_checkpoint
+from rl_dist.checkpoint.seal import CheckpointError
+from rl_dist.errors import UserError
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.speed import SpeedConfig, keep_options
+from rl_dist.process_group.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
+from rl_dist.process_group.world import StopFlag, World
+from rl_dist.seeding import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
+from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
+from rl_dist.telemetry.monitor import Monitor
+from rl_dist.telemetry.profiler import Profiler
+from rl_dist.telemetry.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from agents.pretrain.weights import Pretrained
 
 logger = logging.getLogger(__name__)
 MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, first_global_index)
@@ -62,6 +57,7 @@ class Job:
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     pretrained: Pretrained | None = None
+    explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # the bottleneck, out of a profile's seconds
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
 
 
@@ -82,7 +78,8 @@ class Training:
         self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
         strategy = make_strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
         self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation, job.speed)
-        self.profiler = Profiler(job.run_dir, world, on=job.train.profile, explain=bottleneck)
+        self.profiler = Profiler(job.run_dir, world, on=job.train.profile, explain=job.explain)
+        self.monitor = Monitor([], 0)  # of this rank's GPU, CPU and memory; the caller may give another
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_told = 0  # of environments, in the metrics so far
         self.carry = self._reset()
@@ -286,7 +283,7 @@ def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag
         waited_s = world.sync_seconds + world.gradient_seconds  # in the update: collect waits for nobody
         timing |= {"time/update_own_s": updated - collected - waited_s} | training.ppo.clock.read()
         timing["time/idle_share"] = waited_s / (updated - started)
-        metrics = episode_metrics(rollout, timing, training.env_restarts, world)
+        metrics = episode_metrics(rollout, timing, training.env_restarts, training.monitor.take(), world)
         training.restarts_told += training.env_restarts
         tell_stragglers(stragglers, metrics)
         training.global_step += sizes.global_num_envs * job.train.num_steps
@@ -361,3 +358,11 @@ def save(training: Training, best: Best, last: bool) -> None:
         raise UserError(problem, exit_code=1)
     elif world.main:
         logger.warning("%s; training goes on without (--on_save_error continue)", problem)
+
+
+def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
+    """Warn of ranks that keep the others waiting."""
+    keys = {"collect": "time/collect_s", "update": "time/update_own_s"}
+    phases = {phase: [rank[key] for rank in metrics["ranks"]] for phase, key in keys.items()}
+    for line in stragglers.observe(phases):
+        logger.warning(line)

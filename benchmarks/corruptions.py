@@ -32,9 +32,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_dist.checkpoint import CHECKPOINT_DIR, CheckpointError, latest_checkpoint, load_checkpoint
-from rl_dist.checkpoint_file import check_plain, seal
-from rl_dist.checkpoint_folder import checkpoint_files
+from rl_dist.checkpoint.file import check_plain, load_checkpoint, seal
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, checkpoint_files, latest_checkpoint
+from rl_dist.checkpoint.seal import CheckpointError
 
 TINY = "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --total_steps 128"
 OFTEN = "--checkpoint_every 1 --validate_every 0 --eval_episodes 1 --device cpu --num_gpus 1"

@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 if __name__ == "__main__" and "KILL_POINTS_NOTES" in os.environ:  # as train_distributed.py does
-    from rl_dist.supervisor import supervise
+    from rl_dist.launch.supervisor import supervise
 
     supervise()
 
@@ -45,9 +45,9 @@ import psutil
 import agents.trainer
 import train_distributed
 from agents.trainer import Training
-from rl_dist.launch import restart_count
-from rl_dist.process_ends import report
-from rl_dist.run_comparison import differences, parameter_sha256, result_of
+from rl_dist.launch.launcher import restart_count
+from rl_dist.process_group.process_ends import report
+from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of
 
 ITERATIONS = 20
 FLAGS = [  # of sizes that one to four ranks share

@@ -23,22 +23,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 
-from agents.clstm import PolicyConfig
-from agents.episodes import episode_metrics
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
+from agents.rollout import episode_metrics
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training
-from envs.market_data import DataConfig
-from envs.simulated_market import SimulatedMarketConfig
-from envs.trading_config import TradingConfig
-from envs.trading_task import prepare_task
-from rl_dist.monitor import Monitor, Source, sources_of
-from rl_dist.world import World, close_world, open_world
+from envs.trading.config import TradingConfig
+from envs.trading.market_data import DataConfig
+from envs.trading.simulated_market import SimulatedMarketConfig
+from envs.trading.task import prepare_task
+from rl_dist.process_group.world import World, close_world, open_world
+from rl_dist.telemetry.monitor import Monitor, Source, sources_of
 
 FASTER = 100  # times as many samples, so that their cost can be seen
 
 
-def main_job(world: World, run_dir: str, small: bool) -> Callable[[], None]:
+def main_job(world: World, run_dir: str, small: bool) -> tuple[Training, Callable[[], None]]:
     """One iteration of the main job, as a function."""
     task = prepare_task(DataConfig(), SimulatedMarketConfig(num_worlds=16), TradingConfig())
     train = TrainConfig(num_envs=8, num_steps=16, bptt_steps=8, batch_size=8) if small else TrainConfig()
@@ -51,9 +51,9 @@ def main_job(world: World, run_dir: str, small: bool) -> Callable[[], None]:
         training.iteration += 1
         rollout = training.collect(training.iteration * train.num_steps)
         training.update(rollout)
-        episode_metrics(rollout, {}, training.env_restarts, world)
+        episode_metrics(rollout, {}, training.env_restarts, training.monitor.take(), world)
 
-    return iterate
+    return training, iterate
 
 
 class Clock:
@@ -77,24 +77,24 @@ class Clock:
         return [b - a for a, b in itertools.pairwise(self.cpu_s)]
 
 
-def iteration_s(iterate: Callable[[], None], world: World, every_s: float) -> tuple[float, float, list[float]]:
+def iteration_s(training: Training, iterate: Callable[[], None], every_s: float) -> tuple[float, float, list[float]]:
     """Wall and CPU seconds of an iteration under a monitor (0: none), and CPU seconds of its samples."""
-    clock = Clock()
-    world.monitor = Monitor([*sources_of(world.device), Source(("clock",), clock.begin)], every_s)
+    clock, world = Clock(), training.world
+    training.monitor = Monitor([*sources_of(world.device), Source(("clock",), clock.begin)], every_s)
     started, started_cpu = time.perf_counter(), time.process_time()
     iterate()
     taken = time.perf_counter() - started, time.process_time() - started_cpu
-    world.monitor.close()
+    training.monitor.close()
     return *taken, clock.sample_s
 
 
-def measure(iterate: Callable[[], None], world: World, every_s: float, budget_s: float) -> dict[str, object]:
+def measure(training: Training, iterate: Callable[[], None], every_s: float, budget_s: float) -> dict[str, object]:
     """Pairs of iterations, whose order changes, until the time is up."""
     slowdowns: dict[str, list[float]] = {"wall": [], "cpu": []}
     samples, plain_s, until_s = [], [], time.perf_counter() + budget_s
     while len(plain_s) < 3 or time.perf_counter() < until_s:
         order = (0.0, every_s / FASTER) if len(plain_s) % 2 else (every_s / FASTER, 0.0)
-        taken = {interval: iteration_s(iterate, world, interval) for interval in order}
+        taken = {interval: iteration_s(training, iterate, interval) for interval in order}
         watched, plain = taken[every_s / FASTER], taken[0.0]
         for number, name in enumerate(slowdowns):
             slowdowns[name].append((watched[number] / plain[number] - 1) / FASTER)
@@ -125,9 +125,9 @@ def main() -> int:
         parser.error(f"--every must be above 0 seconds, got {args.every:g}")
     world = open_world("cpu")
     with tempfile.TemporaryDirectory() as run_dir:
-        iterate = main_job(world, run_dir, args.small)
+        training, iterate = main_job(world, run_dir, args.small)
         iterate()
-        print(json.dumps(measure(iterate, world, args.every, args.seconds)), flush=True)
+        print(json.dumps(measure(training, iterate, args.every, args.seconds)), flush=True)
     close_world(world)
     return 0
 

@@ -20,18 +20,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 
-from agents.clstm import PolicyConfig
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, episode_metrics, save
-from envs.market_data import DataConfig
-from envs.simulated_market import SimulatedMarketConfig
-from envs.trading_config import TradingConfig
-from envs.trading_task import prepare_task
-from rl_dist.checkpoint import Best
-from rl_dist.collectives import agree_max, check_in_sync
-from rl_dist.launch import launch
-from rl_dist.world import close_world, open_world
+from envs.trading.config import TradingConfig
+from envs.trading.market_data import DataConfig
+from envs.trading.simulated_market import SimulatedMarketConfig
+from envs.trading.task import prepare_task
+from rl_dist.checkpoint.folder import Best
+from rl_dist.launch.launcher import launch
+from rl_dist.process_group.collectives import agree_max, check_in_sync
+from rl_dist.process_group.world import close_world, open_world
 
 
 def median_s(call: Callable[[], object], times: int) -> float:

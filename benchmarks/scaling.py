@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 
 import torch
 
-from rl_dist.calibration import OF_RANKS
-from rl_dist.speedup_plots import plot_efficiency, plot_speedup, plot_split
-from rl_dist.trial import SideBySide, without
-from rl_dist.world import threads_per_rank
+from rl_dist.launch.short_run import SideBySide, without
+from rl_dist.process_group.world import threads_per_rank
+from rl_dist.speedup.calibration import OF_RANKS
+from rl_dist.speedup.plots import plot_efficiency, plot_speedup, plot_split
 
 SCALINGS = ("strong", "weak")
 

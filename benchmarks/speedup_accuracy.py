@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 
 import torch
 
-from rl_dist.measurement_plan import share_flags
-from rl_dist.own_work import gradient_bytes_of_log, work_of
-from rl_dist.reduction_bench import measure_reductions
-from rl_dist.scaling_model import Communication, predict
-from rl_dist.trial import SideBySide
-from rl_dist.world import available_cores, threads_per_rank
+from rl_dist.hardware.host_memory import available_cores
+from rl_dist.launch.short_run import SideBySide
+from rl_dist.process_group.world import threads_per_rank
+from rl_dist.speedup.measurement_plan import share_flags
+from rl_dist.speedup.model import Communication, predict
+from rl_dist.speedup.rank_cost import gradient_bytes_of_log, work_of
+from rl_dist.speedup.reduction_bench import measure_reductions
 
 # The copies find benchmarks.slow_env wherever this was started.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH", "")]))

@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 
 import torch
 
-from rl_dist.calibration import OF_RANKS
-from rl_dist.trial import SideBySide, TrialFailed, without
-from rl_dist.world import UserError, available_cores, threads_per_rank
+from rl_dist.errors import UserError
+from rl_dist.hardware.host_memory import available_cores
+from rl_dist.launch.short_run import SideBySide, TrialFailed, without
+from rl_dist.process_group.world import threads_per_rank
+from rl_dist.speedup.calibration import OF_RANKS
 
 MANY = 0  # stands for --ranks
 VARIANTS: dict[str, tuple[int, list[str]]] = {

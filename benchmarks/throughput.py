@@ -18,16 +18,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from agents.clstm import PolicyConfig
-from agents.noise import ENVIRONMENT_STREAM, stream_seeds
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, episode_metrics
-from envs.market_data import DataConfig
-from envs.simulated_market import SimulatedMarketConfig
-from envs.trading_config import TradingConfig
-from envs.trading_task import prepare_task
-from rl_dist.world import available_cores, close_world, open_world
+from envs.trading.config import TradingConfig
+from envs.trading.market_data import DataConfig
+from envs.trading.simulated_market import SimulatedMarketConfig
+from envs.trading.task import prepare_task
+from rl_dist.hardware.host_memory import available_cores
+from rl_dist.process_group.world import close_world, open_world
+from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
 
 ENV_STEPS_PER_WINDOW = 300
 

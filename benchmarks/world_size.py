@@ -20,14 +20,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from agents.clstm import PolicyConfig
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
-from rl_dist.launch import launch
-from rl_dist.metrics import NullWriter
-from rl_dist.world import StopFlag, close_world, open_world
+from rl_dist.launch.launcher import launch
+from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.telemetry.metrics import NullWriter
 
 RANKS = (1, 2, 4)
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32}

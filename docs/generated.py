@@ -22,12 +22,16 @@ sys.path.insert(
 # Everything that is taken from the source is imported here, and nowhere else in this file.
 import check_gpu_setup
 import rl_dist
-from agents import evaluate, pretrain
-from agents.metric_table import METRICS
-from agents.run import SECTIONS, load_agent
-from rl_dist import checkpoint, resume_check, speedup, status
-from rl_dist.flags import is_flag
-from rl_dist.process_ends import STOP_SIGNALS
+from agents.evaluate import command as evaluate
+from agents.pretrain import command as pretrain
+from agents.run.config import SECTIONS, load_agent
+from agents.run.metric_table import METRICS
+from rl_dist.checkpoint import command as checkpoint
+from rl_dist.config import is_flag
+from rl_dist.process_group.process_ends import STOP_SIGNALS
+from rl_dist.resume_check import command as resume_check
+from rl_dist.speedup import command as speedup
+from rl_dist.status import command as status
 from train_distributed import PAPER, QUICK, TRADING, add_run_flags
 
 COMMANDS: dict[str, Callable[[], Any]] = {

@@ -12,10 +12,10 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from envs.faults import is_own_fault, one_line
+from envs.vector.faults import is_own_fault, one_line
 
 if TYPE_CHECKING:  # torch and pandas are loaded when a factory is called, not when ids are registered
-    from envs.vector import TorchVectorEnv
+    from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
 STREAMS: Mapping[str, int] = {"policy": 0, "environment": 1, "noise": 2, "shuffle": 3, "evaluation": 4}
@@ -23,11 +23,11 @@ VECTORIZATIONS = ("auto", "sync", "native")
 
 _LOGGER = logging.getLogger(__name__)
 _ENTRY_POINTS = {
-    TRADING_ID: ("envs.trading:StockTradingEnv", "envs.trading:make_trading_vector_env"),
-    "Recall-v0": ("envs.recall:RecallEnv", "envs.recall:RecallVectorEnv"),
+    TRADING_ID: ("envs.trading.environment:StockTradingEnv", "envs.trading.environment:make_trading_vector_env"),
+    "Recall-v0": ("envs.memory_tasks.recall:RecallEnv", "envs.memory_tasks.recall:RecallVectorEnv"),
     "CartPolePositions-v1": (
-        "envs.cartpole_positions:CartPolePositionsEnv",
-        "envs.cartpole_positions:CartPolePositionsVectorEnv",
+        "envs.memory_tasks.cartpole_positions:CartPolePositionsEnv",
+        "envs.memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
     ),
 }
 for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
@@ -74,14 +74,14 @@ def make_vector_env(
     Raises:
         ValueError: an unknown id, environment arguments it does not take, unsupported spaces, or bad sizes.
     """
-    from envs.vector import TorchVectorEnv
+    from envs.vector.adapter import TorchVectorEnv
 
     if num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, got {num_envs}")
     if vectorization not in VECTORIZATIONS:
         raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}")
     if env_id.rsplit(":", 1)[-1] == TRADING_ID:
-        raise ValueError(f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading_task")
+        raise ValueError(f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading.task")
     default_seeds = environment_seeds(seed, stream, first_global_index, num_envs)
     spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
@@ -148,7 +148,7 @@ def _probe_native(
     spec: gymnasium.envs.registration.EnvSpec, kwargs: dict[str, Any], *, forced: bool
 ) -> tuple[bool, bool]:
     """Return whether to use the native vector environment, and whether reset takes one seed for each."""
-    from envs.vector import seeds_are_per_environment
+    from envs.vector.adapter import seeds_are_per_environment
 
     if spec.vector_entry_point is None:
         if forced:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envs import TRADING_ID, find_spec, make_vector_env
-from envs.hangs import end_process
+from envs.vector.hangs import end_process
 
 DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
 OF_OTHERS = ("env_kwargs", "vectorization", "eval_episodes", "env_timeout", "env_restarts")  # not of trading

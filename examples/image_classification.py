@@ -21,11 +21,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rl_dist.flags import flag, parse_flags
-from rl_dist.launch import LaunchConfig, launch, resolve
-from rl_dist.strategy import Strategy, StrategyConfig
-from rl_dist.supervised import FitConfig, accuracy, evaluate, fit
-from rl_dist.world import close_world, open_world
+from rl_dist.config import flag, parse_flags
+from rl_dist.launch.launcher import LaunchConfig, launch, resolve
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.world import close_world, open_world
+from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 CLASSES = ("disc", "ring", "cross", "stripes")
 SIZE = 16  # pixels each way

@@ -17,22 +17,22 @@ except OSError:  # torch's libraries would end this process while they are loade
     sys.exit(2)
 
 _HOMES = {
-    "get_gpu_info": "hardware",
-    "print_gpu_info": "hardware",
-    "get_multi_gpu_status": "monitor",
-    "clear_gpu_memory": "monitor",
-    "estimate_training_speedup": "speedup",
-    "print_training_speedup_estimates": "speedup",
-    "launch_distributed_training": "training_process",
-    "largest_batch_size": "batch_size",
-    "fastest_batch_size": "batch_size",
-    "check_loader": "loader_check",
-    "Strategy": "strategy",
-    "StrategyConfig": "strategy",
-    "FitConfig": "supervised",
-    "accuracy": "supervised",
-    "evaluate": "supervised",
-    "fit": "supervised",
+    "get_gpu_info": "hardware.report",
+    "print_gpu_info": "hardware.report",
+    "get_multi_gpu_status": "telemetry.monitor",
+    "clear_gpu_memory": "hardware.out_of_memory",
+    "estimate_training_speedup": "speedup.command",
+    "print_training_speedup_estimates": "speedup.command",
+    "launch_distributed_training": "launch.training_process",
+    "largest_batch_size": "parallel.batch_size",
+    "fastest_batch_size": "parallel.batch_size",
+    "check_loader": "supervised.loader_check",
+    "Strategy": "parallel.strategy",
+    "StrategyConfig": "parallel.config",
+    "FitConfig": "supervised.fit",
+    "accuracy": "supervised.fit",
+    "evaluate": "supervised.fit",
+    "fit": "supervised.fit",
 }
 __all__ = list(_HOMES)
 

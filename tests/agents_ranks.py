@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 import agents.trainer
-from agents.clstm import PolicyConfig
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig, ppo_loss
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
-from envs.market_data import Span
-from envs.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
-from envs.trading import TradingVectorEnv, first_tradable_day
-from envs.trading_config import TradingConfig
-from rl_dist.metrics import NullWriter, open_writer
-from rl_dist.strategy import parameter_hash
-from rl_dist.world import StopFlag, close_world, open_world
+from envs.trading.config import TradingConfig
+from envs.trading.environment import TradingVectorEnv, first_tradable_day
+from envs.trading.market_data import Span
+from envs.trading.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
+from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.telemetry.metrics import NullWriter, open_writer
 
 NUM_ENVS, NUM_STEPS, ITERATIONS = 8, 16, 10
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS

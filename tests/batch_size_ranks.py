@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from rl_dist.batch_size import fastest_batch_size, largest_batch_size
-from rl_dist.world import close_world, open_world
+from rl_dist.parallel.batch_size import fastest_batch_size, largest_batch_size
+from rl_dist.process_group.world import close_world, open_world
 
 EXHAUSTED = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import train_distributed
 from agents.trainer import Training
-from rl_dist.launch import UserError, restart_count
+from rl_dist.errors import UserError
+from rl_dist.launch.launcher import restart_count
 
 WHERE, RANK, ITERATION, HOW = os.environ["DIE"].split()
 collect, update, state = Training.collect, Training.update, Training.state

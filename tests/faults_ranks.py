@@ -15,10 +15,11 @@ import agents.ppo
 from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
-from rl_dist.collectives import DesyncError, agree_max, gather_json, sum_over_ranks
-from rl_dist.launch import UserError, launch
-from rl_dist.metrics import NullWriter, close_logging, setup_logging
-from rl_dist.world import StopFlag, close_world, open_world
+from rl_dist.errors import UserError
+from rl_dist.launch.launcher import launch
+from rl_dist.process_group.collectives import DesyncError, agree_max, gather_json, sum_over_ranks
+from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
 
 MISDEEDS = {1: "raise", 2: "nan", 4: "hang", 6: "reward", 7: "shape"}
 JOB = "recall, clstm"  # 8 environments, rollouts of 16 steps, 2 epochs of 2 minibatches

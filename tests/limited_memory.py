@@ -11,8 +11,8 @@ import psutil
 import torch
 from torch import nn
 
-from rl_dist.batch_size import largest_batch_size
-from rl_dist.out_of_memory import free_memory_bytes
+from rl_dist.hardware.out_of_memory import free_memory_bytes
+from rl_dist.parallel.batch_size import largest_batch_size
 
 
 def limit_memory(more_mib):

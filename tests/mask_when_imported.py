@@ -2,7 +2,7 @@
 
 import signal
 
-from rl_dist.process_ends import STOP_SIGNALS
+from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 
 from envs import environment_seeds
-from envs.batched import pack_generator, unpack_generator
+from envs.vector.batched import pack_generator, unpack_generator
 
 
 def lock_twice(library):
@@ -126,7 +126,7 @@ class Misbehaving(gymnasium.Env):
 
 
 class Saved(Misbehaving):
-    """The same with the protocol of envs/snapshots.py; it behaves once it was saved."""
+    """The same with the protocol of envs/vector/snapshots.py; it behaves once it was saved."""
 
     def get_state(self):
         own = {"life": self.life, "age": self.age, "walk": self.walk}

@@ -10,8 +10,9 @@ from sharding_ranks import HALF, run
 from supervised_ranks import Fitted, make_net
 from torch import nn
 
-from rl_dist.strategy import Strategy, StrategyConfig
-from rl_dist.world import close_world, open_world
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.world import close_world, open_world
 
 STRATEGIES = {
     "one bucket": {},

@@ -9,10 +9,11 @@ from agents_ranks import make_job, parameters_of
 
 from agents.ppo import PPOConfig
 from agents.trainer import Training, train
-from rl_dist.collectives import gather_json
-from rl_dist.metrics import NullWriter
-from rl_dist.strategy import StrategyConfig, parameter_hash
-from rl_dist.world import StopFlag, close_world, open_world
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.process_group.collectives import gather_json
+from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.telemetry.metrics import NullWriter
 
 FORMS = {
     "ddp": StrategyConfig(mode="ddp"),
@@ -134,7 +135,7 @@ def poisoned(world):
         if poison and world.rank == 0:
             advantages[0, 0] = torch.inf
         stepped.append(training.ppo.step(replace(minibatch, advantages=advantages))[2])
-        training.ppo.strategy.share_parameters()
+        training.ppo.strategy.end_update()
         hashes.append(parameter_hash(training.policy))
     return {"stepped": stepped, "hashes": hashes}
 

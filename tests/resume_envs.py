@@ -3,7 +3,7 @@
 import gymnasium
 import numpy as np
 
-from envs.batched import pack_generator, unpack_generator
+from envs.vector.batched import pack_generator, unpack_generator
 
 SIZE = 2  # of the observation
 
@@ -31,7 +31,7 @@ class Forgetful(gymnasium.Env):
 
 
 class Drift(Forgetful):
-    """The same with the protocol of envs/snapshots.py."""
+    """The same with the protocol of envs/vector/snapshots.py."""
 
     def get_state(self):
         return {"position": self.position, "age": self.age, "generator": pack_generator(self.np_random)}

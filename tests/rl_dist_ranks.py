@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_dist.collectives import (
+from rl_dist.errors import UserError
+from rl_dist.launch.launcher import launch, restart_count
+from rl_dist.launch.rank import mark_failure
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.collectives import (
     DesyncError,
     agree_max,
     check_in_sync,
@@ -22,12 +27,10 @@ from rl_dist.collectives import (
     gather_json,
     sum_over_ranks,
 )
-from rl_dist.launch import UserError, launch, restart_count
-from rl_dist.metrics import close_logging, open_writer, setup_logging
-from rl_dist.rank import mark_failure
-from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
-from rl_dist.watchdog import end_rank
-from rl_dist.world import close_world, open_world, stop_flag
+from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.watchdog import end_rank
+from rl_dist.process_group.world import close_world, open_world, stop_flag
+from rl_dist.telemetry.metrics import close_logging, open_writer, setup_logging
 
 
 def make_module(seed):

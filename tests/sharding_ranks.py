@@ -10,13 +10,15 @@ from agents_ranks import make_job
 from faults_ranks import Keeping
 from gymnasium.spaces import Box
 
-from agents.clstm import Policy, PolicyConfig
+from agents.policy import Policy, PolicyConfig
 from agents.trainer import Training, train
-from rl_dist.checkpoint import load_checkpoint
-from rl_dist.collectives import agree_max, check_in_sync
-from rl_dist.launch import UserError
-from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
-from rl_dist.world import StopFlag, close_world, open_world
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.errors import UserError
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.collectives import agree_max, check_in_sync
+from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.world import StopFlag, close_world, open_world
 
 NUM_SLOTS, LENGTH = 8, 4  # of all ranks together
 MAX_GRAD_NORM = 0.05  # always clips

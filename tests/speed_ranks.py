@@ -11,11 +11,12 @@ from agents_ranks import Recording, make_job
 
 import agents.ppo
 from agents.trainer import train
-from rl_dist.collectives import check_in_sync, sum_over_ranks
-from rl_dist.metrics import NullWriter
-from rl_dist.speed import SpeedConfig
-from rl_dist.strategy import Strategy, StrategyConfig
-from rl_dist.world import StopFlag, close_world, open_world
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.speed import SpeedConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.collectives import check_in_sync, sum_over_ranks
+from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.telemetry.metrics import NullWriter
 
 SINGLE = torch.float32
 NAME = "brief, clstm"  # actions in a box, episodes shorter than slots

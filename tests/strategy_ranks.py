@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from rl_dist_ranks import loss_of, make_module
 
-from rl_dist.strategy import Strategy, StrategyConfig
-from rl_dist.strategy_choice import Trying, fastest, first_working
-from rl_dist.world import UserError, close_world, open_world
+from rl_dist.errors import UserError
+from rl_dist.parallel.choice import Trying, fastest, first_working
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.world import close_world, open_world
 
 
 def nothing():

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from rl_dist.strategy import Strategy, StrategyConfig, parameter_hash
-from rl_dist.supervised import BatchError, FitConfig, accuracy, evaluate, fit
-from rl_dist.world import close_world, open_world
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.world import close_world, open_world
+from rl_dist.supervised.fit import BatchError, FitConfig, accuracy, evaluate, fit
 
 FEATURES, CLASSES = 6, 3
 METRICS = {"accuracy": accuracy}

@@ -17,7 +17,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_dist", "envs", "agents")
 # These may build environments themselves.
-COMMANDS = {"agents/evaluate.py", "agents/pretrain.py", "agents/report.py", "agents/run.py"}
+COMMANDS = {
+    f"agents/{name}.py"
+    for name in ("evaluate/command", "evaluate/plots", "pretrain/command", "pretrain/weights", "run/config")
+}
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
 PRINTERS = {
@@ -328,13 +331,13 @@ def lines(count: int, name: str) -> str:
 
 
 PLANTED = [
-    (layers, {"rl_dist/world.py": "import envs"}),
-    (layers, {"rl_dist/world.py": "def f():\n    from agents.ppo import PPO"}),
-    (layers, {"rl_dist/world.py": "import gymnasium"}),
-    (layers, {"envs/trading.py": "from rl_dist import world"}),
-    (layers, {"envs/trading.py": "from ..rl_dist import world"}),
-    (layers, {"envs/trading.py": "from torch import distributed"}),
-    (layers, {"envs/trading.py": "import torch.distributed as dist"}),
+    (layers, {"rl_dist/process_group/world.py": "import envs"}),
+    (layers, {"rl_dist/process_group/world.py": "def f():\n    from agents.ppo import PPO"}),
+    (layers, {"rl_dist/process_group/world.py": "import gymnasium"}),
+    (layers, {"envs/trading/environment.py": "from rl_dist import world"}),
+    (layers, {"envs/trading/environment.py": "from ..rl_dist import world"}),
+    (layers, {"envs/trading/environment.py": "from torch import distributed"}),
+    (layers, {"envs/trading/environment.py": "import torch.distributed as dist"}),
     (layers, {"agents/trainer.py": "from envs.trading import TradingVectorEnv"}),
     (layers, {"agents/trainer.py": "import train_distributed", "train_distributed.py": ""}),
     (cycles, {"agents/a.py": "from agents.b import x", "agents/b.py": "from . import a"}),
@@ -370,7 +373,7 @@ PLANTED = [
     (object_collectives, {"rl_dist/a.py": "from torch.distributed import broadcast_object_list"}),
     (lonely_collectives, {"rl_dist/a.py": "if world.rank == 0:\n    x = 1\n    dist.broadcast(x, 0)"}),
     (lonely_collectives, {"agents/a.py": "if world.is_main:\n    pass\nelse:\n    barrier()"}),
-    (printing, {"rl_dist/world.py": "print('hello')"}),
+    (printing, {"rl_dist/process_group/world.py": "print('hello')"}),
     (private_text, {"docs/a.md": "see /wo" + "rk/shared"}),
     (private_text, {"Makefile": "pip install --index-url https://py" + "pi.org/simple"}),
     (private_text, {".ci/run": "cd /ro" + "ot/x"}),
@@ -378,14 +381,14 @@ PLANTED = [
 CLEAN = {
     "agents/__init__.py": DOC,
     "agents/gae.py": DOC + "import torch\nfrom rl_dist import world\ntorch.load(path, weights_only=True)",
-    "agents/evaluate.py": DOC + "import envs\nfrom agents.gae import gae\nprint(1)",
+    "agents/evaluate/command.py": DOC + "import envs\nfrom agents.gae import gae\nprint(1)",
     "agents/ppo.py": lines(80, "train"),
     "agents/sizes.py": DOC + "@dataclass(frozen=True, kw_only=True)\nclass PPOConfig:\n    '''Says so.'''",
     "envs/__init__.py": DOC + "from envs.trading import Trading",
-    "envs/trading.py": lines(8, "f") + "def _private():\n    from envs import accounting",
-    "envs/accounting.py": lines(15, "update"),
+    "envs/trading/environment.py": lines(8, "f") + "def _private():\n    from envs import accounting",
+    "envs/trading/accounting.py": lines(15, "update"),
     "rl_dist/world.py": DOC + "import torch.distributed\nif world.rank == 0:\n    log.write(x)\nbroadcast(x)",
-    "rl_dist/status.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
+    "rl_dist/status/command.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
     "train_distributed.py": lines(3, "main") + "import agents, envs, rl_dist",
     "README.md": "--data ../shared/data/prices.csv, https://example.org/work/page",
     "runs/a.py": "import pickle",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.run import SECTIONS
-from rl_dist.flags import parse_flags
+from agents.run.config import SECTIONS
+from rl_dist.config import parse_flags
 from train_distributed import add_run_flags
 
 ROOT = Path(__file__).resolve().parents[1]

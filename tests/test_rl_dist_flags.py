@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl_dist.flags import flag, parse_flags
+from rl_dist.config import flag, parse_flags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from envs.market_data import Market, Span
-from envs.trading import TradingVectorEnv
-from envs.trading_config import TradingConfig
+from envs.trading.config import TradingConfig
+from envs.trading.environment import TradingVectorEnv
+from envs.trading.market_data import Market, Span
 
 NUM_DAYS, FIRST = 420, 60
 

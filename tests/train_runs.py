@@ -11,8 +11,8 @@ import pandas as pd
 import torch
 
 import train_distributed
-from agents import evaluate
-from rl_dist.metrics import close_logging
+from agents.evaluate import command as evaluate
+from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
 SIZES = [

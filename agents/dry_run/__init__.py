@@ -1,0 +1,1 @@
+"""What is measured or computed before training: memory, batch size, strategy."""

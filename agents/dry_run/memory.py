@@ -1,0 +1,355 @@
+"""How much memory a training needs: computed, measured by a dry run, what fits.
+
+Computed figures count the tensors that `agents.trainer` holds at the three moments that can be the largest: at the
+end of a rollout, between forward and backward of a minibatch, and when the normalisers take their statistics.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agents.lstm import plan_pieces
+from agents.policy import PolicyConfig
+from agents.sizes import Sizes, TrainConfig, share_out
+from agents.trainer import Job, MakeEnv, Training, train
+from rl_dist.errors import UserError
+from rl_dist.process_group.world import StopFlag, World
+from rl_dist.telemetry.metrics import NullWriter
+
+LOSS_TERMS = 8  # tensors [L, N] that the loss and its gradient hold
+ACTION_TERMS = {True: 2, False: 6}  # tensors [L, N, A] of the log-probability; discrete or not
+NATIVE_FLOATS = 6  # per unit and step, that ATen's own LSTM keeps for its backward pass
+CUDNN_FLOATS = 6  # the same of cuDNN: a guess that no GPU has confirmed
+PROBE_ENVS, PROBE_STEPS, PROBE_S = 4, 400, 1.0
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What memory depends on besides the sizes of a training."""
+
+    num_obs: int
+    num_actions: int
+    discrete: bool
+    obs_itemsize: int = 4  # bytes of one number of the environment's observations
+    env_bytes: int = 0  # tensors that the environments hold, such as market data
+    env_peak_bytes: int = 0  # while they are made
+    episode_lengths: tuple[int, ...] = ()  # a sample: short episodes cut sequences into padded pieces
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of tensors on one rank at the largest moment; they add up to `peak`."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    environment: int
+    rollout: int
+    activations: int
+    moment: str  # "start", "collect", "update" or "statistics"
+
+    @property
+    def peak(self) -> int:
+        """All together."""
+        return self.parameters + self.gradients + self.optimizer + self.environment + self.rollout + self.activations
+
+
+# ---- computed
+
+
+def count_parameters(policy: PolicyConfig, num_obs: int, num_actions: int, discrete: bool) -> int:
+    """Numbers in a policy's parameters."""
+    size = policy.hidden_size
+    if policy.policy == "clstm":
+        cores = 4 * size * (num_obs + size + 2) + 2 * 4 * size * (2 * size + 2)
+    else:
+        cores = size * (num_obs + 1) + 2 * size * (size + 1)
+    return cores + size * (size + 1) + (size + 1) * (num_actions + 1) + (0 if discrete else num_actions)
+
+
+def compute_memory(
+    policy: PolicyConfig,
+    train: TrainConfig,
+    sizes: Sizes,
+    shapes: Shapes,
+    *,
+    itemsize: int = 4,
+    device_type: str = "cpu",
+) -> MemoryNeed:
+    """The memory that one rank needs.
+
+    Args:
+        sizes: this rank's share.
+        itemsize: bytes of a parameter.
+        device_type: "cuda" counts what cuDNN keeps in place of oneDNN, an estimate that no GPU has confirmed.
+    """
+    parameters = itemsize * count_parameters(policy, shapes.num_obs, shapes.num_actions, shapes.discrete)
+    steps = train.num_steps * sizes.num_envs
+    seen = max(policy.feature_window, 1) * shapes.num_obs * itemsize
+    raw = shapes.num_obs * shapes.obs_itemsize
+    action = 8 if shapes.discrete else shapes.num_actions * itemsize
+    num_states = 0 if policy.policy == "mlp" else 4 if policy.feature_window else 6
+    state = num_states * policy.hidden_size * itemsize
+
+    listed = seen + raw + action + 2 * itemsize + 27  # rewards, return and length of 8 bytes, three flags
+    rollout = steps * (listed + itemsize) + sizes.num_envs * sizes.slots_per_env * state
+    successors = raw + state + shapes.num_actions * itemsize  # while collecting, and the noise
+    collecting = rollout + steps * (listed + successors) + rollout  # the last rollout is still there
+    slots = steps * (seen + action + 4 * itemsize + 1 + 8 + 2 * itemsize)
+    minibatch, forward, backward = _minibatch_bytes(policy, train, sizes, shapes, itemsize, device_type)
+    forward += max(0, backward - parameters)  # the last gradients are gone by then
+    statistics = steps * 16 * shapes.num_obs
+    moments = {
+        "start": (0, shapes.env_peak_bytes - shapes.env_bytes - 4 * parameters),
+        "collect": (collecting, 0),
+        "update": (rollout + slots, minibatch + forward),
+        "statistics": (rollout + slots, statistics),
+    }
+    moment = max(moments, key=lambda name: sum(moments[name]))
+    return MemoryNeed(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=2 * parameters,
+        environment=shapes.env_bytes + (moments[moment][1] if moment == "start" else 0),
+        rollout=moments[moment][0],
+        activations=0 if moment == "start" else moments[moment][1],
+        moment=moment,
+    )
+
+
+def _minibatch_bytes(
+    policy: PolicyConfig, train: TrainConfig, sizes: Sizes, shapes: Shapes, itemsize: int, device_type: str
+) -> tuple[int, int, int]:
+    """Bytes of a minibatch, of what its forward pass keeps, and of what the backward pass adds at first."""
+    size, length, columns = policy.hidden_size, train.bptt_steps, sizes.batch_size // sizes.num_parts
+    window = policy.feature_window
+    cells = length * columns
+    seen = max(window, 1) * shapes.num_obs * itemsize
+    action = 8 if shapes.discrete else shapes.num_actions * itemsize
+    num_states = 0 if policy.policy == "mlp" else 4 if window else 6
+    fixed = cells * (seen + action + 4 * itemsize + 1) + columns * num_states * size * itemsize
+    fixed *= sizes.num_parts  # the whole step's batch is picked out at once
+    fixed += cells * itemsize * (LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions)
+    if policy.policy == "mlp":
+        return fixed, cells * itemsize * 4 * size, cells * itemsize * 3 * size
+    if policy.stateless:  # every step is a sequence of its own
+        padded, num_pieces, copied = float(cells), float(cells), 5
+    else:
+        padded, num_pieces = _pieces(shapes.episode_lengths, length, columns)
+        copied = 3  # states in order, after each LSTM, and those stacked
+    work = 2 * _lstm_bytes(padded, num_pieces, size, size, itemsize, device_type)
+    if window:
+        work += _lstm_bytes(padded * window, padded, shapes.num_obs, size, itemsize, device_type)
+        outputs = padded * (window + 3 + 4) * size * itemsize  # every step of a window is kept, and its states
+    else:
+        work += _lstm_bytes(padded, num_pieces, shapes.num_obs, size, itemsize, device_type)
+        outputs = padded * 4 * size * itemsize
+    states = num_pieces * copied * num_states * size * itemsize
+    copies = padded * seen if num_pieces > columns else 0
+    backward = padded * size * itemsize + 8 * size * size * itemsize
+    return fixed, int(work + outputs + states + copies), int(backward)
+
+
+def _pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tuple[float, float]:
+    """Padded steps of a minibatch of slots that episodes of such lengths cut, and the number of its pieces."""
+    if not episode_lengths:
+        return float(length * columns), float(columns)
+    sample = min(columns, 256)
+    cells, pieces = _sampled_pieces(episode_lengths, length, sample)
+    return cells * columns / sample, pieces * columns / sample
+
+
+@lru_cache(maxsize=512)
+def _sampled_pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tuple[int, int]:
+    generator = np.random.default_rng(0)
+    lengths = np.array(episode_lengths)
+    starts = np.zeros((length, columns), dtype=bool)
+    for column in range(columns):
+        first = generator.choice(lengths, p=lengths / lengths.sum())  # long ones are met more often
+        at = int(generator.integers(first))
+        while at < length:
+            starts[at, column] = True
+            at += int(generator.choice(lengths))
+    groups = plan_pieces(starts).groups
+    return sum(group.cells.size for group in groups), sum(len(group.columns) for group in groups)
+
+
+def _lstm_bytes(cells: float, columns: float, num_inputs: int, size: int, itemsize: int, device_type: str) -> float:
+    """What an LSTM over `cells` steps of `columns` sequences keeps for its backward pass, outputs aside."""
+    if device_type == "cuda":
+        return cells * CUDNN_FLOATS * size * itemsize
+    if itemsize == 8:  # oneDNN has no float64
+        return cells * NATIVE_FLOATS * size * itemsize
+    wide = _padded(max(num_inputs, size))
+    each = 4 * (_padded(4 * size) + 6 * wide + _padded(size) + 4 * size)
+    return cells * each + columns * 4 * (6 * wide + 4 * size)
+
+
+def _padded(count: int) -> int:
+    """A leading dimension as oneDNN pads it, in float32.
+
+    Source: get_good_ld of oneDNN, src/cpu/rnn/rnn_utils.cpp; the sum above is the workspace it asks for.
+    """
+    rounded = -(-count // 16) * 16
+    return rounded + 16 if rounded % 256 == 0 else rounded
+
+
+# ---- measured
+
+
+class TrackedTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside, until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or not storage.nbytes():
+            return
+        self._known[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+def probe(make_env: MakeEnv) -> Shapes:
+    """Make a few environments and act at random, to see what memory depends on."""
+    with TrackedTensors() as tracked:
+        env = make_env(PROBE_ENVS, 0)
+        held, peak = tracked.live, tracked.peak
+    space = env.single_action_space
+    env.action_space.seed(0)
+    obs = env.reset(seed=list(range(PROBE_ENVS)))[0]  # type: ignore[arg-type]
+    ages, lengths = np.zeros(PROBE_ENVS, dtype=int), []
+    until_s = time.monotonic() + PROBE_S
+    for _ in range(PROBE_STEPS):
+        actions = torch.as_tensor(env.action_space.sample())
+        _, _, terminated, truncated, _ = env.step(actions.to(obs.device))  # type: ignore[attr-defined]
+        ages += 1
+        ended = (terminated | truncated).cpu().numpy()  # type: ignore[union-attr]
+        lengths += ages[ended].tolist()
+        ages[ended] = 0
+        if time.monotonic() > until_s:
+            break
+    env.close()
+    discrete = isinstance(space, spaces.Discrete)
+    return Shapes(
+        num_obs=obs.shape[1],  # type: ignore[attr-defined]
+        num_actions=int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape or ()),
+        discrete=discrete,
+        obs_itemsize=obs.element_size(),  # type: ignore[attr-defined]
+        env_bytes=held,
+        env_peak_bytes=peak,
+        episode_lengths=tuple(lengths),
+    )
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Bytes of tensors in two short iterations of the real loop."""
+
+    peak: int
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def dry_run(job: Job, world: World) -> DryRun:
+    """Train two iterations of one epoch each and measure the memory of tensors.
+
+    On CPU every tensor is tracked; on a GPU torch's own allocator tells.
+    """
+    budget = 2 * share_out(job.train, world.rank, world.size).global_num_envs * job.train.num_steps
+    short = replace(job.train, total_steps=budget, validate_every=0, checkpoint_every=10**9, keep_best="off")
+    on_gpu = world.device.type == "cuda"
+    with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
+        job = replace(job, train=short, ppo=replace(job.ppo, update_epochs=1), run_dir=Path(folder), validate=None)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(world.device)
+        with nullcontext() if on_gpu else TrackedTensors() as tracked:
+            training = Training(job, world)
+            train(training, NullWriter(), StopFlag())
+    training.env.close()
+    parameters = list(training.policy.parameters())
+    states = [leaf for state in training.ppo.optimizer.state.values() for leaf in tree_leaves(state)]
+    return DryRun(
+        peak=torch.cuda.max_memory_allocated(world.device) if tracked is None else tracked.peak,
+        parameters=_num_bytes(parameters),
+        gradients=_num_bytes([p.grad for p in parameters]),
+        optimizer=_num_bytes(states),
+    )
+
+
+def _num_bytes(tensors: list[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+# ---- what fits
+
+
+def largest_sizes(
+    train: TrainConfig, num_ranks: int, need: Callable[[TrainConfig], int], limit_bytes: int
+) -> tuple[int, int]:
+    """The largest num_envs (same batch_size) and batch_size (default num_envs).
+
+    Args:
+        need: peak bytes on one rank of a training of these sizes.
+        limit_bytes: that one rank may use.
+
+    Returns:
+        Values of the two flags; 0: not even the smallest fits.
+    """
+
+    def fits(**change: Any) -> bool:
+        try:
+            return need(replace(train, **change)) <= limit_bytes
+        except UserError:  # does not divide over the ranks
+            return False
+
+    slots_per_env = train.num_steps // train.bptt_steps
+    ranks = num_ranks if train.scaling == "strong" else 1
+    step = math.lcm(ranks, train.batch_size // math.gcd(train.batch_size, slots_per_env))
+    num_envs = step * _last_true(lambda k: fits(num_envs=step * k), 10**7 // step)
+    unit = ranks * slots_per_env  # whole environments for every rank, two minibatches
+    batch_size = unit * _last_true(lambda k: fits(num_envs=0, batch_size=unit * k), 10**7 // unit)
+    return num_envs, batch_size
+
+
+def _last_true(holds: Callable[[int], bool], highest: int) -> int:
+    """The largest power of two times up to 16 whole steps for which a falling condition holds; 0: none."""
+    low = 0
+    power = 1
+    while power <= highest and holds(power):
+        low, power = power, power * 2
+    step = low // 16
+    while step and low + step <= highest and holds(low + step):
+        low += step
+    return low

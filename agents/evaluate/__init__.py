@@ -1,0 +1,1 @@
+"""Evaluation of trained policies, with comparisons and pictures."""

@@ -1,0 +1,1 @@
+"""Pre-training of the feature LSTM on market data."""

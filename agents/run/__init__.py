@@ -1,0 +1,1 @@
+"""A run: its configuration, its directory, how it goes on."""

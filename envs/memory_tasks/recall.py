@@ -1,0 +1,102 @@
+"""Recall-v0: a tiny task that only memory solves.
+
+The first observation shows one of `num_cues` cues. `delay` observations of pure noise follow. Then the query
+flag is up, and the action taken at that moment is rewarded with 1 if it is the cue's number. All other
+rewards are 0. A policy with memory earns 1 per episode; without memory the best is 1 / num_cues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from envs.vector.batched import BatchedEnv
+
+
+class RecallVectorEnv(BatchedEnv):
+    """Recall-v0 for a whole batch of environments.
+
+    Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zero), noise in [-1, 1],
+    the query flag. An episode lasts delay + 2 steps and then terminates.
+    """
+
+    state_names = ("cue", "age", "noise")
+
+    def __init__(self, num_envs: int = 1, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2) -> None:
+        checks = (("num_cues", num_cues, 2), ("delay", delay, 0), ("num_noise", num_noise, 0))
+        for name, value, least in checks:
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}: choose a larger one")
+        low = np.array([0.0] * num_cues + [-1.0] * num_noise + [0.0], dtype=np.float32)
+        high = np.ones(num_cues + num_noise + 1, dtype=np.float32)
+        super().__init__(num_envs, spaces.Box(low, high), spaces.Discrete(num_cues))
+        self.num_cues = num_cues
+        self.query_age = delay + 1
+        self.cue = np.zeros(num_envs, dtype=np.int64)
+        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
+        self.noise = np.zeros((num_envs, delay + 2, num_noise))
+        self._rows = np.arange(num_envs)
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the cue and the noise of every step as uniforms in [0, 1)."""
+        return generator.random(1 + self.noise[0].size)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes: a new cue and new noise."""
+        self.cue[rows] = (draws[:, 0] * self.num_cues).astype(np.int64)
+        self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
+        self.age[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the observations; the one after the query is all zeros."""
+        obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
+        (fresh,) = np.nonzero(self.age == 0)
+        obs[fresh, self.cue[fresh]] = 1.0
+        (running,) = np.nonzero(self.age <= self.query_age)
+        obs[running, self.num_cues : -1] = self.noise[running, self.age[running]]
+        obs[:, -1] = self.age == self.query_age
+        return obs
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reward the right answer at the query, which ends the episode."""
+        asked = self.age == self.query_age
+        rewards = (asked & (actions == self.cue)).astype(np.float64)
+        self.age += 1
+        return rewards, asked, np.zeros(self.num_envs, dtype=bool)
+
+
+class RecallEnv(gymnasium.Env[np.ndarray, np.int64]):
+    """Recall-v0 as a single environment: a batch of one."""
+
+    metadata: dict[str, Any] = {"render_modes": []}
+
+    def __init__(self, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2) -> None:
+        self._batch = RecallVectorEnv(1, num_cues=num_cues, delay=delay, num_noise=num_noise)
+        self.observation_space = self._batch.single_observation_space
+        self.action_space = self._batch.single_action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode with a new cue."""
+        super().reset(seed=seed)
+        self._batch.generators = [self.np_random]
+        self._batch.begin_episodes(np.array([0]))
+        return self._batch.observe()[0], {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Take one step; reward 1 for naming the cue when the query flag is up."""
+        rewards, terminated, truncated = self._batch.advance(np.array([action]))
+        return self._batch.observe()[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Return everything the future depends on."""
+        return {name: array[0] for name, array in self._batch.get_state().items()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `get_state` was called."""
+        self._batch.set_state({name: np.asarray(value)[None] for name, value in state.items()})

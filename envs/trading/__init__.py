@@ -1,0 +1,1 @@
+"""Daily stock trading: data, indicators, features, accounting, environment, baselines."""

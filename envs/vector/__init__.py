@@ -1,0 +1,1 @@
+"""Vector environments of tensors: adapter, spaces, snapshots, guards."""

@@ -1,0 +1,191 @@
+"""The checkpoints of one run: the last few, the best, which one to go on from."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
+from rl_dist.checkpoint.seal import CheckpointError, NewerFormatError
+from rl_dist.errors import UserError
+from rl_dist.hardware.plain_files import remove, say_once
+from rl_dist.process_group.collectives import gather_json
+from rl_dist.process_group.world import World
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_DIR = "checkpoints"
+BEST_FILE = "best.pt"
+SUPERSEDED = "*.pt.superseded"  # from before a resume at an earlier iteration
+MEASURED = "measured"  # in a state: {metric: value} of the metric by which the best is chosen
+_NAME = re.compile(r"iteration_(\d+)\.pt")
+
+
+def save_checkpoint(
+    directory: str | Path, state: dict[str, Any], *, iteration: int, keep: int, best: bool = False
+) -> Path:
+    """Write `iteration_00000120.pt` whole or not at all, and drop old ones.
+
+    Args:
+        directory: made if missing.
+        state: tensors, numbers, strings, None, in dicts, lists and tuples.
+        iteration: part of the name. Later iterations already there are from a past that a resumed
+            run does not share; they are renamed to *.pt.superseded, and removed once the run has passed them.
+        keep: how many of the newest checkpoints stay, at least 1.
+        best: it becomes best.pt as well, which stays however many follow.
+
+    Raises:
+        CheckpointError: a value that could not be loaded again, or a disk that cannot be written.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep_checkpoints must be at least 1, got {keep}")
+    path = Path(directory, f"iteration_{iteration:08d}.pt")
+    if path.is_dir():
+        _set_aside(path)
+    # best.pt first: a run killed between the two repeats this iteration, and finds its best there already.
+    write_atomically(path, pack(state), second_name=path.with_name(BEST_FILE) if best else None)
+    _retain(path, keep)
+    return path
+
+
+class Found(NamedTuple):
+    """A valid checkpoint, and what it holds."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def load_latest(run_dir: str | Path) -> Found | None:
+    """The newest valid checkpoint of a run; says on the console which it skipped.
+
+    Raises:
+        NewerFormatError: the newest one is whole, but of a newer format: falling back would lose what it holds.
+    """
+    return _load_latest_in(Path(run_dir, CHECKPOINT_DIR))
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The path of what `load_latest` finds."""
+    return latest_in(Path(run_dir, CHECKPOINT_DIR))
+
+
+def latest_in(directory: Path) -> Path | None:
+    """The newest valid checkpoint of a folder; like `latest_checkpoint`."""
+    found = _load_latest_in(directory)
+    return found.path if found else None
+
+
+def _load_latest_in(directory: Path) -> Found | None:
+    best = directory / BEST_FILE
+    for path in [*reversed(checkpoint_files(directory)), *([best] if best.exists() else [])]:
+        try:
+            return Found(path, load_checkpoint(path))
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            say_once(f"skipped: {error}")
+    return None
+
+
+def find_latest_run(runs_dir: str | Path) -> Path | None:
+    """The run directory below `runs_dir` whose valid checkpoint is the newest."""
+    newest: list[tuple[float, Path]] = []
+    for directory in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}"):
+        best = [directory / BEST_FILE] if (directory / BEST_FILE).exists() else []  # all that a cleaner may have left
+        times = [path.stat().st_mtime for path in [*checkpoint_files(directory), *best] if path.is_file()]
+        if times:
+            newest.append((max(times), directory.parent))
+    ordered = (run_dir for _, run_dir in sorted(newest, reverse=True))
+    return next((run_dir for run_dir in ordered if latest_checkpoint(run_dir)), None)
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """Checkpoint files by iteration, oldest first, without best.pt."""
+    found = [path for path in directory.glob("iteration_*.pt") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=iteration_in_name)
+
+
+def iteration_in_name(path: Path) -> int:
+    """The iteration that a file's name tells; -1 where it tells none."""
+    match = _NAME.match(path.name)
+    return int(match[1]) if match else -1
+
+
+class Best:
+    """The best value so far of the metric that chooses best.pt; equal on all ranks.
+
+    What was reached before stands in best.pt itself, so that no resumed run replaces it by a worse one. Higher is
+    better.
+
+    Args:
+        names: the metric is the first of these that the run reports; none: no best.pt.
+        directory: of the checkpoints.
+    """
+
+    def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
+        self.names, self.world = names, world
+        self.measured: dict[str, float] = {}  # at this iteration
+        self.improved = False
+        value = _value_of_best(names, directory / BEST_FILE) if names and world.main else None
+        self.value = gather_json(value, world)[0]
+
+    def look(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether these metrics of one iteration beat all before; all ranks must call.
+
+        Raises:
+            UserError: the metric is no number.
+        """
+        self.measured, self.improved = {}, False
+        name = next((name for name in self.names if name in metrics), None)
+        if name is not None:
+            value = gather_json(metrics[name], self.world)[0]
+            if not isinstance(value, int | float | None):
+                raise UserError(f"keep_best {name} is no number: name a metric that is one")
+            if value is not None and math.isfinite(value):  # None: no episode has ended, for example
+                self.measured = {name: float(value)}
+                self.improved = self.value is None or value > self.value
+        return self.improved
+
+    def saved(self) -> None:
+        """The checkpoint of this iteration is written; best.pt, too, if it is the best."""
+        if self.improved:
+            (self.value,) = self.measured.values()
+
+
+def _value_of_best(names: Sequence[str], path: Path) -> float | None:
+    """The value that best.pt holds, None where the next one shall replace it."""
+    if not path.exists():
+        return None
+    try:
+        measured = load_checkpoint(path).get(MEASURED) or {}
+    except CheckpointError as error:
+        say_once(f"{error}; the next checkpoint with {' or '.join(names)} takes its place")
+        return None
+    value = next((measured[name] for name in names if name in measured), None)
+    if value is None:
+        was = ", ".join(measured) or "no metric"
+        say_once(f"{path} was chosen by {was}; the next checkpoint with {' or '.join(names)} takes its place")
+    return value
+
+
+def _retain(path: Path, keep: int) -> None:
+    known, iteration = checkpoint_files(path.parent), iteration_in_name(path)
+    at, superseded = known.index(path), path.parent.glob(SUPERSEDED)
+    oldest = [file for file in known[: at + 1] if file.is_file()][-keep:][0]  # a pipe or directory is none of them
+    passed = [old for old in superseded if 0 <= iteration_in_name(old) <= iteration and not old.is_dir()]
+    for old in [*known[: known.index(oldest)], *passed]:
+        remove(old)
+    for later in known[at + 1 :]:
+        _set_aside(later)
+
+
+def _set_aside(path: Path) -> None:
+    try:
+        path.replace(path.with_suffix(".pt.superseded"))
+        logger.warning("%s is from before this resume or not ours; renamed to .superseded", path)
+    except OSError as error:
+        say_once(f"{path} is from before this resume or not ours, and stays: {error.strerror}")

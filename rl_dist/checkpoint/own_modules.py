@@ -1,0 +1,84 @@
+"""Whose code a run may have imported: its environment may name a module.
+
+A run directory may come from anybody. It never runs what it brings along, and names no module to import but those that
+the command line names as well, or that the user's own run names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from rl_dist.errors import UserError
+from rl_dist.hardware.plain_files import plain_file, read_open
+
+
+def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
+    """Refuse an environment of a run before its module is imported.
+
+    From here on nothing at all is imported from the run directory, be it the current one.
+
+    Args:
+        env, kwargs: as the run has them.
+        named: the environment on the command line; None: there is none.
+
+    Raises:
+        UserError: the module lies in the run directory; or the command line does not name it, and config.json is
+            somebody else's, or names another one.
+    """
+    run_dir = run_dir.absolute()
+    if not _inside(__file__, run_dir):  # else a folder above the program was taken for a run
+        sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
+    module = env.rpartition(":")[0]
+    if not module:
+        return
+    if any(_inside(place, run_dir) for place in _places(module)):
+        raise UserError(f"env {env} lies in the run directory {run_dir}, from which nothing is run: move it elsewhere")
+    if env != named and not _is_own(run_dir / "config.json", env, kwargs):
+        raise UserError(
+            f"env {env} has code of its own, and {run_dir}/config.json is not yours or has another env: "
+            f"if you trust the module {module}, add --env {shlex.quote(env)}"
+        )
+
+
+def _is_own(path: Path, env: str, kwargs: str) -> bool:
+    """Whether a config.json is this user's, and has this environment."""
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            about = os.fstat(file.fileno())
+            task = json.loads(read_open(file, 2**20))["task"]
+            mine = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
+            return mine and (task["env"], task["env_kwargs"]) == (env, kwargs)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _places(module: str) -> list[str]:
+    """Where a module and the packages around it would be imported from; runs nothing of them."""
+    found: list[str] = []
+    path: Sequence[str] | None = None
+    parts = module.split(".")
+    for number in range(1, len(parts) + 1):
+        name = ".".join(parts[:number])
+        try:
+            spec = find_spec(name) if path is None else PathFinder.find_spec(parts[number - 1], path)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            return found  # importing it tells what is wrong
+        path = list(spec.submodule_search_locations or [])
+        found += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
+    return found
+
+
+def _inside(place: str | Path, folder: Path) -> bool:
+    """Whether a place is in a folder, with or without links followed."""
+    places, folders = ({Path(os.path.abspath(one)), Path(one).resolve()} for one in (place, folder))
+    return any(one.is_relative_to(other) for one in places for other in folders)

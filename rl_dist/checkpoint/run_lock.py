@@ -1,0 +1,94 @@
+"""One training at a time in a run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import AbstractContextManager, suppress
+from multiprocessing import reduction
+from pathlib import Path
+from typing import IO, Any
+
+from rl_dist.checkpoint.run_layout import check_layout
+from rl_dist.errors import UserError, unwritable
+from rl_dist.hardware.plain_files import leads_to, plain_file
+from rl_dist.process_group.world import ORPHAN_GRACE_S
+
+PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
+
+
+class RunLock(AbstractContextManager["RunLock"]):
+    """The lock on a run directory, which its config.json stands for.
+
+    One training holds one lock from its choice of a checkpoint to its end: ranks that are started get the same open
+    file. It is free once all of them have closed it, or are dead.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to a new process as an inherited descriptor."""
+        return _inherited, (self.path, reduction.DupFd(self.file.fileno()))
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let this process's share of it go."""
+        with suppress(OSError):  # an environment has closed the descriptor
+            self.file.close()
+
+
+def _inherited(path: Path, descriptor: Any) -> RunLock:
+    return RunLock(path, os.fdopen(descriptor.detach(), "r+b"))
+
+
+def hold(path: Path, patience_s: float = PATIENCE_S) -> RunLock:
+    """Take the lock that a file stands for; the file is made if missing.
+
+    Raises:
+        UserError: another process holds it, and went on doing so; or the file cannot be written, or something else
+            lies in the place of one of the run's files.
+    """
+    check_layout(path.parent)
+    deadline_s, told = time.monotonic() + patience_s, False
+    while True:
+        if (lock := _try_to_hold(path)) is not None:
+            return lock
+        if time.monotonic() >= deadline_s:
+            raise UserError(f"{path.parent} is in use by another training: wait for its end, or stop it")
+        if not told:
+            told = True
+            print(f"{path.parent} is in use by another training: waiting up to {patience_s:g} s", flush=True)
+        time.sleep(0.1)
+
+
+def hold_new(path: Path) -> RunLock:
+    """Take the lock of a run that begins, in a directory that holds none.
+
+    Raises:
+        UserError: another one has begun there in the same moment.
+    """
+    lock = hold(path, 0.0)
+    if path.stat().st_size:  # it has ended since
+        lock.close()
+        raise UserError(f"{path.parent} holds a run already: go on with --resume {path.parent}, or name another")
+    return lock
+
+
+def _try_to_hold(path: Path) -> RunLock | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b", opener=plain_file)  # noqa: SIM115  # NFS locks only what may be written
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if leads_to(path, file):  # else it was removed meanwhile
+                return RunLock(path, file)
+        except BlockingIOError:
+            pass
+        file.close()
+        return None
+    except OSError as error:
+        raise unwritable(str(path), error) from None

@@ -1,0 +1,1 @@
+"""This machine: host, memory, GPUs, plain files."""

@@ -1,0 +1,224 @@
+"""What GPUs this machine has, as NVML and torch tell it; read only.
+
+NVML sees every GPU of the machine, torch those that CUDA_VISIBLE_DEVICES leaves. A GPU or a value that does not
+answer is None, or says why in `error`, and hides nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from rl_dist.hardware.nvml import Nvml
+
+COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+TOPOLOGY = {0: "on one board", 10: "one PCIe switch", 20: "several PCIe switches", 30: "one PCIe host bridge",
+            40: "one NUMA node", 50: "across CPU sockets"}  # fmt: skip
+UNCORRECTED, VOLATILE, MAX_LINKS, P2P_NVLINK = 1, 0, 36, 2
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """Somebody's computation on a GPU."""
+
+    pid: int
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; None: it does not tell."""
+
+    index: int  # NVML's number, or torch's where there is no NVML
+    torch_index: int | None = None  # None: torch does not see it
+    name: str = ""
+    uuid: str = ""
+    error: str = ""  # why it does not answer
+    compute_capability: str | None = None
+    multiprocessors: int | None = None
+    threads_per_block: int | None = None
+    shared_memory_per_block_bytes: int | None = None
+    integrated: bool | None = None
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    utilization_percent: float | None = None
+    temperature_c: float | None = None
+    power_limit_w: float | None = None
+    ecc: bool | None = None
+    ecc_uncorrected_errors: int | None = None
+    mig: bool | None = None
+    compute_mode: str | None = None
+    pcie_generation: int | None = None  # now: an idle GPU slows its link down
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks: int | None = None  # active ones
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two GPUs, by `Gpu.index`."""
+
+    first: int
+    second: int
+    peer_access: bool | None  # torch: one can read the other's memory
+    nvlink: bool | None
+    path: str | None  # what lies between them
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """All GPUs of this machine."""
+
+    gpus: tuple[Gpu, ...]
+    links: tuple[Link, ...]
+    driver: str | None  # NVIDIA's
+    driver_cuda: tuple[int, int] | None  # the newest CUDA it can serve
+    rocm: str | None  # torch is built for AMD: RCCL answers to the name nccl, and there is no NVML
+    nvml_error: str  # why NVML is silent; "": it is not
+    torch_error: str = ""  # why torch's CUDA does not start; "": it does, or is not built in
+
+    @property
+    def usable(self) -> tuple[Gpu, ...]:
+        """Those that torch can train on, in its order."""
+        seen = (gpu for gpu in self.gpus if gpu.torch_index is not None and not gpu.error)
+        return tuple(sorted(seen, key=lambda gpu: gpu.torch_index or 0))
+
+
+def read_gpus(nvml: Nvml, torch: Any) -> GpuInfo:
+    """Ask NVML and torch about every GPU.
+
+    Args:
+        nvml: open, or empty with a reason.
+        torch: the module, or something that answers like its `cuda` and `version`.
+    """
+    handles: dict[int, Any] = {}
+    gpus: list[Gpu] = []
+    for index in range(nvml.count()):
+        handle, reason = nvml.handle(index)
+        if handle is None:
+            gpus.append(Gpu(index=index, error=reason))
+            continue
+        handles[index] = handle
+        gpus.append(_from_nvml(nvml, index, handle))
+    gpus, torch_error = _with_torch(gpus, torch)
+    version = nvml.read("nvmlSystemGetCudaDriverVersion")
+    return GpuInfo(
+        gpus=tuple(gpus),
+        links=tuple(_link(a, b, handles, nvml, torch) for a, b in itertools.combinations(gpus, 2)),
+        driver=nvml.read("nvmlSystemGetDriverVersion"),
+        driver_cuda=None if version is None else (version // 1000, version % 1000 // 10),
+        rocm=getattr(torch.version, "hip", None),
+        nvml_error="" if nvml.is_open else nvml.reason,
+        torch_error=torch_error,
+    )
+
+
+def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
+    reading = nvml.reading(handle)
+    name, mute = nvml.ask("nvmlDeviceGetName", handle)
+    capability = nvml.read("nvmlDeviceGetCudaComputeCapability", handle)
+    limit_mw = nvml.read("nvmlDeviceGetPowerManagementLimit", handle)
+    ecc, mig = nvml.read("nvmlDeviceGetEccMode", handle), nvml.read("nvmlDeviceGetMigMode", handle)
+    mode = nvml.read("nvmlDeviceGetComputeMode", handle)
+    links = [nvml.read("nvmlDeviceGetNvLinkState", handle, link) for link in range(MAX_LINKS)]
+    told = [state for state in links if state is not None]
+    processes = nvml.read("nvmlDeviceGetComputeRunningProcesses", handle) or []
+    return Gpu(
+        index=index,
+        name=name or "",
+        error=mute if reading.memory_total_bytes is None and name is None else "",
+        uuid=nvml.read("nvmlDeviceGetUUID", handle) or "",
+        compute_capability=capability and "{}.{}".format(*capability),
+        memory_total_bytes=reading.memory_total_bytes,
+        memory_free_bytes=reading.memory_free_bytes,
+        utilization_percent=reading.utilization_percent,
+        temperature_c=reading.temperature_c,
+        power_limit_w=None if limit_mw is None else limit_mw / 1000,
+        ecc=None if ecc is None else bool(ecc[0]),
+        ecc_uncorrected_errors=nvml.read("nvmlDeviceGetTotalEccErrors", handle, UNCORRECTED, VOLATILE),
+        mig=None if mig is None else bool(mig[0]),
+        compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
+        pcie_generation=nvml.read("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+        pcie_generation_max=nvml.read("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        pcie_width=nvml.read("nvmlDeviceGetCurrPcieLinkWidth", handle),
+        pcie_width_max=nvml.read("nvmlDeviceGetMaxPcieLinkWidth", handle),
+        nvlinks=sum(map(bool, told)) if told else None,
+        processes=tuple(GpuProcess(p.pid, getattr(p, "usedGpuMemory", None)) for p in processes),
+    )
+
+
+def _with_torch(gpus: list[Gpu], torch: Any) -> tuple[list[Gpu], str]:
+    """Add what torch knows, and the GPUs that only torch knows; and why it knows nothing."""
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except RuntimeError as error:
+        return gpus, _line(error)
+    by_uuid = {_bare(gpu.uuid): place for place, gpu in enumerate(gpus) if gpu.uuid}
+    for number in range(count):
+        try:
+            found = torch.cuda.get_device_properties(number)
+        except (RuntimeError, AssertionError) as error:
+            gpus.append(Gpu(index=len(gpus), torch_index=number, error=f"torch: {_line(error)}"))
+            continue
+        place = by_uuid.get(_bare(str(getattr(found, "uuid", ""))))
+        if place is None:  # without NVML, or a MIG slice
+            place = len(gpus)
+            gpus.append(Gpu(index=place, name=found.name))
+        gpus[place] = _told_by_torch(gpus[place], number, found, torch)
+    return gpus, ""
+
+
+def _told_by_torch(gpu: Gpu, number: int, found: Any, torch: Any) -> Gpu:
+    free, error = gpu.memory_free_bytes, gpu.error
+    if free is None:
+        try:
+            free = torch.cuda.mem_get_info(number)[0]
+        except RuntimeError as failure:
+            error = error or f"torch: {_line(failure)}"
+    return Gpu(
+        **vars(gpu)
+        | {
+            "torch_index": number,
+            "error": error,
+            "name": gpu.name or found.name,
+            "compute_capability": gpu.compute_capability or f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+            "threads_per_block": getattr(found, "max_threads_per_block", None),
+            "shared_memory_per_block_bytes": getattr(found, "shared_memory_per_block", None),
+            "integrated": bool(getattr(found, "is_integrated", False)),
+            "memory_total_bytes": gpu.memory_total_bytes or found.total_memory,
+            "memory_free_bytes": free,
+        }
+    )
+
+
+def _link(first: Gpu, second: Gpu, handles: dict[int, Any], nvml: Nvml, torch: Any) -> Link:
+    peer = None
+    if first.torch_index is not None and second.torch_index is not None and not (first.error or second.error):
+        try:
+            peer = bool(torch.cuda.can_device_access_peer(first.torch_index, second.torch_index))
+        except (RuntimeError, AssertionError):
+            peer = None
+    status = path = None
+    if first.index in handles and second.index in handles:
+        pair = handles[first.index], handles[second.index]
+        status = nvml.read("nvmlDeviceGetP2PStatus", *pair, P2P_NVLINK)
+        path = nvml.read("nvmlDeviceGetTopologyCommonAncestor", *pair)
+    return Link(
+        first=first.index,
+        second=second.index,
+        peer_access=peer,
+        nvlink=None if status is None else status == 0,
+        path=None if path is None else TOPOLOGY.get(path, str(path)),
+    )
+
+
+def _bare(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").lower()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

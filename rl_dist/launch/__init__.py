@@ -1,0 +1,1 @@
+"""Starting ranks and watching them: here, under torchrun, or as whole commands."""

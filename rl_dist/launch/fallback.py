@@ -1,0 +1,97 @@
+"""The strategy that ranks are started for: asked, chosen before, or fallback."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rl_dist.launch.all_reduce_bench import BenchFailed, measure_all_reduce
+from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve
+from rl_dist.parallel.choice import LADDER
+
+PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A launch that can begin."""
+
+    config: LaunchConfig  # with what was stepped down to, or chosen before
+    resolved: ResolvedLaunch
+    note: str = ""  # for the user: what was stepped down to, and why
+
+
+def try_ranks(resolved: ResolvedLaunch) -> None:
+    """Start ranks that reduce and take a few DDP steps.
+
+    Raises:
+        BenchFailed: they cannot.
+    """
+    measure_all_reduce(
+        resolved.num_ranks,
+        [PROBE_BYTES],
+        resolved.device_type,
+        repeats=1,
+        gradient_bytes=PROBE_BYTES,
+        timeout_s=PROBE_TIMEOUT_S,
+        gpu_ids=resolved.gpu_ids,
+    )
+
+
+def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] = try_ranks) -> Settled:
+    """Decide as `resolve` does, but for earlier choices and --fallback.
+
+    What a run chose on the same ranks stands; --fallback steps down to what works.
+
+    Args:
+        probe: raises BenchFailed where ranks cannot work together; called with --fallback only.
+
+    Raises:
+        ValueError: as `resolve`; with --fallback only what no other strategy would mend.
+    """
+    if config.chosen_strategy:
+        with suppress(ValueError):
+            resolved = resolve(_with_mode(config, config.chosen_strategy))
+            if resolved.place == config.chosen_on:
+                return Settled(config, resolved)
+        config = dataclasses.replace(config, chosen_strategy="", chosen_on="")
+    if not config.fallback:
+        return Settled(config, resolve(config))
+    config.check_hybrid()
+    if config.strategy != "none":  # a mistake in other flags is no reason to step down
+        one_process = config.strategy == "dp" and "RANK" not in os.environ  # torchrun's ranks are as many as they are
+        resolve(_with_mode(config, "none" if one_process else "default"))
+    first = "ddp" if config.strategy in ("default", "auto") else config.strategy
+    failed: list[str] = []
+    for mode in (config.strategy, *LADDER[LADDER.index(first) + 1 :]):
+        try:
+            resolved = resolve(config if mode == config.strategy else _with_mode(config, mode))
+            if resolved.num_ranks > 1 and "RANK" not in os.environ:
+                probe(resolved)
+        except (ValueError, BenchFailed) as error:
+            failed.append(" ".join(str(error).split()))
+            continue
+        if mode == config.strategy:
+            return Settled(config, resolved)
+        compression = _with_mode(config, mode).gradient_compression
+        settled = dataclasses.replace(
+            config, chosen_strategy=mode, chosen_on=resolved.place, gradient_compression=compression
+        )
+        return Settled(settled, resolved, f"fallback to strategy {mode}, {resolved.place}: {'; '.join(failed)}")
+    raise ValueError(failed[0])
+
+
+def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:
+    """The launch of another strategy on the same hardware; none takes one rank of it."""
+    changes: dict[str, str | int] = {"strategy": mode, "chosen_strategy": ""}
+    if mode != "hybrid":
+        changes |= {"shard_size": 0, "hybrid_form": "shard"}
+    if mode in ("none", "dp", "hybrid"):
+        changes["gradient_compression"] = "none"
+    if mode == "none" and "RANK" not in os.environ:
+        changes |= {"num_gpus": min(config.num_gpus, 1) if config.num_gpus != -1 else 1}
+        changes |= {"gpu_ids": config.gpu_ids.split(",")[0]}
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""Which of the GPUs that torch sees a job uses: --gpu_ids."""
+
+from __future__ import annotations
+
+import os
+
+from rl_dist.errors import UserError
+
+
+def parse_gpu_ids(text: str) -> tuple[int, ...]:
+    """Ids out of "0,2,3"; none out of "".
+
+    Raises:
+        UserError: no list of whole numbers, or one twice.
+    """
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"gpu_ids must be whole numbers with commas between, such as 0,2,3, got {text!r}")
+    ids = tuple(int(word) for word in words)
+    twice = sorted({number for number in ids if ids.count(number) > 1})
+    if twice:
+        raise UserError(f"gpu_ids has {twice[0]} more than once in {text!r}: name each GPU once")
+    return ids
+
+
+def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
+    """Compare ids with the GPUs there are and with the number asked for.
+
+    Args:
+        num_gpus: the flag; -1: as many as there are ids.
+        visible: GPUs that torch sees.
+
+    Raises:
+        UserError: there is no GPU, no such GPU, or another number of them is asked for.
+    """
+    if not ids:
+        return
+    told = ",".join(map(str, ids))
+    if not visible:
+        raise UserError(f"gpu_ids is {told}, but torch sees no CUDA GPU on this machine: leave it out")
+    unknown = [number for number in ids if number >= visible]
+    if unknown:
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        counted = f" in CUDA_VISIBLE_DEVICES={limit}, whose entries are counted from 0" if limit else ""
+        there = "only 0" if visible == 1 else f"0..{visible - 1}"
+        raise UserError(f"gpu_ids has {unknown[0]}, but torch sees {there}{counted}")
+    if num_gpus not in (-1, len(ids)):
+        raise UserError(f"gpu_ids names {len(ids)} GPU(s), but num_gpus is {num_gpus}: leave num_gpus out")
+
+
+def check_adopted(ids: tuple[int, ...], local_ranks: int, *, several_each: bool) -> None:
+    """Whether ranks of torchrun can take one GPU each, or a single one all.
+
+    Args:
+        several_each: the strategy may use several GPUs in one process.
+
+    Raises:
+        UserError: another number of them.
+    """
+    if ids and len(ids) != local_ranks and not (several_each and local_ranks == 1):
+        raise UserError(
+            f"gpu_ids names {len(ids)} GPU(s), but the launcher started {local_ranks} rank(s) on this machine: "
+            "name one for each"
+        )

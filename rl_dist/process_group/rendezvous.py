@@ -1,0 +1,95 @@
+"""Where ranks find each other: a private file, or MASTER_ADDR and MASTER_PORT."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rl_dist.hardware.addresses import check_address
+
+logger = logging.getLogger(__name__)
+
+GREETING_EVERY_S, TELL_AFTER_S = 0.05, 15.0
+
+
+def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
+    """Where ranks meet: a file in `job_dir`, or MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: the address does not work, or not all ranks came there in time.
+    """
+    if size == 1:
+        return dist.HashStore()
+    if job_dir and not os.environ.get("MASTER_PORT"):  # no port is opened, and nobody else may read the directory
+        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        os.makedirs(job_dir, mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
+        store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    check_address(host, port, hosted_here=hosted_here)
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        if not hosted_here:
+            _wait_for_listener(rank, host, port, deadline_s)
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False)
+        return _own_part(store, rank, size, deadline_s)
+    except (dist.DistError, TimeoutError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} within "
+            f"{timeout_s:g} s: check both on every machine, that {size} ranks were started, and the firewall ({cause})"
+        ) from None
+
+
+def _wait_for_listener(rank: int, host: str, port: int, deadline_s: float) -> None:
+    """Wait until somebody listens: torch would, too, but with pages of complaints."""
+    started_s, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now > deadline_s:
+                raise TimeoutError(error.strerror or str(error)) from None
+            if not told and now - started_s > TELL_AFTER_S:
+                told = True
+                logger.warning("rank %d waits for MASTER_ADDR %s, MASTER_PORT %d: %s", rank, host, port, error)
+        time.sleep(0.2)
+
+
+def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
+    """A part of the store that only ranks of this start use.
+
+    torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
+    variable numbers the starts (a node that rejoins keeps its TORCHELASTIC_RESTART_COUNT), so the
+    ranks greet: rank 0 repeats what it hears, and who hears itself knows that rank 0 is alive.
+    """
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    own = uuid.uuid4().hex
+    store.set(f"greeting/{rank}", own)
+    while time.monotonic() < deadline_s:
+        if rank == 0:
+            store.set("heard", json.dumps([own, *(read(f"greeting/{other}") for other in range(1, size))]))
+            if all(read(f"agreed/{other}") == own for other in range(1, size)):
+                return dist.PrefixStore(own, store)
+        else:
+            heard = json.loads(read("heard") or "[]")
+            if own in heard:
+                store.set(f"agreed/{rank}", heard[0])
+                return dist.PrefixStore(heard[0], store)
+        time.sleep(GREETING_EVERY_S)
+    raise TimeoutError("not all ranks came")

@@ -1,0 +1,341 @@
+"""The process group as seen from one rank, and the signals that ask it to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_dist.errors import UserError
+from rl_dist.hardware.host_memory import available_cores
+from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
+from rl_dist.process_group.rendezvous import open_store
+from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdog
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and save
+PLACE_BYTES = 256  # of a collective's name, sent to other ranks
+VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch waits so long for a file that someone has deleted
+GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
+
+
+class CollectiveError(UserError):
+    """A collective call failed: a rank has left, or sent something else."""
+
+
+def connection_broke(error: BaseException) -> bool:
+    """Whether an error says that another rank has gone."""
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return by_gloo or isinstance(error, CollectiveError | dist.DistError)
+
+
+@dataclass
+class World:
+    """One rank's place among all ranks, with the process group open."""
+
+    rank: int
+    local_rank: int  # rank within this machine
+    size: int
+    device: torch.device
+    backend: str  # "gloo" or "nccl"
+    sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
+    gradient_seconds: float = 0.0  # waited for gradients to be reduced; the caller resets it
+    doing: Doing = field(default_factory=Doing)  # for the watchdogs of all ranks
+    watchdog: Watchdog | None = None
+    _gradients_ready_s: float = 0.0
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase of the work, such as collect or update."""
+        self.doing.phase = phase
+        self.beat()
+
+    def beat(self) -> None:
+        """Say that work goes on: others wait for a rank only as long as it says so."""
+        self.doing.progress += 1
+
+    @contextmanager
+    def waiting(self, place: str) -> Iterator[None]:
+        """Add the time spent inside to `sync_seconds`, without GPU work queued before.
+
+        Args:
+            place: names the collective in messages.
+
+        Raises:
+            CollectiveError: the connection broke.
+        """
+        self._synchronize()
+        started = time.perf_counter()
+        try:
+            with self._in_collective(place):
+                yield
+                self._synchronize()
+        finally:
+            self.sync_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def reducing(self, place: str = "") -> Iterator[None]:
+        """Around a backward pass: its waiting for others goes to `gradient_seconds`.
+
+        Args:
+            place: names it in messages, where ranks meet during the whole of it; they enter it together.
+        """
+        self._gradients_ready_s = 0.0
+        with self._in_collective(place):
+            yield
+            self._synchronize()
+        if self._gradients_ready_s:
+            self.gradient_seconds += time.perf_counter() - self._gradients_ready_s
+
+    def gradients_ready(self) -> None:
+        """This rank's own part of a backward pass is done; their reduction begins."""
+        self._synchronize()
+        self._gradients_ready_s = time.perf_counter()
+        self._announce("gradient reduction")
+
+    @contextmanager
+    def _in_collective(self, place: str) -> Iterator[None]:
+        try:
+            if place:
+                self._announce(place)
+            yield
+        except RuntimeError as error:
+            if not connection_broke(error):
+                raise
+            where = f"'{self.doing.place}' (collective {self.doing.calls}, {self.doing.phase})"
+            reason = " ".join(str(error).split())[:300]
+            raise CollectiveError(
+                f"rank {self.rank}: the connection broke in {where}: {reason}", exit_code=1
+            ) from error
+        finally:
+            self.doing.place = ""
+            self.beat()
+
+    def _announce(self, place: str) -> None:
+        """Make sure that all ranks enter the same collective.
+
+        If they do not, gloo ends a process without a word, waits for ever or mixes up numbers.
+        """
+        self.doing.place = place
+        self.doing.calls += 1
+        if self.backend != "gloo" or self.size == 1:
+            return
+        mark = zlib.crc32(f"{place} {self.doing.calls}".encode())
+        marks = torch.tensor([mark, -mark])
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+        highest, lowest = marks.tolist()
+        if highest == -lowest:
+            return
+        text = f"in '{place}' (collective {self.doing.calls}, {self.doing.phase})".encode()[:PLACE_BYTES]
+        own = torch.tensor([*text, *bytes(PLACE_BYTES - len(text))], dtype=torch.uint8)
+        places = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(places, own)
+        told = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="replace") for raw in places]
+        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(told))
+        raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+_current: World | None = None
+
+
+def take_from_main(tensor: torch.Tensor) -> None:
+    """Make a tensor what it is on the main process; all ranks must call."""
+    own = tensor.detach()
+    dense = own.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
+    dist.broadcast(dense, src=0)
+    if dense is not own and not torch.equal(dense, own):  # an expanded one cannot be written, and need not be
+        own.copy_(dense)
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Threads for one of `local_ranks` processes here; more slow each other down.
+
+    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 by itself.
+    """
+    share = max(1, available_cores() // local_ranks)
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
+        return share
+    return min(share, int(limit)) if limit and not ignored_limit() else share
+
+
+def ignored_limit() -> str:
+    """What OMP_NUM_THREADS holds, where that is no number of threads; else ""."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return "" if limit.isdecimal() and int(limit) > 0 else limit
+
+
+def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = ()) -> World:
+    """Join the process group that the environment describes, or open one of size 1.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (nccl).
+        timeout_s: longest wait in a collective for a rank that makes no progress; start-up may take
+            STARTUP_TIMEOUT_S.
+        gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i.
+
+    Raises:
+        UserError: no CUDA device for this rank.
+        ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+    """
+    global _current
+    assert not dist.is_initialized(), "the process group is already open"
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
+        parent = os.getppid()  # a killed torchrun would leave this rank training on alone
+        die_with_parent(parent)
+        threading.Thread(target=leave_when_orphaned, args=(parent, threading.Event()), daemon=True).start()
+    torch.set_num_threads(threads_per_rank(local_size))
+    if device == "cuda":
+        gpu = gpu_ids[local_rank] if gpu_ids else local_rank
+        _check_cuda_device(local_rank, gpu)
+        place = torch.device("cuda", gpu)
+        torch.cuda.set_device(place)
+        options: dict[str, Any] = {"backend": "nccl", "device_id": place}
+    else:
+        place, options = torch.device("cpu"), {"backend": "gloo"}
+        if local_size == size:
+            _bind_gloo_to_loopback()
+    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
+    dist.init_process_group(rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options)
+    if isinstance(store, dist.FileStore) and options["backend"] == "gloo":  # NCCL may meet there again later
+        store.set_timeout(VANISHED_STORE_TIMEOUT)
+    _current = World(
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        device=place,
+        backend=options["backend"],
+    )
+    if size > 1:
+        _current.watchdog = Watchdog(_current.doing, store, rank, size, timeout_s)
+    logger.info("rank %d of %d on %s, %d threads", rank, size, _current.device, torch.get_num_threads())
+    return _current
+
+
+def close_world(world: World) -> None:
+    """Leave the process group; safe to call twice."""
+    global _current
+    if world.watchdog is not None:
+        world.watchdog.close()
+    if _current is world and dist.is_initialized():
+        dist.destroy_process_group()
+    _current = None
+
+
+def close_any_world() -> None:
+    """Close what a function left open: gloo's threads may abort an exiting process."""
+    if _current is not None:
+        close_world(_current)
+
+
+def leave_world() -> bool:
+    """Tell the other ranks that this one has failed, without waiting for them.
+
+    Returns:
+        Whether a process group of several ranks is open; this process must then end by `os._exit`.
+    """
+    if _current is None or _current.size == 1:
+        close_any_world()
+        return False
+    if _current.watchdog is not None:
+        _current.watchdog.close()
+    return True
+
+
+def _check_cuda_device(local_rank: int, gpu: int) -> None:
+    count = torch.cuda.device_count()
+    if gpu >= count:
+        raise UserError(
+            f"device cuda: rank {local_rank} of this machine needs its own GPU, but torch sees {count}; "
+            "start fewer ranks or use --device cpu"
+        )
+
+
+def _bind_gloo_to_loopback() -> None:
+    """Keep one machine's traffic off the network; a variable set by the user is respected."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
+    """Once the parent is dead, end this process: when `done`, or after a grace.
+
+    SIGTERM alone would not do: it only asks, and a rank may hang or have a long iteration before it.
+    """
+    while os.getppid() == parent_pid:
+        time.sleep(0.2)
+    os._exit(0 if done.wait(ORPHAN_GRACE_S) else 1)
+
+
+class StopFlag:
+    """Remembers the first stop signal; the trainer reads it after each iteration.
+
+    `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
+    all ranks agree first (`agree_max(stop_flag.signum, world)`), then save and leave together with
+    exit code 128 + signum. A second SIGINT or SIGTERM ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._relay = StopRelay(self._on_signal)
+        self._second_ends = True
+
+    def install(self, *, second_ends: bool = True) -> StopFlag:
+        """Install the handlers (once, main thread only) and let blocked stop signals in.
+
+        Args:
+            second_ends: a second SIGINT or SIGTERM ends this process; False where the launcher sees to that.
+        """
+        if self._relay.installed or threading.current_thread() is not threading.main_thread():
+            return self
+        self.signum, self._second_ends = 0, second_ends
+        self._relay.install()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return self
+
+    def uninstall(self) -> None:
+        """Put the handlers of before back."""
+        self._relay.uninstall()
+
+    def _on_signal(self, signum: int) -> None:
+        self.signum = self.signum or signum
+        if self._second_ends and self._relay.insists:
+            os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")
+            leave(128 + self.signum)
+
+
+def end_at_signals() -> None:
+    """From here on SIGINT and SIGTERM end this process: nothing is left to save."""
+    stop_flag.uninstall()
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+
+
+stop_flag = StopFlag()  # one per process, as signal handlers are

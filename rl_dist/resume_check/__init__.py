@@ -1,0 +1,1 @@
+"""Whether a killed and resumed run equals an uninterrupted one."""

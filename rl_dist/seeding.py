@@ -1,0 +1,18 @@
+"""Seed streams: what is drawn from one never overlaps another, on any number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Streams of SeedSequence([seed, stream, ...]): what is drawn from one never overlaps another.
+POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, EVALUATION_STREAM = range(5)
+
+
+def stream_seeds(seed: int, stream: int, first: int, count: int, life: int = 0) -> list[int]:
+    """Seeds number first .. first + count - 1 of a stream, one 63-bit integer each.
+
+    For environments the number is their global index; `life` counts the restarts of environments
+    that cannot be snapshot (resume): a new life, other episodes.
+    """
+    sequences = (np.random.SeedSequence([seed, stream, first + i, life]) for i in range(count))
+    return [int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)) for sequence in sequences]

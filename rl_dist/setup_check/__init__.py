@@ -1,0 +1,1 @@
+"""Verdicts on a machine for a planned training."""

@@ -1,0 +1,1 @@
+"""What more GPUs would bring: short measured runs, a model, a report."""

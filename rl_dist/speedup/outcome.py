@@ -1,0 +1,87 @@
+"""Predicted against measured, at the end of a run on several ranks.
+
+The prediction is the model's: from what the ranks' own work took, how much that varied, and what a reduction takes
+once all ranks are there. What it cannot explain is in the difference.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_dist.speedup.job_of_run import read_records
+from rl_dist.speedup.model import Communication, Work, predict
+from rl_dist.speedup.rank_cost import PARTS, work_of_rows
+
+logger = logging.getLogger(__name__)
+
+WARM_UP, LATEST = 2, 200  # iterations left out at the beginning, and at most looked at
+
+
+def outcome_of(run_dir: Path) -> dict[str, Any] | None:
+    """Predicted and measured steps/s of a run; None: one rank, or few iterations.
+
+    Never fails: what cannot be read is logged.
+    """
+    try:
+        records = read_records(run_dir)
+        ranks = len(records[-1]["ranks"]) if records else 1
+        same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
+        return outcome(same) if ranks > 1 and same else None
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, statistics.StatisticsError) as error:
+        logger.warning("no comparison of predicted and measured throughput: %s: %s", type(error).__name__, error)
+        return None
+
+
+def outcome(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The comparison, from metrics of several ranks."""
+    ranks = len(records[0]["ranks"])
+    work, communication = _terms(records)
+    prediction = predict(work, ranks, communication)
+    measured = statistics.harmonic_mean([record["time/sps"] for record in records])  # steps over time
+    return {
+        "ranks": ranks,
+        "iterations": len(records),
+        "measured_steps_per_s": measured,
+        "predicted_steps_per_s": prediction.steps_per_s,
+        "error": prediction.steps_per_s / measured - 1.0,
+        "busy": min(1.0, work.seconds * measured / prediction.env_steps),
+        "predicted_shares": prediction.shares,
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """One line for the user."""
+    return (
+        f"scaling: {found['ranks']} ranks trained {found['measured_steps_per_s']:,.0f} steps/s; the model of "
+        f"rl_dist.speedup, given their own times, says {found['predicted_steps_per_s']:,.0f} ({found['error']:+.1%}); "
+        f"each worked {found['busy']:.0%} of the time"
+    )
+
+
+def _terms(records: Sequence[dict[str, Any]]) -> tuple[Work, Communication]:
+    """The model's terms, from what each rank did in each iteration."""
+    entries = [entry for record in records for entry in record["ranks"]]
+    rows = [{name: entry[f"time/{name}_s"] for name in PARTS} for entry in entries]
+    for row, entry in zip(rows, entries, strict=True):
+        row["rest"] = max(0.0, entry["time/update_own_s"] - sum(row[name] for name in PARTS[1:]))
+    work = work_of_rows(
+        rows,
+        env_steps=_env_steps(records) // len(records[0]["ranks"]),
+        gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
+        step_spread_s=statistics.fmean(entry["time/step_spread_s"] for entry in entries),
+    )
+    reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
+    small_s = min(record["time/sync_s"] for record in records)  # of the iteration in which nobody waited for others
+    return work, Communication(gradient_s=statistics.median(reductions), small_s=small_s)
+
+
+def _env_steps(records: Sequence[dict[str, Any]]) -> int:
+    """Environment steps of all ranks in an iteration."""
+    if len(records) > 1:
+        first, last = records[0], records[-1]
+        return round((last["global_step"] - first["global_step"]) / (last["iteration"] - first["iteration"]))
+    return round(records[0]["global_step"] / records[0]["iteration"])

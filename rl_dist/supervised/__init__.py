@@ -1,0 +1,1 @@
+"""Supervised training and evaluation of any module over ranks."""

@@ -1,0 +1,144 @@
+"""Call the user's command when something happens to a run: mail, chat, a pager.
+
+One process calls `configure`: the one that starts the ranks, and the main rank for what only
+training knows. Everywhere else, and without a command, `notify` does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl_dist.process_group.process_ends import STOP_SIGNALS
+
+__all__ = ["close", "configure", "notify"]
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S = 20.0  # for one call of the command, and for all that are left when the process ends
+LONGEST_MESSAGE = 4000  # characters
+MOST_WAITING = 100  # events
+
+
+def configure(command: str, run_dir: str | Path) -> None:
+    """Have `command` called for events of the run in `run_dir`; "": nothing."""
+    global _messenger
+    if _messenger and (_messenger.command, _messenger.run_dir) == (command, str(run_dir)):
+        return
+    close()
+    _messenger = _Messenger(command, str(run_dir)) if command else None
+
+
+def notify(kind: str, message: str = "", **facts: Any) -> None:
+    """Tell the user's command of an event; never blocks, never raises.
+
+    The command gets one JSON object on stdin and each of its entries as RL_NAME: RL_EVENT (`kind`),
+    RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST and one per fact.
+
+    Args:
+        kind: failed, restarted, bad_steps, stopped or finished.
+        message: one line for a person.
+        facts: numbers and strings, by name.
+    """
+    if _messenger is None:
+        return
+    event = {"event": kind, "message": message[:LONGEST_MESSAGE], "run_dir": _messenger.run_dir}
+    where_and_when = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()}
+    _messenger.send(event | where_and_when | facts)
+
+
+def close(wait_s: float = LIMIT_S) -> None:
+    """Wait for commands that still run, then end them."""
+    global _messenger
+    if _messenger is not None:
+        _messenger.close(wait_s)
+    _messenger = None
+
+
+class _Messenger:
+    """Calls the command for one event after the other, in a thread of its own."""
+
+    def __init__(self, command: str, run_dir: str) -> None:
+        self.command, self.run_dir = command, run_dir
+        self.waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self.running: subprocess.Popen[str] | None = None
+        self.ended = False
+        self.thread: threading.Thread | None = None  # only once there is an event
+
+    def send(self, event: dict[str, Any]) -> None:
+        try:
+            self.waiting.put_nowait(event)
+        except queue.Full:
+            logger.warning("on_event: %d events wait for the command; dropped %s", MOST_WAITING, event["event"])
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._deliver, name="on_event", daemon=True)
+            self.thread.start()
+
+    def close(self, wait_s: float) -> None:
+        if self.thread is None:
+            return
+        deadline_s = time.monotonic() + wait_s
+        with suppress(queue.Full, KeyboardInterrupt):  # Ctrl-C: do not wait
+            self.waiting.put(None, timeout=wait_s)
+            self.thread.join(max(0.0, deadline_s - time.monotonic()))
+        self.ended = True
+        if self.thread.is_alive():
+            self._kill()
+            self.thread.join(1.0)
+
+    def _deliver(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # or the command would inherit the launcher's block
+        while not self.ended and (event := self.waiting.get()) is not None:
+            try:
+                problem = self._call(event)
+            except Exception as error:  # whatever it is, the run goes on
+                problem = f"could not be called: {error}"
+            if problem:
+                logger.warning("on_event: the command for %s %s", event["event"], problem)
+
+    def _call(self, event: dict[str, Any]) -> str:
+        """Run the command to its end; returns what went wrong."""
+        text = json.dumps(event, default=str) + "\n"
+        values = {name: value for name, value in event.items() if isinstance(value, str | int | float)}
+        variables = {f"RL_{name.upper()}": str(value).replace("\0", " ") for name, value in values.items()}
+        with tempfile.TemporaryFile("w+") as complaints:
+            self.running = subprocess.Popen(
+                self.command,
+                shell=True,  # it is the user's own command line; what happened reaches it by stdin and variables only
+                env=os.environ | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+            try:
+                self.running.communicate(text, timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                return f"was ended: it took more than {LIMIT_S:g} s"
+            if self.running.returncode == 0:
+                return ""
+            complaints.seek(0)
+            words = " ".join(complaints.read(10_000).split())[-200:]
+            return f"failed with code {self.running.returncode}" + (f": {words}" if words else "")
+
+    def _kill(self) -> None:
+        if self.running is not None:
+            with suppress(ProcessLookupError, PermissionError):  # it has just ended
+                os.killpg(self.running.pid, signal.SIGKILL)
+            self.running.wait(1.0)
+
+
+_messenger: _Messenger | None = None  # one per process

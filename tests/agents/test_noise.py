@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import agents.noise
+from agents.noise import action_noise, random_words
+from rl_dist.seeding import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
+
+
+def box(num_actions):
+    return spaces.Box(-1.0, 1.0, (num_actions,), np.float32)
+
+
+SPACES = [box(1), box(2), box(5), box(9), spaces.Discrete(2), spaces.Discrete(4), spaces.Discrete(7)]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_noise_does_not_depend_on_how_environments_are_grouped_into_ranks(space):
+    together = action_noise(space, 3, 0, 8, 32, 16)
+    for num_ranks in (2, 4, 8):
+        size = 8 // num_ranks
+        parts = [action_noise(space, 3, rank * size, size, 32, 16) for rank in range(num_ranks)]
+        assert torch.equal(torch.cat(parts, dim=1), together)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_noise_does_not_depend_on_how_steps_are_cut_into_rollouts(space):
+    at_once = action_noise(space, 3, 5, 2, 0, 256)
+    for length in (128, 1, 3):
+        starts = range(0, 256, length)
+        parts = [action_noise(space, 3, 5, 2, start, min(length, 256 - start)) for start in starts]
+        assert torch.equal(torch.cat(parts), at_once)
+
+
+def test_noise_has_the_shape_and_type_that_a_rollout_needs():
+    assert action_noise(box(5), 1, 0, 3, 0, 4).shape == (4, 3, 5)
+    assert action_noise(spaces.Discrete(7), 1, 0, 3, 0, 4).shape == (4, 3, 7)
+    assert action_noise(box(5), 1, 0, 3, 0, 4).dtype == torch.float64
+    assert action_noise(spaces.Box(-1, 1, (2, 3), np.float32), 1, 0, 3, 0, 4).shape == (4, 3, 6)
+
+
+def test_noise_of_boxes_is_standard_normal():
+    noise = action_noise(box(5), 11, 0, 40, 0, 1000).numpy()  # 200,000 numbers
+    assert abs(noise.mean()) < 0.01
+    assert abs(noise.var() - 1.0) < 0.02
+    assert abs((noise**3).mean()) < 0.05
+    assert abs((noise**4).mean() - 3.0) < 0.1
+    for bound, share in ((1.0, 0.3173), (1.96, 0.0500), (3.0, 0.0027)):
+        assert abs((np.abs(noise) > bound).mean() - share) < 0.004
+
+
+def test_noise_of_boxes_is_uncorrelated_over_actions_environments_and_steps():
+    noise = action_noise(box(4), 11, 0, 20, 0, 2500).numpy()
+    over_actions = np.corrcoef(noise.reshape(-1, 4).T) - np.eye(4)
+    over_environments = np.corrcoef(noise[:, :, 0].T) - np.eye(20)
+    assert np.abs(over_actions).max() < 0.02
+    assert np.abs(over_environments).max() < 0.1
+    assert abs((noise[1:] * noise[:-1]).mean()) < 0.01
+
+
+def test_noise_of_discrete_actions_is_standard_gumbel():
+    noise = action_noise(spaces.Discrete(5), 11, 0, 40, 0, 1000).numpy()
+    assert abs(noise.mean() - 0.57722) < 0.01
+    assert abs(noise.var() - np.pi**2 / 6) < 0.03
+    assert abs((noise <= 0).mean() - np.exp(-1.0)) < 0.005
+
+
+def test_the_largest_logit_plus_noise_samples_the_softmax():
+    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    noise = action_noise(spaces.Discrete(4), 5, 0, 50, 0, 2000).numpy()
+    counts = np.bincount((noise + logits).argmax(-1).ravel(), minlength=4) / 100_000
+    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.006)
+
+
+@pytest.mark.parametrize("word", [0, 2**64 - 1, 2**32, 2**32 - 1, 2**63])
+@pytest.mark.parametrize("space", [box(2), spaces.Discrete(3)], ids=str)
+def test_noise_is_finite_for_every_random_word(monkeypatch, space, word):
+    def words(seed, first_env, num_envs, first_step, num_steps, num_words):
+        return np.full((num_steps, num_envs, num_words), word, dtype=np.uint64)
+
+    monkeypatch.setattr(agents.noise, "random_words", words)
+    assert torch.isfinite(action_noise(space, 1, 0, 2, 0, 2)).all()
+
+
+def test_no_random_word_is_used_twice():
+    """Not over seeds, environments, steps or words; 64-bit words collide by chance once in 10^11 runs."""
+    words = [random_words(seed, 0, 6, 0, 100, 5).ravel() for seed in (1, 2, 3)]
+    words.append(random_words(1, 6, 6, 0, 100, 5).ravel())
+    words.append(random_words(1, 0, 6, 100, 100, 5).ravel())
+    everything = np.concatenate(words)
+    assert len(np.unique(everything)) == len(everything) == 5 * 6 * 100 * 5
+
+
+def test_the_noise_of_late_steps_is_reached_without_drawing_the_early_ones():
+    late = action_noise(box(2), 1, 0, 2, 10**15, 4)
+    assert torch.isfinite(late).all() and len(late.unique()) == late.numel()
+
+
+def test_seeds_depend_on_the_number_in_the_run_only():
+    everything = stream_seeds(7, ENVIRONMENT_STREAM, 0, 8)
+    assert stream_seeds(7, ENVIRONMENT_STREAM, 4, 4) == everything[4:]
+    assert all(0 <= seed < 2**63 for seed in everything)
+
+
+def test_runs_streams_environments_and_lives_share_no_seed():
+    seeds = []
+    for seed in range(20):
+        for stream in (POLICY_STREAM, ENVIRONMENT_STREAM, EVALUATION_STREAM):
+            seeds += stream_seeds(seed, stream, 0, 50)
+        seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, life=3)
+    assert len(set(seeds)) == len(seeds) == 20 * 4 * 50

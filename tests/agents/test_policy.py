@@ -1,0 +1,225 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
+
+from agents.lstm import run_stepwise
+from agents.normalize import Normalizer
+from agents.policy import Policy, PolicyConfig
+from agents.rollout import collect, fresh_carry
+
+BOX, DISCRETE = spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(3)
+FORMS = {
+    "clstm": PolicyConfig(hidden_size=8),
+    "window of 1": PolicyConfig(hidden_size=8, feature_window=1),
+    "window of 4": PolicyConfig(hidden_size=8, feature_window=4),
+    "no memory": PolicyConfig(hidden_size=8, memory=False),
+    "mlp": PolicyConfig(hidden_size=8, policy="mlp"),
+}
+NUM_OBS = 4
+
+
+def make_policy(config, space=BOX, seed=0):
+    torch.manual_seed(seed)
+    policy = Policy(config, NUM_OBS, space).double()
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions that differ visibly
+    return policy
+
+
+def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    width = NUM_OBS * max(policy.config.feature_window, 1)
+    obs = torch.randn(num_steps, num_envs, width, dtype=torch.float64, generator=generator)
+    state = torch.randn(num_envs, policy.num_states, policy.config.hidden_size, generator=generator).double()
+    starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
+    noise = torch.randn(num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator)
+    return obs, state, starts, noise
+
+
+@pytest.mark.parametrize("space", [BOX, DISCRETE], ids=["box", "discrete"])
+@pytest.mark.parametrize("form", FORMS)
+def test_acting_step_by_step_equals_evaluating_the_sequence(form, space):
+    policy = make_policy(FORMS[form], space)
+    obs, first_state, starts, noise = make_inputs(policy)
+    state, steps = first_state, []
+    for step_obs, step_starts, step_noise in zip(obs, starts, noise, strict=True):
+        actions, logprobs, values, state = policy.act(step_obs, state, step_starts, step_noise)
+        steps.append((actions, logprobs, values))
+    actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
+    evaluation = policy(obs, actions, first_state, starts)
+    torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(evaluation.values, values, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_the_sequence_equal_those_of_single_steps(form):
+    policy = make_policy(FORMS[form])
+    obs, state, starts, actions = make_inputs(policy)
+    evaluation = policy(obs, actions, state, starts)
+    actor, values = run_stepwise(policy.network, obs, state, starts)
+    expected_loss = policy.distribution(actor).log_prob(actions).sum() + values.square().sum()
+    loss = evaluation.logprobs.sum() + evaluation.values.square().sum()
+    gradients, expected = (torch.autograd.grad(one, list(policy.parameters())) for one in (loss, expected_loss))
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+    silent = [name for (name, _), one in zip(policy.named_parameters(), expected, strict=True) if not one.any()]
+    nothing_to_remember = {
+        "window of 1": ["feature_core.weight_hh_l0"],
+        "no memory": [f"{name}_core.weight_hh_l0" for name in ("feature", "actor", "critic")],
+    }
+    assert silent == nothing_to_remember.get(form, [])
+
+
+def test_the_log_probability_is_that_of_the_unclipped_sample():
+    policy = make_policy(FORMS["clstm"])
+    obs, state, starts, _ = make_inputs(policy)
+    noise = torch.full((5, 2), 6.0, dtype=torch.float64)
+    actions, logprobs, _, _ = policy.act(obs[0], state, starts[0], noise)
+    mean, _, _, _ = policy.act(obs[0], state, starts[0])
+    assert (actions > 1.0).all()
+    torch.testing.assert_close(actions, mean + 6.0 * math.exp(-0.5))  # log_std_init is -0.5
+    by_hand = 2 * (-0.5 * 36.0 + 0.5 - 0.5 * math.log(2 * math.pi))
+    torch.testing.assert_close(logprobs, torch.full((5,), by_hand, dtype=torch.float64))
+
+
+def test_without_noise_the_most_likely_action_is_taken():
+    for space in (BOX, DISCRETE):
+        policy = make_policy(FORMS["clstm"], space)
+        obs, state, starts, noise = make_inputs(policy)
+        best = policy.act(obs[0], state, starts[0])[1]
+        assert (best >= policy.act(obs[0], state, starts[0], noise[0])[1]).all()
+
+
+def test_log_probabilities_of_discrete_actions_sum_to_one():
+    policy = make_policy(FORMS["clstm"], DISCRETE)
+    obs, state, starts, _ = make_inputs(policy)
+    total = sum(policy(obs, torch.full(starts.shape, action), state, starts).logprobs.exp() for action in range(3))
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_entropy_is_that_of_known_distributions():
+    policy = make_policy(FORMS["clstm"])
+    obs, state, starts, noise = make_inputs(policy)
+    each = 0.5 + 0.5 * math.log(2 * math.pi) - 0.5
+    assert policy(obs, noise, state, starts).entropy.flatten().tolist() == pytest.approx([2 * each] * 55)
+    discrete = make_policy(FORMS["clstm"], DISCRETE)
+    torch.nn.init.zeros_(discrete.actor_head.weight)
+    actions = torch.zeros(11, 5, dtype=torch.int64)
+    entropy = discrete(obs, actions, state, starts).entropy
+    assert entropy.flatten().tolist() == pytest.approx([math.log(3)] * 55)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_policy_stores_no_state_and_changes_none(form):
+    policy = make_policy(FORMS[form])
+    obs, state, starts, noise = make_inputs(policy)
+    before = state.clone()
+    first = policy.act(obs[0], state, starts[0], noise[0])
+    policy.act(obs[5], state * 3, starts[5], noise[5])
+    policy(obs, noise, state, starts)
+    second = policy.act(obs[0], state, starts[0], noise[0])
+    assert torch.equal(state, before)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not any(tensor.requires_grad for tensor in first)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_episode_start_forgets_the_state(form):
+    policy = make_policy(FORMS[form])
+    obs, state, starts, noise = make_inputs(policy)
+    anew = policy.act(obs[0], state, torch.ones_like(starts[0]), noise[0])
+    fresh = policy.act(obs[0], policy.initial_state(5), torch.zeros_like(starts[0]), noise[0])
+    for one, other in zip(anew, fresh, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_only_the_memoryless_twin_is_memoryless():
+    for form, remembers in (("clstm", True), ("window of 4", True), ("mlp", False)):
+        policy = make_policy(FORMS[form])
+        obs, state, _, noise = make_inputs(policy)
+        going_on = torch.zeros(obs.shape[:2], dtype=torch.bool)
+        changed = obs.clone()
+        changed[0] += 1.0
+        one, other = (policy(seen, noise, state, going_on).values[-1] for seen in (obs, changed))
+        assert bool((one != other).all()) is remembers, form
+
+
+def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
+    policy = make_policy(FORMS["window of 4"])
+    window = torch.randn(1, 1, 4 * NUM_OBS, dtype=torch.float64)
+    hidden = torch.zeros(1, 1, 8, dtype=torch.float64)
+    state = (hidden, hidden)
+    for row in window.view(4, 1, 1, NUM_OBS):
+        output, state = policy.feature_core(row, state)
+    torch.testing.assert_close(policy._windowed_features(window), output)
+
+
+def scripted_rollouts(config, num_rollouts=3, num_steps=8):
+    """Rollouts one after the other, with a normaliser that has something to do."""
+    policy = make_policy(config)
+    normalizer = Normalizer(NUM_OBS)
+    normalizer.moments.merge(normalizer.moments.sums(torch.linspace(-9, 11, 40).view(10, NUM_OBS)))
+    env = ScriptedEnv([[(3, TERMINATED), (6, TRUNCATED)], [(20, TRUNCATED)], [(1, TRUNCATED), (2, TERMINATED)]])
+    carry = fresh_carry(policy, env.reset()[0])
+    noise = torch.randn(num_steps, 3, 2, dtype=torch.float64)
+    rollouts = [collect(policy, normalizer, env, carry, noise, 4) for _ in range(num_rollouts)]
+    return policy, normalizer, rollouts
+
+
+@pytest.mark.parametrize("size", [2, 4, 7])
+def test_row_t_of_a_window_holds_the_observation_of_that_very_day(size):
+    """Zeros stand before the start, no row crosses an episode, and windows go on over rollouts."""
+    _, normalizer, rollouts = scripted_rollouts(PolicyConfig(hidden_size=8, feature_window=size))
+    seen = torch.cat([rollout.obs for rollout in rollouts]).unflatten(-1, (size, NUM_OBS))  # [T, B, n, F]
+    raw = torch.cat([rollout.raw_obs for rollout in rollouts])
+    starts = torch.cat([rollout.episode_start for rollout in rollouts])
+    for b in range(3):
+        begin = 0
+        for t in range(len(raw)):
+            begin = t if starts[t, b] else begin
+            for row in range(size):
+                day = t - (size - 1 - row)
+                if day < begin:
+                    assert seen[t, b, row].abs().max() == 0
+                else:
+                    torch.testing.assert_close(seen[t, b, row], normalizer(raw[day, b].double()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_slots_of_a_rollout_evaluate_to_what_acting_gave(form):
+    """From the stored grid states, on the very inputs that were stored."""
+    policy, _, rollouts = scripted_rollouts(FORMS[form])
+    for rollout in rollouts:
+        for k in range(2):
+            part = slice(4 * k, 4 * k + 4)
+            inputs = rollout.obs[part], rollout.actions[part], rollout.grid_states[k], rollout.episode_start[part]
+            evaluation = policy(*inputs)
+            torch.testing.assert_close(evaluation.logprobs, rollout.logprobs[part], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(evaluation.values, rollout.values[part], rtol=1e-12, atol=1e-12)
+
+
+def test_a_wrong_shape_of_the_network_is_refused_by_name():
+    wrong: list[dict[str, Any]] = [{"policy": "gru"}, {"hidden_size": 0}, {"feature_window": -1}, {"log_std_init": 9.0}]
+    for options in wrong:
+        (field,) = options
+        with pytest.raises(ValueError, match=f"^{field} must be"):
+            PolicyConfig(**options)
+    with pytest.raises(ValueError, match="feature_window works with policy clstm only"):
+        PolicyConfig(policy="mlp", feature_window=3)
+
+
+def test_without_memory_a_step_depends_on_nothing_before_it():
+    policy = make_policy(FORMS["no memory"])
+    obs, state, starts, noise = make_inputs(policy)
+    other = obs.clone()
+    other[:-1] += 1.0
+    actions = noise
+    values = [policy(seen, actions, state, starts).values[-1] for seen in (obs, other)]
+    torch.testing.assert_close(*values, rtol=0, atol=0)
+    remembering = make_policy(FORMS["clstm"])
+    values = [remembering(seen, actions, state, starts & False).values[-1] for seen in (obs, other)]
+    assert (values[0] - values[1]).abs().max() > 1e-6

@@ -1,0 +1,356 @@
+import json
+import math
+from unittest import mock
+
+import pytest
+import torch
+from agents_ranks import JOBS, Recording, make_job, world_of_one
+from torch import nn
+
+from agents.policy import Evaluation
+from agents.ppo import PPO, LossParts, NonFiniteGradient, PPOConfig, learning_rate, normalize_advantages, ppo_loss
+from agents.rollout import Minibatch
+from agents.trainer import train
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.world import StopFlag
+from rl_dist.telemetry import events
+from rl_dist.telemetry.metrics import NullWriter
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of_one() as opened:
+        yield opened
+
+
+def row(*values):
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def loss_of(
+    ratios=(1.0,), *, values=(0.0,), entropy=(0.0,), old_values=(0.0,), advantages=(0.0,), returns=(0.0,), **ppo
+):
+    """The loss of one row of steps whose probabilities changed by these ratios."""
+    before = row(*[-1.5] * len(ratios))
+    evaluation = Evaluation(before + row(*ratios).log(), row(*entropy), row(*values))
+    return ppo_loss(evaluation, before, row(*old_values), row(*advantages), row(*returns), PPOConfig(**ppo))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"),
+    [
+        (1.0, 2.0, -2.0),
+        (1.1, 2.0, -2.2),
+        (1.5, 2.0, -2.4),  # no more to gain beyond 1.2
+        (0.5, 2.0, -1.0),  # a good action made less likely is not forgiven
+        (0.5, -2.0, 1.6),  # no more to gain below 0.8
+        (1.5, -2.0, 3.0),  # a bad action made more likely is not forgiven
+    ],
+)
+def test_the_policy_loss_is_clipped_where_it_would_gain_only(ratio, advantage, loss):
+    assert loss_of((ratio,), advantages=(advantage,), clip_coef=0.2).policy.item() == pytest.approx(loss)
+
+
+def test_losses_are_means_over_steps_and_add_up_with_their_weights():
+    parts = loss_of(
+        (1.0, 1.5),
+        values=(1.0, 3.0),
+        entropy=(0.4, 0.8),
+        old_values=(0.0, 0.0),
+        advantages=(2.0, 2.0),
+        returns=(2.0, 1.0),
+        ent_coef=0.1,
+        vf_coef=0.25,
+    )
+    assert parts.policy.item() == pytest.approx(-(2.0 + 2.4) / 2)
+    assert parts.value.item() == pytest.approx(0.5 * (1.0 + 4.0) / 2)
+    assert parts.entropy.item() == pytest.approx(0.6)
+    assert parts.total.item() == pytest.approx(-2.2 + 0.25 * 1.25 - 0.1 * 0.6)
+
+
+def test_the_value_loss_is_clipped_only_if_asked_and_only_where_it_would_gain():
+    # the value moved from 0 to 1, towards the return 2; at most 0.2 counts
+    moved = {"values": (1.0,), "old_values": (0.0,), "returns": (2.0,)}
+    assert loss_of(**moved).value.item() == pytest.approx(0.5 * 1.0)
+    assert loss_of(**moved, clip_vloss=True).value.item() == pytest.approx(0.5 * 1.8**2)
+    # moved away from the return: the full error counts
+    away = {"values": (-1.0,), "old_values": (0.0,), "returns": (2.0,)}
+    assert loss_of(**away, clip_vloss=True).value.item() == pytest.approx(0.5 * 9.0)
+
+
+def test_diagnostics_are_the_share_of_clipped_ratios_and_the_k3_estimate():
+    parts = loss_of((1.0, 1.5, 0.7, 1.1), advantages=(0.0,) * 4, clip_coef=0.2)
+    assert parts.clip_fraction.item() == pytest.approx(0.5)
+    k3 = sum(r - 1.0 - math.log(r) for r in (1.0, 1.5, 0.7, 1.1)) / 4
+    assert parts.approx_kl.item() == pytest.approx(k3)
+    assert loss_of((1.0,)).approx_kl.item() == 0.0
+
+
+def test_no_gradient_flows_where_the_ratio_is_clipped():
+    logprobs = row(math.log(1.5), math.log(1.1)).requires_grad_()
+    nothing = row(0.0, 0.0)
+    evaluation = Evaluation(logprobs, nothing, nothing)
+    ppo_loss(evaluation, nothing, nothing, row(1.0, 1.0), nothing, PPOConfig(clip_coef=0.2)).total.backward()
+    assert logprobs.grad.tolist() == [[0.0, pytest.approx(-1.1 / 2)]]
+
+
+def test_the_loss_of_a_batch_is_the_mean_of_its_equal_parts():
+    """What makes DDP's mean over ranks the loss of the global minibatch."""
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(7, 4, 6, dtype=torch.float64, generator=generator)
+    config = PPOConfig(ent_coef=0.03, clip_vloss=True)
+
+    def loss(pick):
+        evaluation = Evaluation(parts[0][:, pick] * 0.3, parts[1][:, pick], parts[2][:, pick])
+        logprobs, values, advantages, returns = (part[:, pick] for part in parts[3:])
+        return ppo_loss(evaluation, logprobs, values, advantages, returns, config).total
+
+    halves = (loss(slice(0, 3)) + loss(slice(3, 6))) / 2
+    torch.testing.assert_close(halves, loss(slice(0, 6)))
+
+
+def test_advantages_are_normalised_to_mean_0_and_deviation_1(world):
+    advantages = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    deviation = math.sqrt(3.5)  # of the whole population: squares 4 + 1 + 0 + 9 over 4
+    normalised = normalize_advantages(advantages, world)
+    torch.testing.assert_close(normalised, (advantages - 3.0) / deviation)
+    assert normalised.dtype == torch.float32
+    assert normalize_advantages(torch.full((2, 2), 5.0), world).abs().max() == 0
+
+
+class Line(nn.Module):
+    """A policy of one parameter whose gradient a test knows: value = parameter, log-probability = 0."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+
+    def forward(self, obs, actions, state, episode_start):
+        values = self.value.expand(obs.shape[:2])
+        return Evaluation(values * 0.0, values.detach() * 0.0, values)
+
+
+def gradient(line):
+    assert line.value.grad is not None
+    return line.value.grad.item()
+
+
+def slots(num_slots=8, length=2, returns=1.0):
+    flat = torch.zeros(length, num_slots, dtype=torch.float64)
+    return Minibatch(
+        obs=flat[..., None],
+        actions=flat[..., None],
+        logprobs=flat,
+        values=flat,
+        advantages=flat,
+        returns=flat + returns,
+        episode_start=flat > 0,
+        lstm_state=torch.zeros(num_slots, 0, 1, dtype=torch.float64),
+    )
+
+
+def alone(world):
+    return Strategy(StrategyConfig(), world)
+
+
+def update(ppo, some_slots, num_envs=4, num_minibatches=2):
+    return ppo.update(some_slots, (1, 1), 0, num_envs, num_minibatches)
+
+
+def test_every_epoch_takes_one_step_per_minibatch(world):
+    ppo = PPO(Line(), PPOConfig(update_epochs=3), alone(world))
+    assert update(ppo, slots())["optim/steps"] == 6
+    assert int(ppo.optimizer.state[ppo.policy.value]["step"]) == 6
+
+
+def test_every_epoch_uses_every_slot_once_in_an_order_of_its_own(world):
+    marked = slots(32)
+    marked.obs = torch.arange(32.0).double().expand(2, 32)[..., None]
+    line, seen = Line(), []
+    line.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0, :, 0]))
+    update(PPO(line, PPOConfig(update_epochs=4), alone(world)), marked)
+    epochs = torch.stack(seen).view(4, 32)
+    assert epochs.sort(dim=1).values.unique(dim=0).tolist() == [list(range(32))]
+    assert len(epochs.unique(dim=0)) == 4
+
+
+def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
+    """Gradient of vf_coef * 0.5 * (value - 1000)^2 at 0 is -500."""
+    line = Line()
+    ppo = PPO(line, PPOConfig(update_epochs=1, max_grad_norm=0.25), alone(world))
+    metrics = update(ppo, slots(returns=1000.0), num_minibatches=1)
+    assert metrics["optim/grad_norm"] == pytest.approx(500.0)
+    assert gradient(line) == pytest.approx(-0.25, rel=1e-6)
+
+
+def test_a_small_gradient_is_not_scaled_up(world):
+    line = Line()
+    update(PPO(line, PPOConfig(update_epochs=1, max_grad_norm=10.0), alone(world)), slots(), num_minibatches=1)
+    assert gradient(line) == pytest.approx(-0.5)
+
+
+def test_the_users_command_hears_of_skipped_steps(world, tmp_path):
+    events.configure(f"cat > {tmp_path}/event", tmp_path)
+    update(PPO(Line(2.0), PPOConfig(), alone(world)), slots(returns=float("nan")), num_minibatches=1)
+    events.close()
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["event"], event["skipped"]) == ("bad_steps", 4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_until_there_are_too_many(world, bad):
+    line = Line(2.0)
+    ppo = PPO(line, PPOConfig(max_bad_steps=10), alone(world))
+    metrics = update(ppo, slots(returns=bad), num_minibatches=1)
+    assert metrics["optim/skipped_steps"] == ppo.bad_in_a_row == 4 and metrics["optim/steps"] == 0
+    assert line.value.item() == 2.0 and not ppo.optimizer.state
+    assert update(ppo, slots(), num_minibatches=1)["optim/skipped_steps"] == ppo.bad_in_a_row == 0
+    assert line.value.item() != 2.0
+    kept = [line.value.item(), str(ppo.optimizer.state_dict())]
+    for _ in range(2):
+        update(ppo, slots(returns=bad), num_minibatches=1)
+    with pytest.raises(NonFiniteGradient, match="in 11 steps in a row, more than --max_bad_steps 10"):
+        update(ppo, slots(returns=bad), num_minibatches=1)
+    assert [line.value.item(), str(ppo.optimizer.state_dict())] == kept
+
+
+def test_no_bad_step_is_skipped_if_none_is_allowed(world):
+    with pytest.raises(NonFiniteGradient, match="in 1 steps in a row"):
+        update(PPO(Line(), PPOConfig(max_bad_steps=0), alone(world)), slots(returns=float("nan")))
+
+
+def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
+    ppo = PPO(Line(2.0), PPOConfig(vf_coef=0.0, update_epochs=1), alone(world))
+
+    def infinite(*args):
+        parts = ppo_loss(*args)
+        return parts._replace(total=parts.total + math.inf)
+
+    with mock.patch("agents.ppo.ppo_loss", infinite):
+        assert update(ppo, slots(), num_minibatches=1)["optim/skipped_steps"] == 1
+
+
+def test_the_optimizer_gets_the_learning_rate_of_the_schedule(world):
+    ppo = PPO(Line(), PPOConfig(learning_rate=0.1, warmup=4), alone(world))
+    assert ppo.set_learning_rate(2, 0.25) == pytest.approx(0.1 * 2 / 4 * 0.25)
+    assert ppo.optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+RATES = [  # anneal_lr, warmup, iteration, remaining, factor, rate of 0.1 by hand
+    (True, 0, 1, 1.0, 1.0, 0.1),
+    (True, 0, 7, 0.5, 1.0, 0.05),
+    (True, 0, 9, 0.0, 1.0, 0.0),
+    (True, 0, 9, -0.1, 1.0, 0.0),
+    (False, 0, 7, 0.5, 1.0, 0.1),
+    (False, 0, 7, 0.0, 2.0, 0.2),
+    (False, 4, 1, 1.0, 1.0, 0.025),
+    (False, 4, 3, 0.5, 1.0, 0.075),
+    (False, 4, 4, 0.5, 1.0, 0.1),
+    (False, 4, 5, 0.5, 1.0, 0.1),
+    (True, 4, 2, 0.8, 1.0, 0.04),
+    (True, 4, 4, 0.6, 3.0, 0.18),
+    (True, 4, 8, 0.25, 2.0, 0.05),
+    (False, 1, 1, 1.0, 1.0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("anneal_lr", "warmup", "iteration", "remaining", "factor", "rate"), RATES)
+def test_the_learning_rate_rises_falls_and_scales(anneal_lr, warmup, iteration, remaining, factor, rate):
+    config = PPOConfig(learning_rate=0.1, anneal_lr=anneal_lr, warmup=warmup)
+    assert learning_rate(config, iteration, remaining, factor) == pytest.approx(rate, rel=1e-12, abs=0)
+
+
+def trained(world, **ppo):
+    options = {"update_epochs": 3, "learning_rate": 0.01} | ppo
+    training = Recording(make_job("recall, clstm", iterations=2, ppo=PPOConfig(**options)), world)
+    train(training, NullWriter(), StopFlag())
+    return training
+
+
+def test_the_epochs_stop_when_the_kl_estimate_exceeds_its_target(world):
+    assert [losses["optim/steps"] for losses in trained(world).losses] == [6, 6]
+    assert [losses["optim/steps"] for losses in trained(world, target_kl=1e-9).losses] == [2, 2]
+    assert [losses["optim/steps"] for losses in trained(world, target_kl=100.0).losses] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("bad", "steps"),
+    [((), 2), ((2,), 1), ((1, 2), 2), ((1, 2, 4), 1), ((1, 2, 3, 4, 5, 6), 0)],
+    ids=["none", "one", "an epoch", "more", "all"],
+)
+def test_the_kl_estimate_is_that_of_the_steps_taken_and_an_epoch_without_any_does_not_stop(world, bad, steps):
+    calls = [0]
+
+    def loss(*args):
+        calls[0] += 1
+        parts = ppo_loss(*args)
+        nan = torch.nan if calls[0] in bad else 1.0
+        return parts._replace(total=parts.total * nan, approx_kl=torch.full_like(parts.approx_kl, 0.03))
+
+    with mock.patch("agents.ppo.ppo_loss", loss):
+        ppo = PPOConfig(update_epochs=3, target_kl=0.02)
+        training = Recording(make_job("recall, clstm", iterations=1, ppo=ppo), world)
+        train(training, NullWriter(), StopFlag())
+    assert [losses["optim/steps"] for losses in training.losses] == [steps]
+    assert calls[0] == {(): 2, (2,): 2, (1, 2): 4, (1, 2, 4): 4}.get(bad, 6)
+
+
+def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
+    def bad_from(first):
+        calls = [0]
+
+        def loss(*args):
+            calls[0] += 1
+            parts = ppo_loss(*args)
+            return parts._replace(total=parts.total * torch.nan) if calls[0] >= first else parts
+
+        return mock.patch("agents.ppo.ppo_loss", loss)
+
+    def fresh(iterations):
+        ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
+        return Recording(make_job("recall, clstm", iterations=iterations, ppo=ppo), world)
+
+    training, resumed = fresh(1), fresh(2)
+    with bad_from(2):  # three of the four steps
+        train(training, NullWriter(), StopFlag())
+    state = training.state()
+    resumed.restore(state)
+    with bad_from(1), pytest.raises(NonFiniteGradient, match="in 4 steps in a row"):
+        train(resumed, NullWriter(), StopFlag())
+    del state["bad_in_a_row"]  # as older versions wrote it
+    resumed.restore(state)
+    assert resumed.ppo.bad_in_a_row == 0
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
+    """So the normaliser is frozen, states and inputs are the stored ones, and nothing is clipped."""
+    training = Recording(make_job(name, iterations=3), world)
+    step = training.ppo.step
+    first_of_iteration: dict[int, LossParts] = {}
+    counts: dict[int, list[float]] = {}
+
+    def probe(minibatch):
+        counts.setdefault(training.iteration, []).append(float(training.obs_normalizer.moments.count))
+        result = step(minibatch)
+        first_of_iteration.setdefault(training.iteration, result[0])
+        return result
+
+    with mock.patch.object(training.ppo, "step", probe):
+        train(training, NullWriter(), StopFlag())
+    assert sorted(first_of_iteration) == [1, 2, 3]
+    for parts in first_of_iteration.values():
+        assert abs(parts.approx_kl.item()) < 1e-14 and parts.clip_fraction.item() == 0.0
+    # merged once per iteration, after its update; the warm-up's 128 samples came before the first
+    assert counts == {1: [128.0] * len(counts[1]), 2: [256.0] * len(counts[2]), 3: [384.0] * len(counts[3])}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", -1.0), ("gamma", 1.1), ("gae_lambda", -0.1), ("update_epochs", 0), ("clip_coef", 0.0)]
+    + [("ent_coef", -1.0), ("vf_coef", -1.0), ("max_grad_norm", 0.0), ("target_kl", -1.0), ("max_bad_steps", -1)],
+)
+def test_a_hyperparameter_out_of_range_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be .*, got {value:g}"):
+        PPOConfig(**{field: value})

@@ -1,0 +1,256 @@
+"""Pre-training of the feature LSTM: what it is taught, what it may see, and how PPO starts from it."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensorboard_readers import seen
+from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
+
+from agents.policy import Policy, PolicyConfig
+from agents.ppo import PPOConfig
+from agents.pretrain import command as pretrain
+from agents.pretrain.weights import load_pretrained
+from agents.sizes import TrainConfig
+from agents.trainer import Job, Training
+from envs.trading.config import TradingConfig
+from envs.trading.market_data import DataConfig, Span
+from envs.trading.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
+from envs.trading.task import prepare_task
+from envs.trading.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.errors import UserError
+from rl_dist.launch.launcher import ResolvedLaunch
+from rl_dist.process_group.world import close_world, open_world
+
+MARKET = ["--num_worlds", "2", "--num_stocks", "2"]
+TINY = [*MARKET, *SPANS, "--hidden_size", "8", "--window", "20", "--batch_size", "16", "--no-progress"]
+PPO = [*SIZES, *SPANS, *WORLDS, "--num_stocks", "2", "--num_gpus", "1"]
+SPAN = Span(100, 160)
+
+
+def make_markets():
+    config = SimulatedMarketConfig(num_stocks=2)
+    return simulate_markets(config, world_seeds(config, "train", 2))
+
+
+def make_windows(markets, observation="relative", **options):
+    sizes = {"days": 20, "stride": 10, "seed": 1} | options
+    return MarketWindows(markets, SPAN, TradingConfig(observation=observation), **sizes)
+
+
+def checkpoint(run_dir, epoch):
+    return load_checkpoint(run_dir / "checkpoints" / f"iteration_{epoch:08d}.pt")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A pre-training of two epochs."""
+    run_dir = tmp_path_factory.mktemp("pretrain") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_here(pretrain.main, [*TINY, "--epochs", "2", "--run_dir", run_dir], patch) == 0
+    return run_dir
+
+
+def test_targets_are_what_the_days_after_each_day_bring():
+    markets = make_markets()
+    windows = make_windows(markets, volatility_scale=(0.0, 1.0))
+    inputs, targets = windows[5]  # of 4 windows in each market: the second one of the second market
+    first = SPAN.first + 10
+    close = markets[1].close
+    assert inputs.shape == (20, 17) and targets.shape == (20, 2, 2) and len(windows) == 8
+    for day in (0, 7, 19):
+        coming = np.diff(np.log(close[first + day : first + day + VOLATILITY_DAYS + 1]), axis=0)
+        assert targets[day, 0].tolist() == (coming[0] > 0).tolist()
+        expected = np.log(np.sqrt((coming**2).mean(0)) + SMALLEST_MOVE)
+        assert targets[day, 1].numpy() == pytest.approx(expected, abs=1e-5)
+        last_return = np.log(close[first + day] / close[first + day - 1])
+        assert inputs[day, 1:3].numpy() == pytest.approx(last_return, abs=1e-6)
+
+
+@pytest.mark.parametrize("observation", ["relative", "paper"])
+def test_nothing_after_the_span_is_seen(observation):
+    markets = make_markets()
+    after = slice(SPAN.last + 1, None)
+    changed = []
+    for market in markets:
+        series = {name: getattr(market, name).copy() for name in ("open", "high", "low", "close", "volume")}
+        for values in series.values():
+            values[after] = 1e9
+        changed.append(replace(market, **series))
+    (left, expected), (right, found) = (
+        make_windows(each, observation).__getitems__(range(8)) for each in (markets, changed)
+    )
+    assert torch.equal(left, right) and torch.equal(expected, found)
+
+
+def test_the_span_of_the_test_is_neither_trained_nor_validated_on():
+    config = pretrain.RunConfig(market=SimulatedMarketConfig(num_worlds=1, num_stocks=2))
+    task = config.prepare_task()
+    for windows, span in zip(pretrain.make_windows(config, task), (task.spans.train, task.spans.valid), strict=True):
+        assert windows.features.shape[1] == span.last - span.first + 1 and span.last < task.spans.test.first
+        assert int(windows.places[:, 1].max()) + windows.days + VOLATILITY_DAYS <= windows.features.shape[1]
+
+
+@pytest.mark.parametrize("observation", ["relative", "paper"])
+def test_portfolios_of_windows_are_whole_and_differ(observation):
+    obs, _ = make_windows(make_markets(), observation).__getitems__(range(8))
+    gap = slice(5, 7) if observation == "relative" else slice(3, 5)
+    cash, held = obs[:, :, 0], obs[:, :, gap]
+    assert len(cash[:, 0].unique()) == 8 and bool((held >= 0).all())
+    value = held.sum(-1) if observation == "relative" else (held * obs[:, :, 1:3]).sum(-1)[:, :1]
+    total = 1.0 if observation == "relative" else 1e6
+    share = (cash[:, : value.shape[1]] + value) / total
+    assert torch.allclose(share, torch.ones_like(share), atol=1e-6 if observation == "relative" else 1e-3)
+
+
+def test_a_span_shorter_than_a_window_is_refused():
+    with pytest.raises(ValueError, match="window 60 and the 5 days after it need more than a span of 61 days"):
+        make_windows(make_markets(), days=60)
+
+
+def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(trained, tmp_path, monkeypatch):
+    run_dir = tmp_path / "parts"
+    assert run_here(pretrain.main, [*TINY, "--epochs", "1", "--run_dir", run_dir], monkeypatch) == 0
+    assert run_here(pretrain.main, ["--resume", run_dir, "--epochs", "2"], monkeypatch) == 0
+    whole, resumed = checkpoint(trained, 2), checkpoint(run_dir, 2)
+    assert whole["history"] == resumed["history"]
+    assert all(torch.equal(value, resumed["module"][name]) for name, value in whole["module"].items())
+    assert json.loads((run_dir / "summary.json").read_text()) == json.loads((trained / "summary.json").read_text())
+    told = [(k, pytest.approx(record["valid/loss"])) for k, record in enumerate(whole["history"], 1)]
+    assert seen(run_dir, "valid/loss") == seen(trained, "valid/loss") == told
+
+
+def test_the_features_are_those_that_the_policy_will_have(trained):
+    found = load_pretrained(trained)
+    policy = Policy(PolicyConfig(hidden_size=8), found.num_obs, spaces.Box(-1.0, 1.0, (2,)))
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    found.load_into(policy)
+    module = checkpoint(trained, json.loads((trained / "summary.json").read_text())["best_epoch"])["module"]
+    for name, value in policy.state_dict().items():
+        expected = module[name] if name.startswith("feature") else before[name]
+        assert torch.equal(value, expected), name
+    assert not torch.equal(before["feature_core.weight_hh_l0"], module["feature_core.weight_hh_l0"])
+
+
+def test_ppo_starts_from_the_weights(trained, tmp_path, monkeypatch):
+    run_dir = tmp_path / "ppo"
+    flags = ["--num_episodes", "4", "--learning_rate", "0", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
+    assert train_here(monkeypatch, *PPO, *flags, "--pretrained", trained, "--run_dir", run_dir) == 0
+    state, found = checkpoint(run_dir, 1), load_pretrained(trained)
+    for name, value in found.weights.items():
+        assert torch.equal(state["policy"][name], value), name
+    assert json.loads((run_dir / "config.json").read_text())["train"]["pretrained"] == str(trained)
+
+
+def test_the_command_that_it_proposes_starts_a_training_on_the_same_data(trained, tmp_path, monkeypatch):
+    saved = json.loads((trained / "config.json").read_text())
+    config = pretrain.RunConfig(**{name: section(**saved[name]) for name, section in pretrain.SECTIONS.items()})
+    proposed = shlex.split(pretrain.next_command(config, trained))[2:]
+    sizes = SIZES[: SIZES.index("--hidden_size")]
+    run_dir = tmp_path / "proposed"
+    assert train_here(monkeypatch, *proposed, *sizes, "--episode_days", "60", "--run_dir", run_dir) == 0
+    begun = json.loads((run_dir / "config.json").read_text())
+    assert begun["policy"]["hidden_size"] == 8
+    assert (begun["data"], begun["market"]) == (saved["data"], saved["market"])
+
+
+def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_path):
+    found, world = load_pretrained(trained), open_world("cpu")
+    market = SimulatedMarketConfig(num_worlds=2, num_stocks=2)
+    task = prepare_task(DataConfig(), market, TradingConfig(episode_days=60))
+    job = Job(
+        train=TrainConfig(num_envs=4, num_steps=32, bptt_steps=8, batch_size=8),
+        policy=PolicyConfig(hidden_size=8),
+        ppo=PPOConfig(),
+        make_env=lambda count, first: task.training_env(count, first),
+        run_dir=tmp_path,
+        pretrained=found,
+    )
+    training, plain = Training(job, world), Training(replace(job, pretrained=None), world)
+    for each in (training, plain):
+        each.warm_up_normalizers()
+    close_world(world)
+    moments = training.obs_normalizer.moments
+    assert torch.equal(moments.mean, found.mean) and torch.equal(moments.variance, found.variance)
+    assert float(moments.count) == float(plain.obs_normalizer.moments.count) == 4 * 32
+    others = [name for name in plain.policy.state_dict() if not name.startswith("feature")]
+    assert all(torch.equal(plain.policy.state_dict()[name], training.policy.state_dict()[name]) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--hidden_size", "16"], r"hidden_size 16 \(it has 8\)"),
+        (["--num_stocks", "3"], r"observation size 25 \(it has 17\)"),
+        (["--observation", "paper"], r"observation paper \(it has relative\)"),
+        (["--policy", "mlp"], "no use for it"),
+        (["--no-normalize_obs"], "needs normalised observations"),
+    ],
+)
+def test_a_run_that_the_features_do_not_fit_is_refused_in_one_line(
+    flags, named, trained, tmp_path, monkeypatch, capfd
+):
+    argv = [*PPO, *flags, "--pretrained", trained, "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *argv) == 2
+    line = only_error(capfd.readouterr().err)
+    assert re.search(named, line), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_pre_training_is_refused(trained, tmp_path, monkeypatch, capfd):
+    assert train_here(monkeypatch, *PPO, "--pretrained", tmp_path) == 2
+    assert "holds no checkpoint" in only_error(capfd.readouterr().err)
+    assert train_here(monkeypatch, "--env", "Recall-v0", "--total_steps", "99", "--pretrained", trained) == 2
+    assert "does nothing with --env Recall-v0" in only_error(capfd.readouterr().err)
+    assert train_here(monkeypatch, "--resume", tmp_path, "--pretrained", trained) == 2
+    assert "--pretrained does nothing with --resume" in only_error(capfd.readouterr().err)
+    assert run_here(pretrain.main, ["--resume", trained, "--window", "30"], monkeypatch) == 2
+    assert "--window 30 (it has 20)" in only_error(capfd.readouterr().err)
+    assert run_here(pretrain.main, [*TINY, "--run_dir", trained], monkeypatch) == 2
+    assert f"go on with --resume {trained}" in only_error(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--strategy", "auto"], "--strategy auto is for train_distributed.py only"),
+        (["--fallback"], "--fallback is for train_distributed.py only"),
+        (["--num_gpus", "2", "--strategy", "hybrid", "--hybrid_form", "pipeline"], "use --hybrid_form shard"),
+        (["--window", "100000"], "make --window smaller"),
+        (["--batch_size", "10000"], "make it smaller"),
+    ],
+)
+def test_what_pre_training_cannot_do_is_refused_and_leaves_nothing(flags, named, tmp_path, monkeypatch, capfd):
+    argv = [*TINY, "--device", "cpu", *flags, "--run_dir", tmp_path / "run"]
+    assert run_here(pretrain.main, argv, monkeypatch) == 2
+    assert named in only_error(capfd.readouterr().err) and not (tmp_path / "run").exists()
+
+
+def test_pre_training_takes_the_gpus_that_it_is_given(tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(*args, **options):
+        asked.append((args, options))
+        raise UserError("no GPU here")
+
+    monkeypatch.setattr(pretrain, "open_world", refuse)
+    resolved = ResolvedLaunch(num_ranks=2, device_type="cuda", message="", gpu_ids=(2, 3))
+    with pytest.raises(UserError, match="no GPU here"):
+        pretrain.run_rank(pretrain.RunConfig(), resolved, tmp_path, False, None)
+    assert asked == [(("cuda",), {"gpu_ids": (2, 3)})]
+
+
+@pytest.mark.slow
+def test_two_ranks_pre_train_as_one_does(trained, tmp_path, monkeypatch):
+    run_dir = tmp_path / "two"
+    argv = [*TINY, "--epochs", "2", "--num_gpus", "2", "--device", "cpu", "--run_dir", run_dir]
+    assert run_here(pretrain.main, argv, monkeypatch) == 0
+    one, two = checkpoint(trained, 2), checkpoint(run_dir, 2)
+    for left, right in zip(one["history"], two["history"], strict=True):
+        assert left == pytest.approx(right, rel=1e-4)

@@ -1,0 +1,137 @@
+import math
+
+import numpy as np
+import pytest
+
+from agents.evaluate.statistics import Record, bootstrap_interval, mean_interval, performance, sharpe_ratio
+
+
+def record(*values, traded=0.0, fees=0.0, trades=0.0, exposure=0.0):
+    """A record of the given value paths, with the same account every day."""
+    paths = np.array(values, dtype=np.float64)
+    shape = (paths.shape[0], paths.shape[1] - 1)
+    return Record(
+        values=paths,
+        traded_usd=np.full(shape, traded),
+        fees_usd=np.full(shape, fees),
+        num_trades=np.full(shape, trades),
+        exposure=np.full(shape, exposure),
+    )
+
+
+def figures(*values, **account):
+    return {name: value.tolist() for name, value in performance(record(*values, **account)).items()}
+
+
+def test_returns_are_simple_and_daily():
+    assert record([100.0, 110.0, 99.0]).returns.tolist() == [pytest.approx([0.1, -0.1])]
+
+
+def test_cumulative_and_annual_return_are_those_of_the_whole_path():
+    assert figures([100.0, 90.0, 121.0])["cumulative_return"] == pytest.approx([0.21])
+    doubling = np.geomspace(100.0, 400.0, 2 * 252 + 1)  # fourfold in two years
+    assert figures(doubling)["annual_return"] == pytest.approx([1.0])
+    assert figures([100.0, 50.0, 0.0 + 1e-12])["annual_return"] == pytest.approx([-1.0])
+
+
+def test_the_sharpe_ratio_is_mean_over_sample_deviation_times_root_252():
+    # returns 1 %, 3 %, 2 %: mean 2 %, sample deviation 1 %
+    path = 100.0 * np.cumprod([1.0, 1.01, 1.03, 1.02])
+    assert figures(path)["sharpe"] == pytest.approx([2.0 * math.sqrt(252)])
+    assert figures(path)["annual_volatility"] == pytest.approx([0.01 * math.sqrt(252)])
+
+
+def test_losing_money_has_a_negative_sharpe_ratio_and_standing_still_has_none():
+    assert sharpe_ratio(np.array([[-0.01, -0.03, -0.02], [0.0, 0.0, 0.0]])).tolist() == [
+        pytest.approx(-2.0 * math.sqrt(252)),
+        0.0,
+    ]
+
+
+def test_the_sortino_ratio_counts_losses_only_over_all_days():
+    # returns +10 %, -10 %, +6 %: mean 2 %; downside deviation sqrt(0.01 / 3)
+    path = 100.0 * np.cumprod([1.0, 1.1, 0.9, 1.06])
+    assert figures(path)["sortino"] == pytest.approx([0.02 * math.sqrt(252) / math.sqrt(0.01 / 3)])
+    assert figures([100.0, 101.0, 102.0])["sortino"] == [0.0]  # no loss: no ratio
+
+
+def test_the_drawdown_is_the_deepest_fall_from_an_earlier_peak():
+    assert figures([100.0, 120.0, 90.0, 150.0, 120.0])["max_drawdown"] == pytest.approx([0.25])
+    assert figures([100.0, 101.0, 102.0])["max_drawdown"] == [0.0]
+    assert figures([100.0, 60.0, 80.0])["max_drawdown"] == pytest.approx([0.4])
+
+
+def test_accounts_are_summed_and_turnover_is_per_year_of_the_mean_value():
+    half_year = figures([100.0] * 127, traded=2.0, fees=0.5, trades=3.0, exposure=0.8)
+    assert half_year["turnover"] == pytest.approx([126 * 2.0 / 100.0 * 2])
+    assert half_year["fees_usd"] == pytest.approx([63.0])
+    assert half_year["num_trades"] == pytest.approx([378.0])
+    assert half_year["exposure"] == pytest.approx([0.8])
+
+
+def test_every_market_is_judged_by_itself():
+    one, other = [100.0, 120.0, 90.0], [50.0, 40.0, 60.0]
+    together = figures(one, other)
+    for name, values in together.items():
+        assert values == pytest.approx(figures(one)[name] + figures(other)[name]), name
+
+
+def test_the_interval_of_a_mean_is_1_96_standard_errors_wide_on_either_side():
+    mean, low, high = mean_interval(np.array([1.0, 2.0, 3.0, 4.0]))
+    half = 1.96 * math.sqrt(5 / 3) / 2
+    assert (mean, low, high) == pytest.approx((2.5, 2.5 - half, 2.5 + half))
+
+
+def test_one_sample_has_a_mean_and_no_interval():
+    mean, low, high = mean_interval(np.array([3.0]))
+    assert mean == 3.0 and math.isnan(low) and math.isnan(high)
+
+
+def paths(seed, days=500, gain=0.0):
+    rng = np.random.default_rng(seed)
+    baseline = 0.01 * rng.standard_normal(days)
+    return baseline + gain + 0.002 * rng.standard_normal(days), baseline
+
+
+def test_the_bootstrap_interval_holds_the_estimate_and_repeats():
+    policy, baseline = paths(1, gain=0.001)
+    found = bootstrap_interval(policy, baseline)
+    assert found == bootstrap_interval(policy, baseline)
+    for estimate, low, high in found.values():
+        assert low < estimate < high
+    compound = [math.prod(1 + x) ** (252 / len(x)) - 1 for x in (policy, baseline)]
+    assert found["annual_return"][0] == pytest.approx(compound[0] - compound[1])
+    sharpe = [math.sqrt(252) * x.mean() / x.std(ddof=1) for x in (policy, baseline)]
+    assert found["sharpe"][0] == pytest.approx(sharpe[0] - sharpe[1])
+
+
+def test_a_policy_equal_to_the_baseline_differs_by_exactly_nothing():
+    _, baseline = paths(2)
+    assert set(bootstrap_interval(baseline, baseline).values()) == {(0.0, 0.0, 0.0)}
+
+
+def test_the_bootstrap_interval_finds_a_large_gain_and_misses_none():
+    for seed in range(5):
+        gain = bootstrap_interval(*paths(seed, gain=0.002))
+        assert gain["annual_return"][1] > 0 and gain["sharpe"][1] > 0
+
+
+def test_the_bootstrap_interval_covers_the_truth_about_95_times_in_100():
+    covered = 0
+    for seed in range(60):
+        _, low, high = bootstrap_interval(*paths(100 + seed, days=250))["annual_return"]
+        covered += low <= 0.0 <= high
+    assert 50 <= covered <= 60
+
+
+def test_the_width_of_a_mean_interval_is_that_of_the_normal_distribution():
+    policy, baseline = paths(3, days=2000)
+    estimate, low, high = bootstrap_interval(policy, baseline)["annual_return"]
+    error = 252 * (policy - baseline).std() / math.sqrt(2000)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.15)
+
+
+def test_fewer_days_than_a_block_still_give_an_interval():
+    policy, baseline = paths(4, days=10)
+    for estimate, low, high in bootstrap_interval(policy, baseline).values():
+        assert np.isfinite([estimate, low, high]).all()

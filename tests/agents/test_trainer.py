@@ -1,0 +1,342 @@
+import functools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from agents_ranks import (
+    JOBS,
+    NUM_ENVS,
+    NUM_STEPS,
+    STEPS_PER_ITERATION,
+    Recording,
+    make_env,
+    make_job,
+    parameters_of,
+    world_of_one,
+)
+from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
+
+from agents.policy import PolicyConfig
+from agents.ppo import PPOConfig, explained_variance
+from agents.trainer import Training, train
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.errors import UserError
+from rl_dist.process_group.world import StopFlag
+from rl_dist.telemetry.metrics import NullWriter
+
+KEYS = {
+    "iteration", "global_step", "episode/return", "episode/length", "episode/count", "episode/total", "loss/policy",
+    "loss/value", "loss/entropy", "ppo/approx_kl", "ppo/clip_fraction", "ppo/explained_variance", "optim/grad_norm",
+    "optim/learning_rate", "time/collect_s", "time/update_s", "time/sync_s", "time/sps", "ranks",
+    "time/update_own_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s",
+    "time/step_spread_s", "time/idle_share",
+    "time/reduction_s",
+}  # fmt: skip
+RANK_KEYS = {
+    "rank", "episode/return", "episode/count", "time/collect_s", "time/update_s", "time/update_own_s",
+    "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s", "time/step_spread_s",
+    "time/idle_share",
+    "time/reduction_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of_one() as opened:
+        yield opened
+
+
+class Listening(NullWriter):
+    """Keeps what a writer is told; with `stop_at` n, a stop signal arrives during iteration n."""
+
+    def __init__(self, stop_at=0):
+        self.stop, self.stop_at = StopFlag(), stop_at
+        self.records, self.done = [], []
+
+    def write(self, record, *, done):
+        self.records.append(dict(record))
+        self.done.append(done)
+        if record["iteration"] + 1 == self.stop_at:
+            self.stop.signum = 15
+
+
+def run(job, world, stop_at=0, restore_from=None):
+    """Train a job (from a checkpoint); returns the training and what its writer was told."""
+    training, writer = Recording(job, world), Listening(stop_at)
+    if restore_from is not None:
+        training.restore(load_checkpoint(restore_from))
+    signal = train(training, writer, writer.stop)
+    assert signal == (15 if stop_at else 0)
+    return training, writer
+
+
+def checkpoints(job):
+    return sorted(path.name for path in (job.run_dir / "checkpoints").iterdir())
+
+
+def scripted(job, scripts=None, **env):
+    """The job on a scripted environment instead of its own."""
+    scripts = scripts or [[(5, TERMINATED)], [(16, TRUNCATED)], *[[(100, TERMINATED)]] * (NUM_ENVS - 2)]
+    return replace(job, make_env=lambda num_envs, first_env: ScriptedEnv(scripts, **env))
+
+
+def assert_same_state(one, other):
+    """Bit for bit, whatever is nested in them."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert sorted(one, key=str) == sorted(other, key=str)
+        for key in one:
+            assert_same_state(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same_state(left, right)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("name", ["trading, clstm", "recall, clstm"])
+def test_a_short_training_changes_all_parameters_and_writes_the_promised_metrics(name, world, tmp_path):
+    job = make_job(name, tmp_path, iterations=2, dtype=torch.float32)
+    before = Training(job, world).policy.state_dict()
+    training, writer = run(job, world)
+    for key, value in training.policy.state_dict().items():
+        assert not torch.equal(value, before[key]), key
+        assert torch.isfinite(value).all()
+    assert len(writer.records) == 2
+    for record in writer.records:
+        assert set(record) >= KEYS
+        assert [set(entry) for entry in record["ranks"]] == [RANK_KEYS]
+        json.dumps(record)  # numbers, not tensors
+        assert record["time/sps"] > 0 and record["time/collect_s"] > 0 and record["time/update_s"] > 0
+        phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
+        assert min(phases) > 0 and sum(phases) <= record["time/update_own_s"] <= record["time/update_s"]
+    assert [record["iteration"] for record in writer.records] == [1, 2]
+    assert [record["global_step"] for record in writer.records] == [128, 256] == writer.done
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", JOBS)
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(name, dtype, world, tmp_path):
+    whole, _ = run(make_job(name, tmp_path / "whole", iterations=4, dtype=dtype), world)
+    job = make_job(name, tmp_path / "parts", iterations=4, dtype=dtype)
+    first, _ = run(job, world, stop_at=2)
+    assert first.iteration == 2 and checkpoints(job) == ["iteration_00000002.pt"]
+    resumed, _ = run(job, world, restore_from=job.run_dir / "checkpoints" / "iteration_00000002.pt")
+    assert resumed.iteration == 4
+    assert torch.equal(parameters_of(resumed), parameters_of(whole))
+    assert not torch.equal(parameters_of(resumed), parameters_of(first))
+    assert_same_state(resumed.state(), whole.state())  # carry, environments, optimizer, normalisers, counters
+    for part, wanted in zip(resumed.rollouts, whole.rollouts[3:], strict=True):
+        assert_same_state(vars(part), vars(wanted))
+
+
+def test_a_run_of_the_same_seed_repeats_itself_and_another_seed_does_not(world, tmp_path):
+    runs = [run(make_job("trading, clstm", tmp_path, iterations=2, seed=seed), world)[0].record() for seed in (1, 1, 2)]
+    assert_same_state(runs[0], runs[1])
+    assert not torch.equal(runs[0]["obs"][0, 0], runs[2]["obs"][0, 0])  # another seed, other days
+
+
+def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, tmp_path):
+    training = Recording(make_job("trading, clstm", tmp_path), world)
+    before = {name: value.clone() for name, value in training.carry.tensors().items()}
+    parameters = parameters_of(training).clone()
+    training.warm_up_normalizers()
+    assert (training.iteration, training.global_step, training.episodes) == (0, 0, 0)
+    assert_same_state(training.carry.tensors(), before)
+    assert torch.equal(parameters_of(training), parameters)
+    assert float(training.obs_normalizer.moments.count) == STEPS_PER_ITERATION
+    assert float(training.reward_normalizer.moments.count) == STEPS_PER_ITERATION
+    first = training.collect(lifetime_step=NUM_STEPS)
+    assert torch.equal(first.raw_obs[0], before["obs"])
+    assert not torch.equal(first.actions[0], training.rollouts[0].actions[0])  # other noise than the warm-up's
+
+
+def test_normalisers_hold_everything_collected_before_in_one_pass(world, tmp_path):
+    training, _ = run(make_job("trading, clstm", tmp_path, iterations=3), world)
+    raw = torch.cat([rollout.raw_obs for rollout in training.rollouts]).double().flatten(0, 1)
+    moments = training.obs_normalizer.moments
+    assert float(moments.count) == len(raw) == 4 * STEPS_PER_ITERATION
+    torch.testing.assert_close(moments.mean, raw.mean(0), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(moments.variance, raw.var(0, correction=0), rtol=1e-9, atol=1e-12)
+
+
+def test_without_normalisation_there_is_no_warm_up_and_the_policy_sees_raw_observations(world, tmp_path):
+    job = make_job("trading, clstm", tmp_path, iterations=1, normalize_obs=False, normalize_rewards=False)
+    training, _ = run(job, world)
+    assert len(training.rollouts) == 1
+    assert torch.equal(training.rollouts[0].obs, training.rollouts[0].raw_obs.double())
+
+
+def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path):
+    _, writer = run(scripted(make_job("trading, clstm", tmp_path, iterations=2)), world)
+    first, second = writer.records
+    # environment 0 ends after 5, 10 and 15 steps; plain rewards are 2 * (10 * episode + age) summed over ages 0..4
+    returns = [2 * (5 * 10 * episode + 10) for episode in (0, 1, 2)]
+    returns.append(2 * (16 * 100 + 120))  # environment 1 ends after 16 steps
+    assert first["episode/count"] == 4 and first["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
+    assert first["episode/return"] == pytest.approx(np.mean(returns))
+    assert (first["episode/total"], second["episode/total"]) == (4, 4 + 3 + 1)
+    assert second["episode/length"] == pytest.approx((3 * 5 + 16) / 4)  # counted over the rollouts' border
+
+
+def test_an_iteration_without_an_ended_episode_reports_none(world, tmp_path):
+    job = scripted(make_job("trading, clstm", tmp_path, iterations=1), [[(100, TERMINATED)]] * NUM_ENVS)
+    (record,) = run(job, world)[1].records
+    assert record["episode/return"] is None and record["episode/length"] is None
+    assert record["episode/count"] == 0 and record["ranks"][0]["episode/return"] is None
+
+
+def test_training_by_episodes_stops_at_the_first_iteration_end_that_reaches_them(world, tmp_path):
+    job = scripted(make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5))  # 4 per iteration
+    training, writer = run(job, world)
+    assert training.iteration == 2 and training.episodes == 8
+    assert writer.done == [4, 8]
+
+
+def test_training_by_steps_stops_at_the_first_iteration_end_that_reaches_them(world, tmp_path):
+    training, _ = run(make_job("recall, clstm", tmp_path, total_steps=STEPS_PER_ITERATION + 1), world)
+    assert training.iteration == 2 and training.global_step == 2 * STEPS_PER_ITERATION
+
+
+def test_the_learning_rate_is_annealed_by_what_all_ranks_have_done(world, tmp_path):
+    _, writer = run(make_job("recall, clstm", tmp_path, iterations=4), world)
+    rates = [record["optim/learning_rate"] for record in writer.records]
+    assert rates == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+
+
+def test_checkpoints_are_kept_as_asked_and_always_left_at_the_end(world, tmp_path):
+    job = make_job("recall, clstm", tmp_path, iterations=5, checkpoint_every=2, keep_checkpoints=2)
+    run(job, world)
+    assert checkpoints(job) == ["iteration_00000004.pt", "iteration_00000005.pt"]
+
+
+def test_a_finished_run_that_is_resumed_trains_no_further(world, tmp_path):
+    job = make_job("recall, clstm", tmp_path, iterations=1)
+    done, _ = run(job, world)
+    again, writer = run(job, world, restore_from=tmp_path / "checkpoints" / "iteration_00000001.pt")
+    assert writer.records == [] and torch.equal(parameters_of(again), parameters_of(done))
+
+
+def test_a_resumed_run_may_be_made_longer(world, tmp_path):
+    run(make_job("recall, clstm", tmp_path, iterations=1), world)
+    path = tmp_path / "checkpoints" / "iteration_00000001.pt"
+    longer, _ = run(make_job("recall, clstm", tmp_path, iterations=3), world, restore_from=path)
+    assert longer.iteration == 3
+
+
+def test_environments_that_cannot_be_saved_start_other_episodes_at_every_resume(world, tmp_path):
+    seeds = []
+
+    class Remembering(ScriptedEnv):
+        def reset(self, *, seed=None, options=None):
+            seeds.append(tuple(seed))
+            return super().reset()
+
+    scripts = [[(6, TERMINATED)]] * NUM_ENVS
+    job = replace(
+        make_job("recall, clstm", tmp_path, iterations=3), make_env=lambda num_envs, first_env: Remembering(scripts)
+    )
+    run(job, world, stop_at=2)
+    path = tmp_path / "checkpoints" / "iteration_00000002.pt"
+    assert load_checkpoint(path)["environments"] is None
+    fresh_run = seeds.copy()
+    assert fresh_run == [fresh_run[0]] * 2  # at the start, and again after the warm-up
+    resumed, _ = run(job, world, restore_from=path)
+    assert resumed.rollouts[0].episode_start[0].all()
+    again, _ = run(job, world, restore_from=path)
+    lives = seeds[2:]
+    assert lives[1] == lives[3] != fresh_run[0]  # the same at every resume from there
+    assert set(lives[1]).isdisjoint(fresh_run[0])
+    assert torch.equal(parameters_of(resumed), parameters_of(again))
+
+
+def test_validation_runs_when_asked_and_its_figures_join_the_metrics(world, tmp_path):
+    def validate(policy, normalizer):
+        assert policy.critic_head.weight.shape == (1, 8)
+        return {"valid/sharpe": float(normalizer.moments.count)}
+
+    job = replace(make_job("recall, clstm", tmp_path, iterations=5, validate_every=2), validate=validate)
+    _, writer = run(job, world)
+    found = {record["iteration"]: record.get("valid/sharpe") for record in writer.records}
+    assert found == {1: None, 2: 3.0 * 128, 3: None, 4: 5.0 * 128, 5: 6.0 * 128}  # and at the end
+
+
+@pytest.mark.parametrize(("what", "when"), [("observation", 5), ("reward", 5), ("observation", 16), ("reward", 16)])
+def test_a_number_that_is_not_finite_is_blamed_on_its_environment_and_step(what, when, world, tmp_path):
+    class Broken(ScriptedEnv):
+        def step(self, actions):
+            obs, rewards, *rest = super().step(actions)
+            if len(self.received) == when:  # 16: the last one of a rollout
+                (obs if what == "observation" else rewards)[3] = float("nan")
+            return obs, rewards, *rest
+
+    scripts = [[(100, TERMINATED)]] * NUM_ENVS
+    options = {"normalize_obs": False, "normalize_rewards": False}
+    job = replace(make_job("recall, clstm", tmp_path, **options), make_env=lambda num_envs, first_env: Broken(scripts))
+    step = NUM_STEPS + when - (what == "reward")  # an observation is an input of the step after it
+    with pytest.raises(UserError, match=f"NaN or inf in the {what} of environment 3 at its step {step}$"):
+        run(job, world)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_in_one_line_that_names_it(world, tmp_path):
+    job = make_job("recall, clstm", tmp_path, iterations=1)
+    run(job, world)
+    state = load_checkpoint(tmp_path / "checkpoints" / "iteration_00000001.pt")
+    for policy in (PolicyConfig(hidden_size=16), PolicyConfig(hidden_size=8, policy="mlp")):
+        with pytest.raises(UserError, match="another shape: .* is .* there and .* here"):
+            Training(replace(job, policy=policy), world).restore(state)
+    with pytest.raises(UserError, match="another shape"):
+        Training(replace(job, make_env=functools.partial(make_env, "trading")), world).restore(state)
+
+
+def test_a_checkpoint_of_another_number_of_environments_is_refused(world, tmp_path):
+    job = make_job("recall, clstm", tmp_path, iterations=1)
+    run(job, world)
+    state = load_checkpoint(tmp_path / "checkpoints" / "iteration_00000001.pt")
+    smaller = replace(job, train=replace(job.train, num_envs=4))
+    with pytest.raises(UserError, match="8 environments, not 4"):
+        Training(smaller, world).restore(state)
+
+
+def test_discounted_returns_run_on_over_rollouts_and_stop_at_episode_ends(world, tmp_path):
+    gamma = 0.5
+    job = scripted(make_job("recall, clstm", tmp_path, ppo=PPOConfig(gamma=gamma)))
+    training = Training(job, world)
+    rows = torch.cat([training.discounted_returns(training.collect(NUM_STEPS * i)) for i in (0, 1)])
+    # environment 0: rewards 0 1 2 3 4 | 10 11 ..., its episodes have 5 steps
+    assert rows[:7, 0].tolist() == pytest.approx([0, 1, 2.5, 4.25, 6.125, 10, 16])
+    total, expected = 0.0, []
+    for age in range(2 * NUM_STEPS):  # environment 7 goes on
+        total = gamma * total + 700.0 + age
+        expected.append(total)
+    assert rows[:, 7].tolist() == pytest.approx(expected)
+
+
+def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one(world):
+    returns = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    assert explained_variance(returns, returns, world) == 1.0
+    assert explained_variance(returns - 5.0, returns, world) == pytest.approx(1.0)  # an offset is no variance
+    assert explained_variance(torch.full((2, 2), 9.0), returns, world) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns, world) == pytest.approx(-3.0)
+    assert explained_variance(returns, torch.ones(2, 2), world) == 0.0
+
+
+def test_learning_learns(world, tmp_path):
+    """A reward for the sign of the action, which needs no memory: found in a few iterations."""
+
+    class Sign(ScriptedEnv):
+        def step(self, actions):
+            obs, _, terminated, truncated, info = super().step(actions)
+            rewards = actions[:, 0].clamp(-1, 1).double()
+            return obs, rewards, terminated, truncated, info | {"raw_rewards": rewards}
+
+    scripts = [[(8, TRUNCATED)]] * NUM_ENVS
+    job = make_job("trading, clstm", tmp_path, iterations=12, ppo=PPOConfig(learning_rate=0.01))
+    _, writer = run(replace(job, make_env=lambda num_envs, first_env: Sign(scripts)), world)
+    returns = [record["episode/return"] for record in writer.records]
+    assert returns[0] < 3.0 and returns[-1] > 6.0  # of 8

@@ -1,0 +1,170 @@
+"""Where bad input or the system does not allow a command to work, it says so in one line, without a traceback."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from train_runs import REPO, daily_bars, evaluate_here, only_error, run_here, train_here
+
+import check_gpu_setup
+import train_distributed
+from agents.pretrain import command as pretrain
+from envs.trading.daily_bars import MarketDataError, read_bars
+from rl_dist.checkpoint import command as checkpoint
+from rl_dist.errors import explained, explains_errors
+from rl_dist.resume_check import command as resume_check
+from rl_dist.speedup import command as speedup
+from rl_dist.status import command as status
+from rl_dist.telemetry.metrics import truncate_metrics
+
+TINY = [
+    *("--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4", "--hidden_size", "8"),
+    *("--eval_episodes", "2", "--device", "cpu", "--total_steps", "128", "--env", "Recall-v0"),
+]
+COMMANDS = {
+    "train": (train_distributed.main, [*TINY, "--run_dir"]),
+    "resume": (train_distributed.main, ["--resume"]),
+    "pretrain": (pretrain.main, ["--run_dir"]),
+    "resume pretrain": (pretrain.main, ["--resume"]),
+    "check": (check_gpu_setup.main, [*TINY, "--run_dir"]),
+    "status": (status.main, []),
+    "checkpoint": (checkpoint.main, ["verify"]),
+    "speedup": (speedup.main, []),
+    "resume_check": (resume_check.main, ["--script"]),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert train_here(monkeypatch, *TINY, "--run_dir", run_dir) == 0
+    return run_dir
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "bad\udcff"], ids=["too long", "no UTF-8"])
+@pytest.mark.parametrize("command", [*COMMANDS, "evaluate"])
+def test_a_name_that_cannot_be_is_one_line(command, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if command == "evaluate":
+        assert evaluate_here(monkeypatch, name) == 2
+    else:
+        main, words = COMMANDS[command]
+        assert run_here(main, [*words, name], monkeypatch) == 2
+    assert name[:3] in only_error(capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["train_distributed.py", *TINY], ["-m", "agents.evaluate", "x"], ["-m", "rl_dist.status", "x"]]
+)
+def test_a_current_directory_that_was_deleted_is_one_line(command, tmp_path):
+    words = [str(REPO / command[0]), *command[1:]] if command[0].endswith(".py") else command
+    script = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, {[sys.executable, *words]!r})"
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "current directory" in only_error(done.stderr)
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"])
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5"])
+def test_a_variable_of_torchrun_that_is_no_count_is_one_line_before_anything_is_written(
+    name, value, trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv(name, value)
+    for main, words in (COMMANDS["train"], COMMANDS["pretrain"]):
+        assert run_here(main, [*words, tmp_path / "run"], monkeypatch) == 2
+        assert name in only_error(capsys.readouterr().err)
+    assert evaluate_here(monkeypatch, trained) == 2
+    assert name in only_error(capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- something else in the place of a file or folder
+
+PLACES = (
+    *("config.json", "metrics.jsonl", "summary.json", "summary.json.superseded", "events.out.tfevents.1"),
+    *("logs/rank_0.log", "plots/learning_curve.png", "plots", "logs", "profile", "checkpoints"),
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file"])
+def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(place, kind, copy, tmp_path, monkeypatch, capsys):
+    path, target = copy / place, tmp_path / "target"
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    target.write_text("kept")
+    make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "file": path.touch}
+    make.get(kind, lambda: path.symlink_to(target))()
+    monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: 0)
+    code = train_here(monkeypatch, "--resume", copy, "--total_steps", "192")
+    err = capsys.readouterr().err
+    fits = (kind == "folder") == (path.suffix == "") and kind in ("folder", "file") and place != "checkpoints"
+    assert code == (0 if fits else 2)
+    assert fits or only_error(err)
+    assert target.read_text() == "kept"
+    assert run_here(status.main, [copy], monkeypatch) in (0, 1, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [{"iteration": 1, "global_step": None}, {"iteration": None, "global_step": 1}, [], 1])
+def test_a_line_of_metrics_that_is_no_record_is_dropped(line, copy, monkeypatch):
+    metrics = copy / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(json.dumps(line) + "\n" + whole)
+    assert truncate_metrics(copy, 9) == 2
+    assert metrics.read_text() == whole
+
+
+def test_figures_that_are_no_numbers_are_left_out_of_the_picture(copy, monkeypatch):
+    metrics = copy / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records[0] = {"iteration": 1, "global_step": 64, "valid/sharpe": "x"}
+    records[1]["episode/return"] = [1]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert train_here(monkeypatch, "--resume", copy) == 0
+    assert (copy / "plots" / "learning_curve.png").exists()
+
+
+# ---- days, and what the system says
+
+
+@pytest.mark.parametrize("date", ["0000-01-01", "-001-01-01"])
+def test_a_year_that_never_was_is_no_date(date, tmp_path):
+    bars = daily_bars(2, 30)
+    bars.loc[0, "date"] = date
+    bars.to_csv(tmp_path / "bars.csv", index=False)
+    with pytest.raises(MarketDataError, match=f"'{date}' is not a date"):
+        read_bars(tmp_path / "bars.csv")
+
+
+def test_what_the_system_refuses_is_told_with_its_cure(capsys):
+    def refuses(number):
+        @explains_errors
+        def main():
+            raise OSError(number, os.strerror(number), "a/file")
+
+        return main()
+
+    assert refuses(errno.EMFILE) == 1
+    assert "a/file" in (line := only_error(capsys.readouterr().err)) and "ulimit" in line
+    assert refuses(errno.ENOTDIR) == 2
+    assert "move away" in only_error(capsys.readouterr().err)
+    assert explained(ValueError("two\nlines")) == ("two lines", 2)

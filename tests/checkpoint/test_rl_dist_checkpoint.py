@@ -1,0 +1,341 @@
+"""Checkpoints are whole or absent, and any changed byte is refused."""
+
+import hashlib
+import io
+import logging
+import os
+import pickle
+import random
+import resource
+import subprocess
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import corruptions
+from rl_dist.checkpoint.file import FORMAT_VERSION, load_checkpoint, read_checkpoint, seal
+from rl_dist.checkpoint.folder import find_latest_run, latest_checkpoint, save_checkpoint
+from rl_dist.checkpoint.seal import CheckpointError
+
+
+def trained_state():
+    torch.manual_seed(1)
+    module = torch.nn.LSTM(4, 8)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(3, 2, 4))[0].sum().backward()
+    optimizer.step()
+    return {
+        "policy": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "counts": {"iteration": 7, "best": None, "sizes": (1, 2), "name": "x", "on": True},
+        "random": random.getstate(),
+    }
+
+
+def save(directory, iteration, keep=10):
+    return save_checkpoint(directory, {"iteration": iteration}, iteration=iteration, keep=keep)
+
+
+def assert_same(got, wanted):
+    assert type(got) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        for key in wanted:
+            assert_same(got[key], wanted[key])
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    else:
+        assert got == wanted
+
+
+def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_path):
+    state = trained_state()
+    path = save_checkpoint(tmp_path / "made/on/demand", state, iteration=120, keep=1)
+    assert path.name == "iteration_00000120.pt"
+    assert_same(load_checkpoint(path), state)
+    assert_same(torch.load(path, weights_only=True), state)
+
+
+def test_any_flipped_byte_is_refused(tmp_path):
+    path = save_checkpoint(tmp_path, trained_state(), iteration=1, keep=1)
+    data = path.read_bytes()
+    generator = random.Random(0)
+    ends = [0, 1, len(data) - 1, len(data) - 65, len(data) - 72, len(data) - 73]
+    for position in ends + [generator.randrange(len(data)) for _ in range(150)]:
+        changed = bytearray(data)
+        changed[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=path.name):
+            load_checkpoint(path)
+    path.write_bytes(data)
+    load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda data: b"", "is empty"),
+        (lambda data: data[:-1], "truncated"),
+        (lambda data: data[: len(data) // 2], "truncated"),
+        (lambda data: data[:10], "truncated"),
+        (lambda data: data + b"x", "truncated or not ours"),
+        (lambda data: b"not a checkpoint at all", "no checkpoint"),
+        (lambda data: data[:200] + bytes(200) + data[400:], "do not match"),
+    ],
+)
+def test_damaged_files_are_refused_with_path_and_cause(tmp_path, damage, cause):
+    path = save_checkpoint(tmp_path, trained_state(), iteration=1, keep=1)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=cause) as error:
+        load_checkpoint(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_files_and_directories_are_refused_with_path_and_cause(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be read: No such file"):
+        load_checkpoint(tmp_path / "nowhere.pt")
+    with pytest.raises(CheckpointError, match="a directory"):
+        load_checkpoint(tmp_path)
+
+
+def test_values_that_could_not_be_loaded_again_are_refused_by_name(tmp_path):
+    for value in (np.zeros(2), np.float64(1.0), tmp_path):
+        with pytest.raises(CheckpointError, match=r"state\['env'\]\[0\] is a "):
+            save_checkpoint(tmp_path, {"env": [value]}, iteration=1, keep=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    for iteration in (20, 40, 60, 80):
+        save(tmp_path, iteration, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["iteration_00000060.pt", "iteration_00000080.pt"]
+    with pytest.raises(CheckpointError, match="keep_checkpoints"):
+        save(tmp_path, 100, keep=0)
+
+
+def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):
+    directory = tmp_path / "checkpoints"
+    save(directory, 20)
+    (directory / "iteration_00000040.pt.part").write_bytes(b"half")
+    assert latest_checkpoint(tmp_path) == directory / "iteration_00000020.pt"
+    save(directory, 60)
+    assert sorted(os.listdir(directory)) == ["iteration_00000020.pt", "iteration_00000060.pt"]
+
+
+def test_the_newest_intact_checkpoint_is_found_and_the_skipped_are_reported(tmp_path, caplog):
+    assert latest_checkpoint(tmp_path) is None
+    paths = [save(tmp_path / "checkpoints", iteration) for iteration in (20, 40, 60)]
+    assert latest_checkpoint(tmp_path) == paths[2]
+    paths[2].write_bytes(paths[2].read_bytes()[:-5])
+    paths[1].write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path) == paths[0]
+    assert "iteration_00000060.pt is truncated" in caplog.text
+    assert "iteration_00000040.pt is empty" in caplog.text
+
+
+def test_a_run_resumed_from_an_earlier_iteration_supersedes_the_later_ones(tmp_path):
+    for iteration in (20, 40, 60):
+        save(tmp_path / "checkpoints", iteration)
+    assert save(tmp_path / "checkpoints", 50) == latest_checkpoint(tmp_path)
+    assert (tmp_path / "checkpoints/iteration_00000060.pt.superseded").exists()
+
+
+def test_superseded_checkpoints_stay_until_the_run_has_passed_them(tmp_path):
+    for iteration in (20, 40, 60, 30, 50):
+        save(tmp_path, iteration)
+    (tmp_path / "mine.pt.superseded").touch()
+    assert [path.name[10:18] for path in sorted(tmp_path.glob("iteration_*.pt.superseded"))] == ["00000060"]
+    save(tmp_path, 70)
+    assert [path.name for path in tmp_path.glob("*.superseded")] == ["mine.pt.superseded"]
+
+
+def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
+    assert find_latest_run(tmp_path) is None
+    for age, name in enumerate(("broken", "new", "old")):
+        path = save(tmp_path / name / "checkpoints", 20)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (tmp_path / "broken/checkpoints/iteration_00000020.pt").write_bytes(b"PK")
+    (tmp_path / "empty").mkdir()
+    assert find_latest_run(tmp_path) == tmp_path / "new"
+    only_best = tmp_path / "only_best" / "checkpoints"
+    save(only_best, 1).rename(only_best / "best.pt")
+    assert find_latest_run(tmp_path) == tmp_path / "only_best"
+
+
+def test_a_disk_that_cannot_be_written_is_one_clear_error_and_leaves_nothing(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*iteration_00000001.pt \([\d,]+ bytes\): Not a directory"
+    ):
+        save(blocked / "checkpoints", 1)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@contextmanager
+def file_size_limit(num_bytes):
+    """The system refuses longer files of this process: a real error, which needs neither root nor a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_the_system_refuses_leaves_the_old_checkpoints_and_no_half_file(tmp_path):
+    path = save(tmp_path, 1)
+    with file_size_limit(1000), pytest.raises(CheckpointError, match=r"00002.pt \(1,\d+ bytes\): File too large"):
+        save(tmp_path, 2)
+    assert os.listdir(tmp_path) == [path.name] and load_checkpoint(path) == {"iteration": 1}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs root, to mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk):
+    state = {"weights": torch.rand(9000)}
+    path = save_checkpoint(small_disk, state, iteration=1, keep=1)
+    for _ in range(2):  # nothing of the first failure stands in the way of the next
+        with pytest.raises(
+            CheckpointError, match=r"00002.pt \(3\d,\d+ bytes\): No space left on device \(.* bytes are"
+        ):
+            save_checkpoint(small_disk, state, iteration=2, keep=1, best=True)
+        assert os.listdir(small_disk) == [path.name]
+        assert_same(load_checkpoint(path), state)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(CheckpointError, match="cannot write .*iteration_00000002.pt .*Read-only file system"):
+        save(small_disk, 2)
+    assert_same(load_checkpoint(path), state)
+
+
+def test_an_old_file_that_cannot_be_removed_does_not_spoil_a_save(tmp_path, caplog):
+    (tmp_path / "iteration_00000001.pt").mkdir()
+    assert load_checkpoint(save(tmp_path, 2, keep=1)) == {"iteration": 2}
+    assert "iteration_00000001.pt cannot be removed and stays" in caplog.text
+
+
+# ---- the format
+
+
+def test_the_file_says_its_format_and_what_wrote_it(tmp_path):
+    found = read_checkpoint(save(tmp_path, 1))
+    assert (found.format_version, found.torch_version) == (FORMAT_VERSION, torch.__version__)
+    data = found.path.read_bytes()
+    assert found.num_bytes == len(data) and data.endswith(b"sha256:" + found.sha256.encode())
+    assert hashlib.sha256(data[:-71]).hexdigest() == found.sha256
+
+
+def test_a_file_of_the_first_format_still_loads(tmp_path):
+    buffer = io.BytesIO()
+    torch.save({"iteration": 3}, buffer)
+    data = buffer.getvalue()[:-2] + (71).to_bytes(2, "little")
+    path = tmp_path / "old.pt"
+    path.write_bytes(data + b"sha256:" + hashlib.sha256(data).hexdigest().encode())
+    found = read_checkpoint(path)
+    assert (found.state, found.format_version, found.torch_version) == ({"iteration": 3}, 1, "unknown")
+
+
+def archive_of(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def test_a_newer_format_is_one_clear_line_and_no_reason_to_fall_back(tmp_path):
+    directory = tmp_path / "checkpoints"
+    save(directory, 1)
+    newer = directory / "iteration_00000002.pt"
+    newer.write_bytes(seal(archive_of({"iteration": 2}), format_version=FORMAT_VERSION + 1))
+    for read in (lambda: load_checkpoint(newer), lambda: latest_checkpoint(tmp_path)):
+        with pytest.raises(CheckpointError, match=f"{newer} has format version 3, and this program reads up to 2: use"):
+            read()
+
+
+# ---- code in a file whose checksum is right
+
+
+def calls(module, name, argument):
+    return lambda _: corruptions.calling(module, name, argument)
+
+
+def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # torch's own switch must not open the door
+    path, marker = save(tmp_path, 1), tmp_path / "marker"
+    good = path.read_bytes()
+    pickle.loads(corruptions.calling("posix", "system", f"touch {marker}"))
+    assert marker.exists()  # so it does harm where it is trusted
+    marker.unlink()
+    for what, harm in corruptions.hostile(marker).items():
+        path.write_bytes(corruptions.with_pickle(good, lambda _, harm=harm: harm))
+        name = what.split(".")[-1]
+        with pytest.raises(CheckpointError, match=f"it wants to run .*{name}, .*nothing was run") as error:
+            load_checkpoint(path)
+        assert str(path) in str(error.value) and str(error.value).isprintable() and not marker.exists()
+    path.write_bytes(corruptions.with_pickle(good, lambda content: content))
+    assert load_checkpoint(path) == {"iteration": 1}  # rebuilding the archive is not what was refused
+
+
+def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), buffer)
+    recwarn.clear()
+    (tmp_path / "script.pt").write_bytes(seal(buffer.getvalue()))
+    with pytest.raises(CheckpointError, match="script.pt is refused: it is a TorchScript archive, which holds code"):
+        load_checkpoint(tmp_path / "script.pt")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (torch.zeros(2), "it holds a Tensor, not a state"),
+        ({"env": {1, 2}}, r"state\['env'\] is a set"),
+        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "maximum recursion"),  # a dict that holds itself
+        (b"\x80\x02]", "cannot read it"),
+        (b"", "it gives no reason|cannot read it"),
+    ],
+    ids=["tensor", "set", "cycle", "torn", "empty"],
+)
+def test_other_contents_with_a_right_checksum_are_one_clear_line(tmp_path, content, cause):
+    path = save(tmp_path, 1)
+    if isinstance(content, bytes):
+        path.write_bytes(corruptions.with_pickle(path.read_bytes(), lambda _: content))
+    else:
+        path.write_bytes(seal(archive_of(content)))
+    with pytest.raises(CheckpointError, match=cause) as error:
+        load_checkpoint(path)
+    assert f"checkpoint {path} is refused: " in str(error.value) and str(error.value).isprintable()
+
+
+def test_damage_of_all_kinds_is_refused_runs_nothing_and_the_older_checkpoint_is_found(tmp_path):
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path / "made/checkpoints", trained_state(), iteration=iteration, keep=2)
+    trials = corruptions.Trials.of(tmp_path / "made", tmp_path)
+    for kind, damaged in corruptions.random_damage(trials.original, 60, seed=0):
+        trials.run(kind, damaged, fall_back=True)
+    inside = corruptions.structure(trials.original)
+    assert inside[-1] == len(trials.original) - 1 and inside[0] == 0 and len(inside) > 1000
+    for at in inside[::40] + inside[-71:]:
+        trials.run("structure", trials.original[:at] + bytes([trials.original[at] ^ 1]) + trials.original[at + 1 :])
+    assert trials.violations == [] and trials.refused == trials.tried and sum(trials.tried.values()) > 150
+
+
+def test_the_trials_notice_what_must_not_happen(tmp_path):
+    for iteration in (1, 2):
+        save(tmp_path / "made/checkpoints", iteration)
+    trials = corruptions.Trials.of(tmp_path / "made", tmp_path)
+    trials.run("loads", seal(archive_of({"iteration": 3})), fall_back=True)
+    assert [line.split(": ")[1] for line in trials.violations] == [f"went on from {trials.newest}", "loaded"]

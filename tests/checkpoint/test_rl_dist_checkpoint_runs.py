@@ -1,0 +1,330 @@
+"""Checkpoints of whole runs: the best one, and disks that refuse them."""
+
+import os
+import resource
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from agents_ranks import make_job, world_of_one
+from train_runs import only_error, records, start_training
+
+from agents.sizes import TrainConfig
+from agents.trainer import Training, train
+from rl_dist.checkpoint.file import load_checkpoint, write_atomically
+from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.run_lock import hold
+from rl_dist.errors import UserError
+from rl_dist.process_group.world import StopFlag
+from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, open_writer
+
+TINY = [
+    *("--env", "Recall-v0", "--num_envs", 4, "--num_steps", 16, "--bptt_steps", 8, "--batch_size", 4),
+    *("--hidden_size", 8, "--checkpoint_every", 1, "--eval_episodes", 2, "--device", "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of_one() as opened:
+        yield opened
+
+
+class Acting(NullWriter):
+    """Calls `act(iteration)` when an iteration's metrics are written, before its checkpoint."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def write(self, record, *, done):
+        self.act(record["iteration"])
+
+
+def run(world, run_dir, values, *, first=0, act=lambda iteration: None, writer=None, **train_options):
+    """Train as many iterations as there are `values` of valid/score; from the newest checkpoint if first > 0."""
+    options = {"iterations": len(values), "checkpoint_every": 1000, "validate_every": 1} | train_options
+    job = make_job("recall, mlp, KL stop", run_dir, **options)
+    left = iter(values[first:])
+    training = Training(replace(job, validate=lambda *_: {"valid/score": next(left), "valid/other": 1.0}), world)
+    if first:
+        training.restore(load_checkpoint(latest_checkpoint(run_dir)))
+        assert training.iteration == first
+    train(training, writer or Acting(act), StopFlag())
+    return training
+
+
+def names(run_dir):
+    return sorted(os.listdir(Path(run_dir, "checkpoints")))
+
+
+def best_of(run_dir):
+    state = load_checkpoint(Path(run_dir, "checkpoints", "best.pt"))
+    return state["iteration"], state["measured"]
+
+
+# ---- the best
+
+
+def test_the_best_is_kept_however_many_follow(world, tmp_path):
+    values = [1.0, float("nan"), 3.0, 3.0, 2.0, 2.5]
+    run(world, tmp_path, values, keep_best="valid/score", keep_checkpoints=1)
+    assert names(tmp_path) == ["best.pt", "iteration_00000006.pt"]
+    assert best_of(tmp_path) == (3, {"valid/score": 3.0})  # the first of equals
+
+
+def test_an_improvement_saves_at_once_without_a_second_copy(world, tmp_path):
+    run(world, tmp_path, [2.0, 1.0, 5.0, 4.0], keep_best="valid/score")
+    folder = tmp_path / "checkpoints"
+    assert names(tmp_path) == ["best.pt", *(f"iteration_0000000{number}.pt" for number in (1, 3, 4))]
+    assert os.path.samefile(folder / "best.pt", folder / "iteration_00000003.pt")
+
+
+def test_a_resumed_run_does_not_replace_the_best_by_a_worse_one(world, tmp_path):
+    values = [1.0, 9.0, 2.0, 3.0, 4.0, 10.0]
+    run(world, tmp_path, values[:3], keep_best="valid/score", keep_checkpoints=1)
+    run(world, tmp_path, values[:5], first=3, keep_best="valid/score", keep_checkpoints=1)
+    assert best_of(tmp_path) == (2, {"valid/score": 9.0})
+    run(world, tmp_path, values, first=5, keep_best="valid/score", keep_checkpoints=1)
+    assert best_of(tmp_path) == (6, {"valid/score": 10.0})
+
+
+def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
+    """Killed after best.pt was written and before the checkpoint beside it was."""
+    run(world, tmp_path, [1.0, 9.0], keep_best="valid/score", checkpoint_every=1)
+    (tmp_path / "checkpoints" / "iteration_00000002.pt").unlink()
+    run(world, tmp_path, [1.0, 8.0, 5.0], first=1, keep_best="valid/score")
+    assert best_of(tmp_path) == (2, {"valid/score": 9.0})
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ("valid/other", "was chosen by valid/other; the next"),
+        (None, "best.pt is truncated"),
+    ],
+)
+def test_a_best_by_another_metric_or_damaged_gives_way_and_the_user_is_told(world, tmp_path, caplog, before, told):
+    run(world, tmp_path, [9.0], keep_best=before or "valid/score")
+    if not before:
+        path = tmp_path / "checkpoints" / "best.pt"
+        path.unlink()  # it is the newest one, too, by a hard link
+        path.write_bytes((tmp_path / "checkpoints" / "iteration_00000001.pt").read_bytes()[:-9])
+    run(world, tmp_path, [9.0, 2.0], first=1, keep_best="valid/score")
+    assert best_of(tmp_path) == (2, {"valid/score": 2.0})
+    (line,) = [line for line in caplog.messages if "best.pt" in line]
+    assert told in line and line.endswith("the next checkpoint with valid/score takes its place")
+
+
+@pytest.mark.parametrize("metric", ["auto", "off"])
+def test_no_best_is_kept_where_none_is_asked_for_or_measured(world, tmp_path, metric):
+    run(world, tmp_path, [1.0, 2.0], keep_best=metric)
+    assert names(tmp_path) == ["iteration_00000002.pt"]
+
+
+def test_the_training_return_may_choose_the_best(world, tmp_path):
+    run(world, tmp_path, [0.0] * 3, keep_best="episode/return")
+    assert set(best_of(tmp_path)[1]) == {"episode/return"}
+
+
+@pytest.mark.parametrize("metric", ["episode/retrun", "valid/retrun"])
+def test_a_metric_that_the_run_does_not_have_is_refused_with_those_it_has(world, tmp_path, metric):
+    with pytest.raises(
+        UserError, match=f"keep_best {metric} is no metric of this run: .*episode/return, .*valid/score$"
+    ):
+        run(world, tmp_path, [1.0, 2.0], keep_best=metric)
+    with pytest.raises(UserError, match="keep_best ranks is no number"):
+        run(world, tmp_path, [1.0, 2.0], keep_best="ranks")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_metric_that_never_had_a_value_is_told_at_the_end(world, tmp_path, caplog):
+    run(world, tmp_path, [float("nan")] * 2, keep_best="valid/score", validate_every=1)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ["keep_best valid/score never had a value in this run: there is no best.pt"]
+    assert names(tmp_path) == ["iteration_00000002.pt"]
+
+
+def test_flags_that_could_do_nothing_are_refused():
+    for options, told in (
+        ({"keep_best": "valid/sharpe", "validate_every": 0}, "keep_best valid/sharpe needs validation"),
+        ({"on_save_error": "ignore"}, "on_save_error must be stop or continue, got 'ignore'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            TrainConfig(**options)
+
+
+def test_without_hard_links_the_best_is_a_copy(tmp_path, monkeypatch):
+    path, best = tmp_path / "iteration_00000001.pt", tmp_path / "best.pt"
+
+    def no_links(source, target):
+        raise PermissionError(1, "Operation not permitted")  # as FAT and some network file systems say
+
+    monkeypatch.setattr(os, "link", no_links)
+    write_atomically(path, b"content", second_name=best)
+    assert path.read_bytes() == best.read_bytes() == b"content" and not os.path.samefile(path, best)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "iteration_00000001.pt"]
+
+
+# ---- a run directory that is deleted or replaced
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("on_save_error", ["stop", "continue"])
+def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_other(
+    world, tmp_path, replaced, on_save_error
+):
+    run_dir = tmp_path / "run"
+
+    def act(iteration):
+        if iteration == 3:
+            run_dir.rename(tmp_path / "moved")
+            if replaced:
+                run_dir.mkdir()
+                (run_dir / "metrics.jsonl").write_text("of another run")
+
+    writer = open_writer(run_dir, world, total=6, unit="episodes")
+    writer.write = lambda record, *, done: act(record["iteration"]) or MetricsWriter.write(writer, record, done=done)
+    with pytest.raises(UserError, match="deleted or replaced") as error:
+        run(world, run_dir, [1.0] * 6, writer=writer, checkpoint_every=1, on_save_error=on_save_error)
+    writer.close()
+    assert error.value.exit_code == 1 and str(run_dir) in str(error.value)
+    assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
+    assert [path.name for path in tmp_path.glob("run/*")] == ["metrics.jsonl"] * replaced
+    assert not replaced or (run_dir / "metrics.jsonl").read_text() == "of another run"
+
+
+def test_training_ends_when_its_lock_is_gone_alone(world, tmp_path):
+    with hold(tmp_path / "config.json") as lock:
+        writer = open_writer(tmp_path, world, total=6, unit="episodes", lock=(lock.path, lock.file))
+        writer.write({"iteration": 1, "global_step": 1}, done=1)
+        lock.path.unlink()
+        with pytest.raises(UserError, match="config.json was deleted or replaced"):
+            writer.write({"iteration": 2, "global_step": 2}, done=2)
+        writer.close()
+    assert [line["iteration"] for line in records(tmp_path)] == [1]
+
+
+# ---- disks that refuse
+
+
+def limit_files(num_bytes):
+    """Let the system refuse this process's longer files (None: no more): a real error, without root."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+
+
+@pytest.fixture
+def limits():
+    yield limit_files
+    limit_files(None)
+
+
+def test_training_stops_at_a_save_that_fails_and_the_old_checkpoint_stays(world, tmp_path, limits):
+    with pytest.raises(UserError) as error:
+        run(world, tmp_path, [1.0] * 4, checkpoint_every=1, act=lambda iteration: iteration == 3 and limits(2000))
+    limits(None)
+    wanted = f"cannot write checkpoint {tmp_path}/checkpoints/iteration_00000003.pt ("
+    assert str(error.value).startswith(wanted) and "bytes): File too large" in str(error.value)
+    assert str(error.value).endswith(f"iteration_00000002.pt stays valid, --resume {tmp_path} goes on from it")
+    assert error.value.exit_code == 1 and names(tmp_path) == ["iteration_00000001.pt", "iteration_00000002.pt"]
+    load_checkpoint(tmp_path / "checkpoints" / "iteration_00000002.pt")
+
+
+def test_training_goes_on_where_asked_and_saves_again_when_it_can(world, tmp_path, limits, caplog):
+    def act(iteration):
+        limits(2000 if iteration in (2, 3) else None)
+
+    options = {"checkpoint_every": 1, "keep_best": "valid/score", "on_save_error": "continue"}
+    run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **options)
+    told = [line for line in caplog.messages if "cannot write" in line]
+    assert [line.partition(".pt")[0][-1] for line in told] == ["2", "3"]
+    assert told[1].endswith("goes on from it; training goes on without (--on_save_error continue)")
+    assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
+    assert best_of(tmp_path) == (4, {"valid/score": 2.0})  # better ones were lost with their saves
+
+
+def test_the_last_save_must_succeed_in_any_case(world, tmp_path, limits):
+    with pytest.raises(UserError, match="File too large.* there is no earlier one$"):
+        run(world, tmp_path, [1.0, 2.0], act=lambda _: limits(2000), on_save_error="continue")
+    limits(None)  # before pytest writes its next dot, perhaps to a file
+
+
+def wait_for(path, job, seconds=90):
+    deadline_s = time.monotonic() + seconds
+    while not Path(path).exists():
+        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
+        time.sleep(0.05)
+
+
+def limit_tree(pid, num_bytes):
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+FOREVER = [*TINY, "--num_gpus", 2, "--total_steps", 10**9, "--keep_checkpoints", 2, "--validate_every", 0]
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_together_when_the_disk_refuses(tmp_path):
+    run_dir = tmp_path / "run"
+    job = start_training(*FOREVER, "--checkpoint_every", 5, "--run_dir", run_dir)
+    wait_for(run_dir / "checkpoints" / "iteration_00000005.pt", job)
+    everyone = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    limit_tree(job.pid, 40_000)
+    err = job.communicate(timeout=90)[1]
+    errors = [line for line in err.splitlines() if not line.startswith("iteration ")]
+    assert job.returncode == 1 and "Traceback" not in err, err
+    assert f"error: cannot write checkpoint {run_dir}/checkpoints/iteration_" in only_error("\n".join(errors))
+    assert "bytes): File too large" in errors[0] and f"--resume {run_dir} goes on from it" in errors[0]
+    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    assert all(name.endswith(".pt") for name in names(run_dir))
+    assert records(run_dir)[-1]["iteration"] == load_checkpoint(latest_checkpoint(run_dir))["iteration"] + 5
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_together_when_asked_to(tmp_path):
+    run_dir = tmp_path / "run"
+    job = start_training(*FOREVER, "--on_save_error", "continue", "--run_dir", run_dir)
+    wait_for(run_dir / "checkpoints" / "iteration_00000002.pt", job)
+    limit_tree(job.pid, 45_000)
+    time.sleep(2)
+    limit_tree(job.pid, resource.RLIM_INFINITY)
+    time.sleep(2)
+    job.send_signal(signal.SIGTERM)
+    err = job.communicate(timeout=90)[1]
+    assert job.returncode == 128 + signal.SIGTERM, err
+    lost = [line for line in err.splitlines() if "training goes on without" in line]
+    assert lost and all(line.startswith("warning: cannot write checkpoint ") for line in lost), err
+    assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == records(run_dir)[-1]["iteration"]
+
+
+def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(world, tmp_path, limits, caplog):
+    writer = open_writer(tmp_path, world, total=6, unit="episodes")
+    for iteration in range(1, 7):
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        limits(size + 20 if iteration in (3, 4) else None)  # in the midst of a line
+        writer.write({"iteration": iteration, "global_step": iteration, "note": 0.5}, done=iteration)
+        if iteration in (3, 4):
+            assert [line["iteration"] for line in records(tmp_path)] == [1, 2]
+    limits(None)
+    assert [line["iteration"] for line in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    writer.close()
+    assert [line for line in caplog.messages if "metrics.jsonl" in line] == [
+        f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; its lines wait in memory"
+    ]
+
+
+@pytest.mark.parametrize("finish", ["flush", "close"])
+def test_lines_that_waited_are_written_once_there_is_room_even_if_no_other_follows(world, tmp_path, limits, finish):
+    writer = open_writer(tmp_path, world, total=2, unit="episodes")
+    for iteration in (1, 2):
+        limits(20 if iteration == 2 else None)
+        writer.write({"iteration": iteration, "global_step": iteration, "note": 0.5}, done=iteration)
+    assert len(records(tmp_path)) == 1
+    limits(None)
+    getattr(writer, finish)()
+    assert [line["iteration"] for line in records(tmp_path)] == [1, 2]
+    writer.close()

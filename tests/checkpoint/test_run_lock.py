@@ -1,0 +1,81 @@
+"""One training holds one lock, from the choice of its checkpoint to the end of its last rank."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+from train_runs import only_error, records, start_training, train_here
+
+from rl_dist.checkpoint.run_lock import hold, hold_new
+from rl_dist.errors import UserError
+from rl_dist.status.run_state import is_locked
+
+SMALL = [
+    *("--env", "Recall-v0", "--num_envs", 4, "--num_steps", 8, "--bptt_steps", 8, "--batch_size", 4),
+    *("--hidden_size", 8, "--eval_episodes", 2, "--device", "cpu", "--keep_checkpoints", 50, "--checkpoint_every", 1),
+]
+
+
+def keep(lock, seconds):
+    time.sleep(seconds)
+
+
+def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
+    lock = hold(tmp_path / "config.json")
+    child = multiprocessing.get_context("spawn").Process(target=keep, args=(lock, 1.0))
+    child.start()
+    lock.close()
+    assert is_locked(tmp_path)
+    child.join()
+    assert child.exitcode == 0 and not is_locked(tmp_path)
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path):
+    with hold(tmp_path / "config.json"):
+        (tmp_path / "config.json").unlink()
+        with hold(tmp_path / "config.json", patience_s=0.0) as lock:
+            assert os.path.samestat(os.fstat(lock.file.fileno()), os.stat(tmp_path / "config.json"))
+
+
+def test_of_two_that_begin_in_one_directory_one_is_refused(tmp_path):
+    with hold_new(tmp_path / "config.json") as lock:
+        with pytest.raises(UserError, match="in use"):
+            hold_new(tmp_path / "config.json")
+        lock.path.write_text("{}")
+    with pytest.raises(UserError, match="holds a run already"):
+        hold_new(tmp_path / "config.json")
+
+
+def test_a_training_on_two_ranks_never_lets_its_lock_go(tmp_path):
+    job = start_training(*SMALL, "--num_gpus", 2, "--total_steps", 96, "--run_dir", tmp_path)
+    locked, free = False, 0
+    while job.poll() is None:
+        locked = locked or is_locked(tmp_path)
+        time.sleep(0.01)
+        free += locked and not is_locked(tmp_path) and not (tmp_path / "summary.json").exists()
+    _, stderr = job.communicate()
+    assert job.returncode == 0 and locked, stderr
+    assert free == 0 and not is_locked(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path):
+    flags = [*SMALL, "--num_gpus", ranks, "--run_dir", tmp_path]
+    begun = [start_training(*flags, "--total_steps", 128) for _ in range(2)]
+    ended = [(job.communicate(timeout=120), job.returncode) for job in begun]
+    assert sorted(code for _, code in ended) == [0, 2]
+    only_error(next(err for (_, err), code in ended if code == 2))
+    more = [start_training("--resume", tmp_path, "--total_steps", 640) for _ in range(2)]
+    for job in more:  # the second one waits, and finds the run at its end
+        assert (job.communicate(timeout=120), job.returncode)[1] in (0, 2)
+    assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 21))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"train": {}}')
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "global_step": 32}\n')
+    flags = [*SMALL, "--total_steps", 64, "--run_dir", tmp_path, "--resume", "auto"]
+    assert train_here(monkeypatch, *flags) == 0, capsys.readouterr().err
+    assert [line["iteration"] for line in records(tmp_path)] == [1, 2]

@@ -1,0 +1,273 @@
+"""The simulated market: its worlds, its planted edge, and the rules that trade it without learning."""
+
+import numpy as np
+import pytest
+import torch
+
+from envs.trading.baselines import EqualWeight, MemorylessRule, ReferencePolicy, planted_outlook, read_events
+from envs.trading.config import TradingConfig
+from envs.trading.environment import TradingVectorEnv
+from envs.trading.market_data import Span
+from envs.trading.simulated_market import (
+    DELAY_DAYS,
+    DENIAL_DAYS,
+    DOW_FIGURES,
+    EVENT_SIZE,
+    GAP_DAYS,
+    MOVE_DAYS,
+    PURPOSES,
+    SimulatedMarketConfig,
+    market_card,
+    market_figures,
+    simulate_markets,
+    simulate_worlds,
+    world_seeds,
+)
+
+CONFIG = SimulatedMarketConfig()
+TEST_SPAN = Span(first=1890, last=2519)
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    return simulate_worlds(CONFIG, world_seeds(CONFIG, "train", 24))
+
+
+def announcements(events):
+    """(day, kind, denied) of every announcement of one stock [D], read off the events alone."""
+    found = []
+    for day in np.flatnonzero(events):
+        if found and day - found[-1][0] <= DENIAL_DAYS:
+            assert day - found[-1][0] == DENIAL_DAYS and events[day] == -found[-1][1]
+            found[-1] = (found[-1][0], found[-1][1], True)
+        else:
+            found.append((day, events[day], False))
+    return found
+
+
+def judge(markets, rule, span=TEST_SPAN, **options):
+    """Sharpe ratio [M], weights [days, M, n] of a rule over the span."""
+    config = TradingConfig(**options)
+    env = TradingVectorEnv(len(markets), markets=markets, span=span, config=config, evaluation=True)
+    env.reset(seed=[0] * len(markets))
+    values, weights = [env.portfolio_value], []
+    for _ in range(span.last - span.first):
+        _, _, terminated, truncated, info = env.step(rule(env))
+        values.append(info["portfolio_value"])
+        if not (terminated | truncated).any():
+            weights.append(env.weights)
+    paths = torch.stack(values, dim=1).numpy()
+    returns = paths[:, 1:] / paths[:, :-1] - 1.0
+    return returns.mean(1) / returns.std(1) * np.sqrt(252), torch.stack(weights).numpy()
+
+
+def test_a_world_is_the_same_whichever_worlds_are_drawn_with_it():
+    seeds = world_seeds(CONFIG, "valid", 4)
+    alone = simulate_worlds(CONFIG, seeds[2:3])
+    together = simulate_worlds(CONFIG, seeds[::-1])
+    for name in ("open", "high", "low", "close", "volume", "events", "moves"):
+        assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[1]), name
+
+
+def test_worlds_differ_by_number_and_by_market_seed():
+    first, second = simulate_markets(CONFIG, world_seeds(CONFIG, "train", 2))
+    other_seed = SimulatedMarketConfig(market_seed=2)
+    (other,) = simulate_markets(other_seed, world_seeds(other_seed, "train", 1))
+    assert not np.array_equal(first.close, second.close)
+    assert not np.array_equal(first.close, other.close)
+
+
+def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
+    seeds = []
+    for market_seed in (0, 1, 2, 10, 11, 12, 21):
+        config = SimulatedMarketConfig(market_seed=market_seed)
+        for purpose in PURPOSES:
+            seeds += world_seeds(config, purpose, 300) + world_seeds(config, purpose, 100, first=300)
+    assert len(set(seeds)) == len(seeds) == 7 * 3 * 400
+
+
+def test_later_worlds_continue_the_numbering():
+    assert world_seeds(CONFIG, "test", 5)[3:] == world_seeds(CONFIG, "test", 2, first=3)
+
+
+def test_bad_settings_name_field_value_and_cure():
+    with pytest.raises(ValueError, match=r"num_stocks must be 2\.\.50, got 1"):
+        SimulatedMarketConfig(num_stocks=1)
+    with pytest.raises(ValueError, match="market_edge must be .* got -1"):
+        SimulatedMarketConfig(market_edge=-1.0)
+    with pytest.raises(ValueError, match="purpose must be one of train, valid, test, got 'tests'"):
+        world_seeds(CONFIG, "tests", 1)
+    with pytest.raises(ValueError, match="worlds must be numbered"):
+        world_seeds(CONFIG, "test", -1)
+    with pytest.raises(ValueError, match="seeds must name at least one world"):
+        simulate_markets(CONFIG, [])
+
+
+def test_bars_are_consistent_and_plausible(worlds):
+    for prices in (worlds.open, worlds.high, worlds.low, worlds.close):
+        assert np.isfinite(prices).all() and (prices > 0).all()
+    assert (worlds.low <= np.minimum(worlds.open, worlds.close)).all()
+    assert (worlds.high >= np.maximum(worlds.open, worlds.close)).all()
+    assert (worlds.volume >= 1).all() and (worlds.volume == np.rint(worlds.volume)).all()
+    overnight = np.log(worlds.open[:, 1:] / worlds.close[:, :-1])
+    intraday = np.log(worlds.close / worlds.open)[:, 1:]
+    assert 0.25 < overnight.var() / (overnight.var() + intraday.var()) < 0.42  # a third on real prices
+
+
+def test_markets_say_that_they_are_simulated(worlds):
+    market = worlds.markets()[0]
+    assert market.simulated and market.name == f"SIMULATED world {worlds.seeds[0]}"
+    assert market.tickers == ("SIM01", "SIM02", "SIM03", "SIM04", "SIM05")
+    assert str(market.dates[0]) == "2010-01-04" and np.is_busday(market.dates).all()
+    assert len(market.dates) == len(market.close) == 2520
+
+
+def test_figures_resemble_the_dow(worlds):
+    figures = [market_figures(market) for market in worlds.markets()]
+    mean = {name: np.mean([f[name] for f in figures]) for name in DOW_FIGURES}
+    assert 0.24 < mean["annual volatility"] < 0.32
+    assert 0.36 < mean["pairwise correlation"] < 0.52
+    assert 3.0 < mean["excess kurtosis"] < 14.0
+    assert 0.10 < mean["autocorrelation of |r|, lag 1"] < 0.30
+    assert 0.05 < mean["autocorrelation of |r|, lag 20"] < mean["autocorrelation of |r|, lag 1"]
+    assert -0.20 < mean["worst day of a stock"] < -0.08
+    assert 0.5 < mean["equal-weight Sharpe ratio"] < 1.2
+
+
+def test_card_names_simulation_edge_and_every_figure(worlds):
+    card = market_card(worlds.markets()[:2], CONFIG)
+    assert "SIMULATED: a test bed for memory, not a promise of profit" in card
+    assert f"{CONFIG.market_edge:g} bps" in card
+    assert all(name in card for name in DOW_FIGURES)
+
+
+def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(worlds):
+    denials = count = 0
+    for events, moves in zip(worlds.events[0].T, worlds.moves[0].T, strict=True):
+        news = announcements(events)
+        days = [day for day, _, _ in news]
+        assert set(np.diff(days)[1:]) == set(range(GAP_DAYS[0], GAP_DAYS[1] + 1))
+        expected = np.zeros_like(moves)
+        for day, kind, denied in news[1:]:  # what stands at the very start may be a denial without its news
+            if not denied:
+                expected[day + DELAY_DAYS + 1 : day + DELAY_DAYS + MOVE_DAYS + 1] = kind
+        settled = slice(days[1] + DELAY_DAYS + MOVE_DAYS, None)
+        known = len(moves) - DELAY_DAYS - 1
+        assert np.array_equal(moves[settled][:known], expected[settled][:known])
+        denials, count = denials + sum(denied for _, _, denied in news), count + len(news)
+    assert 0.20 < denials / count < 0.30
+
+
+def test_prices_drift_by_the_edge_where_the_truth_says_so(worlds):
+    still = simulate_worlds(SimulatedMarketConfig(market_edge=0.0), worlds.seeds)
+    assert np.array_equal(still.volume, worlds.volume) and np.array_equal(still.moves, worlds.moves)
+    returns = worlds.close[:, 1:] / worlds.close[:, :-1]
+    planted = returns / (still.close[:, 1:] / still.close[:, :-1]) - 1.0
+    np.testing.assert_allclose(planted, worlds.moves[:, 1:] * CONFIG.market_edge * 1e-4, atol=1e-4)
+
+
+def test_up_and_down_moves_are_equally_common(worlds):
+    assert abs(worlds.moves.mean()) < 0.02
+    assert 0.47 < np.abs(worlds.moves).mean() < 0.53  # four days of six, one announcement in four denied
+
+
+def test_an_event_says_nothing_about_the_days_before_newer_news(worlds):
+    events, moves = worlds.events.astype(float), worlds.moves.astype(float)
+    for ahead in range(1, DELAY_DAYS - DENIAL_DAYS + 1):
+        product = (events[:, :-ahead] * moves[:, ahead:])[events[:, :-ahead] != 0]
+        error = product.std() / np.sqrt(len(product))
+        assert abs(product.mean()) < 4.0 * error, ahead
+    told = (events[:, : -DELAY_DAYS - 2] * moves[:, DELAY_DAYS + 2 :])[events[:, : -DELAY_DAYS - 2] != 0]
+    assert told.mean() > 0.3  # the same test finds the meaning where it is
+
+
+def test_moves_are_not_told_by_the_ones_before_them(worlds):
+    moves = worlds.moves.astype(float)
+    for lag in range(MOVE_DAYS, 25):
+        assert abs((moves[:, lag:] * moves[:, :-lag]).mean()) < 0.02, lag
+
+
+def test_events_can_be_read_off_the_volume(worlds):
+    for market, truth in zip(worlds.markets()[:8], worlds.events[:8], strict=True):
+        assert (read_events(market.volume)[20:] != truth[20:]).mean() < 0.02
+    log_volume = np.log(worlds.volume)  # the observation: against the trailing 20-day mean
+    sums = np.cumsum(log_volume, axis=1)
+    seen = log_volume[:, 20:] - (sums[:, 20:] - sums[:, :-20]) / 20
+    for kind in (-1, 0, 1):
+        there = seen[worlds.events[:, 20:] == kind]
+        assert abs(there.mean() - kind * EVENT_SIZE) < 0.15 and there.std() < 0.35
+
+
+def test_filter_uses_no_future_bars():
+    market = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 1))[0]
+    changed = market.__class__(
+        **{
+            **vars(market),
+            "close": np.where(np.arange(2520)[:, None] > 1950, market.close * 3.0, market.close),
+            "volume": np.where(np.arange(2520)[:, None] > 1950, 1.0, market.volume),
+        }
+    )
+    span = Span(first=1890, last=2000)
+    before, after = (planted_outlook([m], span, CONFIG.market_edge)[0] for m in (market, changed))
+    assert np.array_equal(before[: 1950 - 1890 + 1], after[: 1950 - 1890 + 1])
+    assert not np.array_equal(before, after)
+
+
+def test_filter_knows_the_next_move_on_nine_days_of_ten(worlds):
+    outlook = planted_outlook(worlds.markets()[:8], TEST_SPAN, CONFIG.market_edge)[:, :-1, :, 0]
+    truth = worlds.moves[:8, TEST_SPAN.first + 1 : TEST_SPAN.last + 1]
+    assert (np.rint(outlook) == truth).mean() > 0.95
+    assert np.abs(outlook).max() <= 1.0 + 1e-12
+
+
+def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_weight():
+    config = SimulatedMarketConfig(market_edge=0.0)
+    markets = simulate_markets(config, world_seeds(config, "valid", 12))
+    outlook = planted_outlook(markets, TEST_SPAN, 0.0)[:, :-1, :, 0]
+    returns = np.stack([m.close[1891:2520] / m.close[1890:2519] - 1.0 for m in markets])
+    product = (outlook * (returns - returns.mean(2, keepdims=True))).mean((1, 2))  # one per world
+    assert abs(product.mean()) < 3.5 * product.std(ddof=1) / np.sqrt(12)
+    equal, _ = judge(markets, EqualWeight())
+    reference, weights = judge(markets, ReferencePolicy(config, markets))
+    assert abs((reference - equal).mean()) < 0.15
+    np.testing.assert_allclose(weights[10:], 0.2, atol=0.03)
+
+
+def test_memory_earns_what_a_rule_on_event_and_holdings_cannot(worlds):
+    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 12))
+    equal, _ = judge(markets, EqualWeight())
+    reference, _ = judge(markets, ReferencePolicy(CONFIG, markets))
+    memoryless, _ = judge(markets, MemorylessRule(CONFIG, markets))
+    gap = reference.mean() - equal.mean()
+    assert 6.0 < reference.mean() < 9.0
+    assert equal.mean() < memoryless.mean() < equal.mean() + 0.4 * gap
+
+
+def test_equal_weight_buys_as_the_limit_permits_and_then_holds():
+    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "test", 3))
+    span = Span(first=1890, last=1960)
+    _, limited = judge(markets, EqualWeight(), span)
+    np.testing.assert_allclose(limited[0], 0.05, atol=0.006)
+    np.testing.assert_allclose(limited[5], 0.2, atol=0.03)
+    _, at_once = judge(markets, EqualWeight(), span, max_order=1.0)
+    np.testing.assert_allclose(at_once[0], 0.2, atol=0.03)
+    held = np.stack([market.close[1891:1960] for market in markets], axis=1) / at_once
+    shares = held / held[:, :, :1]  # constant ratios of price to weight: nothing is traded any more
+    np.testing.assert_allclose(shares[10:], np.broadcast_to(shares[10], shares[10:].shape), rtol=1e-6)
+
+
+def test_equal_weight_works_with_orders_in_shares():
+    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "test", 2))
+    span = Span(first=1890, last=1960)
+    _, weights = judge(markets, EqualWeight(), span, order_unit="shares", max_order=1e6)
+    np.testing.assert_allclose(weights[2], 0.2, atol=0.03)
+
+
+def test_a_rule_without_market_data_says_what_it_needs():
+    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "test", 1))
+    env = TradingVectorEnv(1, markets=markets, span=TEST_SPAN, config=TradingConfig(), evaluation=True)
+    env.reset(seed=[0])
+    if not hasattr(env, "markets"):
+        with pytest.raises(ValueError, match="markets must be given to the rule"):
+            ReferencePolicy(CONFIG)(env)
+    assert ReferencePolicy(CONFIG, markets)(env).shape == (1, 5)

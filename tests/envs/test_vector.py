@@ -1,0 +1,453 @@
+"""The tensor vector environment contract, for environments of Gymnasium, of ours and broken ones."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from envs import environment_seeds, make_vector_env
+from envs.vector.adapter import TorchVectorEnv
+from envs.vector.faults import EnvironmentFault
+
+
+class ScriptedEnv(gymnasium.Env):
+    """Observes (seed, age) and does what it is told to at a certain step of its life."""
+
+    def __init__(self, observation_space=None, action_space=None, at_step=None, misdeed=None, length=5):
+        self.observation_space = observation_space or spaces.Box(-np.inf, np.inf, (2,))
+        self.action_space = action_space or spaces.Discrete(3)
+        self.at_step, self.misdeed, self.length = at_step, misdeed, length
+        self.life, self.age, self.actions = 0, 0, []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.first = float(seed)
+        self.age = 0
+        return self._obs(), {}
+
+    def _obs(self):
+        return np.array([self.first, self.age], dtype=np.float32)
+
+    def step(self, action):
+        self.life, self.age = self.life + 1, self.age + 1
+        self.actions.append(action)
+        obs, reward = self._obs(), float(self.age)
+        if self.life == self.at_step:
+            if self.misdeed == "raise":
+                raise KeyError("no such\n price")
+            if self.misdeed == "shape":
+                obs = np.zeros(3, dtype=np.float32)
+            if self.misdeed == "reward":
+                reward = float("inf")
+            if self.misdeed == "nan":
+                obs[1] = np.nan
+        return obs, reward, self.misdeed == "ends" and self.age == self.length, self.age >= self.length, {}
+
+
+def scripted(num_envs=4, bad_row=2, first_global_index=0, **kwargs):
+    """Return the adapter over ScriptedEnvs of which one is given the keyword arguments."""
+    makers = [(lambda i=i: ScriptedEnv(**kwargs) if i == bad_row else ScriptedEnv()) for i in range(num_envs)]
+    env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    return TorchVectorEnv(env, env_id="Scripted-v0", first_global_index=first_global_index)
+
+
+def around(env):
+    """Return the adapter over one environment."""
+    sync = SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.SAME_STEP)
+    return TorchVectorEnv(sync, env_id="Scripted-v0")
+
+
+def random_actions(env, generator):
+    if isinstance(env.single_action_space, spaces.Discrete):
+        return torch.randint(int(env.single_action_space.n), (env.num_envs,), generator=generator)
+    size = (env.num_envs, *env.single_action_space.shape)
+    return 3 * torch.rand(size, generator=generator) - 1.5  # beyond the bounds too
+
+
+def play(env, num_steps, action_seed=0):
+    """Return the concatenated outcomes of steps with random actions."""
+    generator = torch.Generator().manual_seed(action_seed)
+    outcomes = [env.step(random_actions(env, generator)) for _ in range(num_steps)]
+    return [
+        torch.stack(column) for column in zip(*[(*o[:4], o[4]["final_obs"]) for o in outcomes], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "vectorization", "num_features"),
+    [
+        ("CartPole-v1", "auto", 4),
+        ("CartPole-v1", "native", 4),
+        ("Pendulum-v1", "auto", 3),
+        ("FrozenLake-v1", "auto", 16),
+        ("Recall-v0", "auto", 7),
+        ("Recall-v0", "sync", 7),
+        ("CartPolePositions-v1", "auto", 2),
+    ],
+)
+def test_every_environment_speaks_the_same_tensors(env_id, vectorization, num_features):
+    env = make_vector_env(env_id, 6, vectorization=vectorization)
+    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert env.single_observation_space.shape == (num_features,)
+    first, info = env.reset(seed=environment_seeds(1, "environment", 0, 6))
+    assert first.dtype == torch.float32 and first.shape == (6, num_features) and info == {}
+    kept = first.clone()
+    obs, rewards, terminated, truncated, final_obs = play(env, 40)
+    assert torch.equal(first, kept), "tensors handed out must not change later"
+    assert obs.dtype == final_obs.dtype == torch.float32 and obs.shape == final_obs.shape == (
+        40,
+        6,
+        num_features,
+    )
+    assert rewards.dtype == torch.float64 and rewards.shape == (40, 6)
+    assert terminated.dtype == truncated.dtype == torch.bool
+    ended = terminated | truncated
+    assert torch.equal(final_obs[~ended], obs[~ended])
+    env.close()
+
+
+def test_final_obs_is_the_last_observation_at_truncation_and_at_termination():
+    for misdeed in (None, "ends"):
+        env = scripted(num_envs=2, bad_row=1, length=3, misdeed=misdeed)
+        env.reset(seed=[70, 80])
+        obs, rewards, terminated, truncated, final_obs = play(env, 3)
+        assert final_obs[2].tolist() == [[70.0, 3.0], [80.0, 3.0]]
+        assert obs[2].tolist() == [[70.0, 3.0], [80.0, 0.0]]
+        assert rewards[2].tolist() == [3.0, 3.0]
+        assert terminated[2].tolist() == [False, misdeed == "ends"]
+        assert truncated.tolist() == [[False, False], [False, False], [False, True]]
+
+
+def test_episodes_of_cart_pole_go_on_from_a_fresh_start():
+    env = make_vector_env("CartPole-v1", 4)
+    env.reset()
+    obs, _, terminated, truncated, final_obs = play(env, 150)
+    assert terminated.any() and not truncated.any()
+    assert (obs[terminated].abs() <= 0.05).all()
+    past_limit = (final_obs[terminated][:, 0].abs() > 2.4) | (final_obs[terminated][:, 2].abs() > 0.2094)
+    assert past_limit.all()
+
+
+def test_pendulum_truncates_after_200_steps_without_terminating():
+    env = make_vector_env("Pendulum-v1", 2)
+    env.reset()
+    _, _, terminated, truncated, final_obs = play(env, 200)
+    assert not terminated.any()
+    assert truncated.sum(dim=0).tolist() == [1, 1] and truncated[199].all()
+    torch.testing.assert_close(final_obs[199][:, :2].norm(dim=1), torch.ones(2))  # (cos, sin)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "Recall-v0", "CartPolePositions-v1"])
+def test_two_batches_of_four_are_one_batch_of_eight(env_id):
+    def life(first, count):
+        env = make_vector_env(env_id, count, first_global_index=first, seed=3)
+        start, _ = env.reset(seed=environment_seeds(3, "environment", first, count))
+        generator = torch.Generator().manual_seed(0)
+        whole = make_vector_env(env_id, 8)  # only tells the shape of the actions of all eight
+        columns = [start]
+        for _ in range(60):
+            obs, rewards, *_ = env.step(random_actions(whole, generator)[first : first + count])
+            columns += [obs, rewards[:, None]]
+        return torch.cat([column.double() for column in columns], dim=1)
+
+    assert torch.equal(life(0, 8), torch.cat([life(0, 4), life(4, 4)]))
+
+
+def test_the_default_seeds_come_from_seed_stream_and_global_index():
+    by_default = make_vector_env("CartPole-v1", 3, first_global_index=5, seed=2, stream="evaluation").reset()[
+        0
+    ]
+    given = make_vector_env("CartPole-v1", 3).reset(seed=environment_seeds(2, "evaluation", 5, 3))[0]
+    assert torch.equal(by_default, given)
+
+
+def test_seeds_of_all_runs_streams_and_environments_differ():
+    seeds = [
+        number
+        for seed in (0, 1, 2)
+        for stream in ("policy", "environment", "noise", "shuffle")
+        for number in environment_seeds(seed, stream, 0, 64)
+    ]
+    assert len(set(seeds)) == len(seeds) and all(0 <= number < 2**63 for number in seeds)
+    assert environment_seeds(1, "environment", 3, 2) == environment_seeds(1, "environment", 0, 5)[3:]
+
+
+def test_seeds_are_the_documented_words_of_numpys_seed_sequence():
+    word = np.random.SeedSequence([7, 1, 12]).generate_state(1, np.uint64)[0]
+    assert environment_seeds(7, "environment", 12, 1) == [int(word) // 2]
+
+
+@pytest.mark.parametrize(("seed", "stream"), [(-1, "environment"), (1, "weather")])
+def test_bad_seeds_and_streams_are_refused(seed, stream):
+    with pytest.raises(ValueError, match="must be"):
+        environment_seeds(seed, stream, 0, 1)
+
+
+def test_seeds_need_no_torch():
+    code = "import sys, envs; envs.environment_seeds(1, 'policy', 0, 2); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "problem"),
+    [
+        ("nan", "observation is nan at position 1"),
+        ("reward", "reward is inf"),
+        ("shape", r"observation has shape \(3,\), not \(2,\)"),
+        ("raise", r"raised KeyError: 'no such\\n price'"),
+    ],
+)
+def test_a_faulty_environment_is_named_with_its_global_number_and_step(misdeed, problem):
+    env = scripted(first_global_index=8, at_step=7, misdeed=misdeed)
+    env.reset(seed=[0, 1, 2, 3])
+    play(env, 6)
+    with pytest.raises(
+        EnvironmentFault, match=f"environment Scripted-v0 number 10 at its step 7: {problem}"
+    ) as fault:
+        play(env, 1)
+    assert "\n" not in str(fault.value)
+    assert (misdeed == "raise") == isinstance(fault.value.__cause__, KeyError)
+    assert str(pickle.loads(pickle.dumps(fault.value))) == str(fault.value)
+
+
+def test_a_nan_in_the_last_observation_of_an_episode_is_found():
+    env = scripted(at_step=3, misdeed="nan", length=3)
+    env.reset(seed=[0, 1, 2, 3])
+    with pytest.raises(
+        EnvironmentFault, match="number 2 at its step 3: final observation is nan at position 1"
+    ):
+        play(env, 3)
+
+
+def test_a_fault_in_reset_is_step_0():
+    with pytest.raises(EnvironmentFault, match="number 0 at its step 0: raised OverflowError"):
+        around(ScriptedEnv()).reset(seed=[10**400])
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Dict(position=spaces.Box(-1, 1)),
+        spaces.Tuple([spaces.Discrete(2)]),
+        spaces.MultiDiscrete([2, 3]),
+        spaces.Text(3),
+    ],
+)
+def test_spaces_without_vectors_are_refused_by_name(space):
+    with pytest.raises(
+        ValueError, match=f"^environment Scripted-v0 has observation space {type(space).__name__}"
+    ):
+        around(ScriptedEnv(observation_space=space))
+    with pytest.raises(ValueError, match=f"^environment Scripted-v0 has action space {type(space).__name__}"):
+        around(ScriptedEnv(action_space=space))
+
+
+def test_box_actions_are_clipped_to_one_and_stretched_over_the_bounds():
+    inner = ScriptedEnv(
+        action_space=spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 10.0]), dtype=np.float64)
+    )
+    env = around(inner)
+    assert env.single_action_space == spaces.Box(-1, 1, (2,))
+    env.reset(seed=[1])
+    for action in ([0.5, 0.0], [-1.0, 1.0], [7.0, -7.0]):
+        env.step(torch.tensor([action]))
+    np.testing.assert_array_equal(inner.actions, [[1.0, 5.0], [-2.0, 10.0], [2.0, 0.0]])
+
+
+def test_unbounded_actions_pass_through_and_half_bounded_ones_are_clipped():
+    low, high = np.array([-np.inf, 0.0], np.float32), np.array([np.inf, np.inf], np.float32)
+    inner = ScriptedEnv(action_space=spaces.Box(low, high))
+    env = around(inner)
+    env.reset(seed=[1])
+    env.step(torch.tensor([[-30.0, -1.0]]))
+    np.testing.assert_array_equal(inner.actions[0], [-30.0, 0.0])
+
+
+def test_discrete_spaces_that_start_elsewhere_are_shifted():
+    inner = ScriptedEnv(action_space=spaces.Discrete(3, start=-1))
+    env = around(inner)
+    env.reset(seed=[1])
+    env.step(torch.tensor([0]))
+    assert env.single_action_space == spaces.Discrete(3) and inner.actions == [-1]
+
+
+def test_observations_of_any_shape_are_flattened():
+    class Image(ScriptedEnv):
+        def _obs(self):
+            return np.full((2, 3), 200, dtype=np.uint8)
+
+    env = around(Image(observation_space=spaces.Box(0, 255, (2, 3), np.uint8)))
+    assert env.reset(seed=[1])[0].tolist() == [[200.0] * 6]
+
+
+@pytest.mark.parametrize("actions", [torch.zeros(3, 1), torch.full((2, 1), float("nan"))])
+def test_actions_of_a_wrong_shape_or_not_finite_are_not_blamed_on_the_environment(actions):
+    env = make_vector_env("Pendulum-v1", 2)
+    env.reset()
+    with pytest.raises(ValueError, match="actions must"):
+        env.step(actions)
+
+
+def test_native_cart_pole_is_used_only_when_forced_and_says_what_is_lost(caplog):
+    assert isinstance(make_vector_env("CartPole-v1", 2).env, SyncVectorEnv)
+    assert not caplog.records
+    forced = make_vector_env("CartPole-v1", 2, vectorization="native")
+    assert type(forced.env).__name__ == "CartPoleVectorEnv"
+    assert "ignores the action" in forced.given_up[0] and "one generator" in forced.given_up[1]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+def test_our_native_environments_are_used_and_give_nothing_up():
+    for env_id in ("Recall-v0", "CartPolePositions-v1"):
+        env = make_vector_env(env_id, 2)
+        assert not isinstance(env.env, SyncVectorEnv) and env.given_up == ()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED, "sometimes", None])
+def test_autoreset_modes_other_than_same_step_are_refused(mode):
+    env = SyncVectorEnv([ScriptedEnv])
+    env.metadata["autoreset_mode"] = mode
+    with pytest.raises(ValueError, match="SAME_STEP is needed"):
+        TorchVectorEnv(env, env_id="Scripted-v0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"env_id": "CartPol-v1"}, "unknown environment 'CartPol-v1': did you mean CartPole-v1"),
+        ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module'"),
+        ({"env_id": "StockTrading-v0"}, "make it with gymnasium.make_vec"),
+        ({"env_kwargs": {"colour": 1}}, "cannot be made: TypeError"),
+        ({"num_envs": 0}, "num_envs must be at least 1, got 0"),
+        ({"vectorization": "async"}, "vectorization must be one of auto, sync, native"),
+        ({"env_id": "Pendulum-v1", "vectorization": "native"}, "has no native vector environment"),
+    ],
+)
+def test_what_cannot_be_made_is_one_clear_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_vector_env(**{"env_id": "CartPole-v1", "num_envs": 2, **arguments})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", [1, [1], [1, 2, 3]])
+def test_a_reset_wants_one_seed_per_environment(seed):
+    with pytest.raises(ValueError, match="seed must"):
+        make_vector_env("CartPole-v1", 2).reset(seed=seed)
+
+
+class SavedEnv(ScriptedEnv):
+    """A user's environment with the snapshot protocol and randomness of its own."""
+
+    def _obs(self):
+        return np.array([self.np_random.random(), self.age], dtype=np.float32)
+
+    def get_state(self):
+        from envs.vector.batched import pack_generator
+
+        return {"age": self.age, "life": self.life, "generator": pack_generator(self.np_random), "level": 0.5}
+
+    def set_state(self, state):
+        from envs.vector.batched import unpack_generator
+
+        self.age, self.life = state["age"], state["life"]
+        unpack_generator(self.np_random, state["generator"])
+
+
+@pytest.fixture
+def saved_env_id():
+    gymnasium.register("SavedTest-v0", entry_point=lambda: SavedEnv(length=50), max_episode_steps=7)
+    yield "SavedTest-v0"
+    del gymnasium.registry["SavedTest-v0"]
+
+
+@pytest.mark.parametrize("vectorization", ["auto", "sync"])
+@pytest.mark.parametrize("env_id", ["Recall-v0", "CartPolePositions-v1", "SavedTest-v0"])
+def test_a_snapshot_continues_bit_for_bit_in_a_new_environment(env_id, vectorization, saved_env_id, tmp_path):
+    env = make_vector_env(env_id, 5, vectorization=vectorization)
+    assert env.can_snapshot
+    env.reset()
+    play(env, 33)
+    torch.save(env.get_state(), tmp_path / "state.pt")
+    expected = play(env, 60, action_seed=1)
+
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(len(t) == 5 and t.dtype in (torch.float64, torch.int64) for t in state.values())
+    continued = make_vector_env(env_id, 5, vectorization=vectorization)
+    continued.set_state(state)
+    assert (expected[2] | expected[3]).any(), "episodes must end for the generators to matter"
+    for column, expected_column in zip(play(continued, 60, action_seed=1), expected, strict=True):
+        assert torch.equal(column, expected_column)
+
+
+def test_snapshots_of_two_ranks_concatenate_to_that_of_one():
+    halves = [make_vector_env("CartPolePositions-v1", 2, first_global_index=first) for first in (0, 2)]
+    whole, copy = (make_vector_env("CartPolePositions-v1", 4) for _ in range(2))
+    for env in (*halves, whole):
+        env.reset()
+    states = [half.get_state() for half in halves]
+    copy.set_state({name: torch.cat([state[name] for state in states]) for name in states[0]})
+    for column, expected in zip(play(copy, 50), play(whole, 50), strict=True):
+        assert torch.equal(column, expected)
+
+
+def test_a_restored_environment_counts_its_lifetime_steps_on():
+    env = make_vector_env("Recall-v0", 2)
+    env.reset()
+    play(env, 12)
+    assert env.get_state()["lifetime_step"].tolist() == [12, 12]
+    env.reset()
+    assert env.get_state()["lifetime_step"].tolist() == [12, 12]
+    env.reset(seed=[1, 2])
+    assert env.get_state()["lifetime_step"].tolist() == [0, 0]
+
+
+def test_environments_without_the_protocol_say_that_they_cannot_be_saved():
+    env = make_vector_env("CartPole-v1", 2)
+    assert not env.can_snapshot
+    with pytest.raises(ValueError, match="CartPole-v1 cannot be saved"):
+        env.get_state()
+
+
+def test_a_snapshot_of_another_number_of_environments_is_refused():
+    small, large = make_vector_env("Recall-v0", 2), make_vector_env("Recall-v0", 3)
+    small.reset()
+    with pytest.raises(ValueError, match="must hold 3 environments, got 2"):
+        large.set_state(small.get_state())
+
+
+class RestartableEnv(SavedEnv):
+    """Raises in step 9 of a life that began with seed 80."""
+
+    def step(self, action):
+        if self.first == 80.0 and self.life == 8:
+            raise KeyError("no such price")
+        return super().step(action)
+
+
+def test_a_snapshot_keeps_what_a_restart_depends_on():
+    def fresh():
+        makers = [lambda: RestartableEnv(length=50)] * 2
+        sync = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        env = TorchVectorEnv(sync, env_id="Restartable-v0", env_restarts=1)
+        env.reset(seed=[70, 80])
+        return env
+
+    env, continued = fresh(), fresh()
+    play(env, 8)
+    continued.set_state(env.get_state())
+    for column, expected in zip(play(continued, 9, action_seed=1), play(env, 9, action_seed=1), strict=True):
+        assert torch.equal(column, expected)
+    assert env.restarts == continued.restarts == [0, 1]
+    again = fresh()
+    again.set_state(env.get_state())
+    assert again.restarts == [0, 1]

@@ -1,0 +1,90 @@
+"""Timing all-reduces: real ranks, verified sums, and an end whatever a rank does."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from rl_dist.errors import UserError
+from rl_dist.launch.all_reduce_bench import BenchFailed, measure_all_reduce
+
+SIZES = [4, 1024, 2**20]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure_all_reduce(2, SIZES, repeats=8, threads=1, gradient_bytes=40_000)
+
+
+def test_every_size_is_timed_on_as_many_ranks_as_asked(measured):
+    assert (measured.num_ranks, measured.backend, measured.threads) == (2, "gloo", 1)
+    assert list(measured.seconds) == SIZES
+    for item in measured.times:
+        assert 0 < item.lower_s <= item.median_s <= item.upper_s < 60
+        assert 5 <= item.repeats <= 8
+
+
+def test_ddp_steps_end_with_equal_parameters_and_are_timed(measured):
+    assert measured.ddp.gradient_bytes == 40_000
+    assert 0 < measured.ddp.reduction_s < measured.ddp.step_s < 60
+    assert len(measured.ddp.parameter_sha256) == 64
+
+
+def test_impossible_sizes_and_devices_are_refused_in_words():
+    with pytest.raises(UserError, match="multiples of 4"):
+        measure_all_reduce(2, [3])
+    with pytest.raises(UserError, match="device cuda"):
+        measure_all_reduce(torch.cuda.device_count() + 1, [4], "cuda")
+
+
+def jobs():
+    """The processes of ours that start ranks to measure."""
+    return [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
+
+
+def test_an_error_of_the_caller_meanwhile_ends_the_ranks():
+    def fail():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        measure_all_reduce(2, [4], meanwhile=fail)
+    _, left = psutil.wait_procs(jobs(), timeout=20)
+    assert not left
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_backend_is_told_in_its_words(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    with pytest.raises(BenchFailed, match="failed with code 1: RuntimeError.*no_such_interface"):
+        measure_all_reduce(2, [4])
+
+
+def stop_one_rank(seen):
+    """Stops (SIGSTOP) the first rank of ours that appears, and remembers all processes of the job."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        job = jobs()
+        family = [q for p in job for q in p.children(recursive=True)]
+        ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+        if ranks:
+            os.kill(ranks[0].pid, signal.SIGSTOP)
+            seen += [*job, *family]
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_measurement_with_an_error_and_leaves_no_process():
+    seen: list[psutil.Process] = []
+    stopper = threading.Thread(target=stop_one_rank, args=(seen,))
+    stopper.start()
+    with pytest.raises(BenchFailed, match=r"2 cpu ranks did not end within 25 s"):
+        measure_all_reduce(2, [4], timeout_s=25)
+    stopper.join()
+    assert seen
+    psutil.wait_procs(seen, timeout=20)
+    assert not [p for p in seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

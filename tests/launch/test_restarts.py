@@ -1,0 +1,290 @@
+"""Ranks that die: the job names them and ends, or starts again and ends as if nothing had happened."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import time
+
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_runs import REPO, only_error, records, start, start_training, train_here
+
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.resume_check.comparison import differences, result_of
+
+SIZES = [
+    *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"),
+    *("--hidden_size", "8", "--eval_episodes", "2", "--validate_every", "0", "--device", "cpu", "--num_gpus", "2"),
+]
+SIX = [*SIZES, "--total_steps", 6 * 64, "--checkpoint_every", "2", "--keep_checkpoints", "100"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+DYING = REPO / "tests/dying_training.py"
+PATIENCE_S = 300  # whole runs on a busy machine
+pytestmark = [
+    pytest.mark.timeout(3 * PATIENCE_S),
+    pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which processes are left"),
+]
+
+
+def session(leader):
+    """Living processes that a job has started, itself included."""
+
+    def inside(process):
+        try:
+            return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+    return [process for process in psutil.process_iter() if inside(process)]
+
+
+def assert_nobody_left(leader, within_s=30.0):
+    deadline_s = time.monotonic() + within_s
+    while left := session(leader):
+        assert time.monotonic() < deadline_s, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def without_progress(stderr):
+    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("iteration "))
+
+
+def wait_for(path, job, within_s=PATIENCE_S):
+    deadline_s = time.monotonic() + within_s
+    while not path.exists():
+        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
+        time.sleep(0.02)
+
+
+def dying(monkeypatch, die, *flags, before=(), folder=None):
+    """Start a training in which a rank ends."""
+    monkeypatch.setenv("DIE", die)
+    if folder:
+        monkeypatch.setenv("DIE_FOLDER", str(folder))
+    return start(*before, DYING, *flags)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run in which nobody dies, started but not awaited."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return start_training(*SIX, "--run_dir", run_dir), run_dir
+
+
+@pytest.fixture(scope="module")
+def reference(undisturbed):
+    job, run_dir = undisturbed
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0, err
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory, undisturbed):
+    """A run whose rank 1 was killed in the middle of its third update, and looked at just before."""
+    folder = tmp_path_factory.mktemp("restarted")
+    note = f"cat >> {folder}/events; echo $RL_EVENT >> {folder}/names"
+    flags = [*SIX, "--run_dir", folder / "run", "--max_restarts", "2", "--on_event", note]
+    (folder / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+        job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=folder)
+    wait_for(folder / "here", job)
+    seen = {"listening": listening(session(job.pid)), "modes": modes(folder / "tmp")}
+    (folder / "go").touch()
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0, err
+    assert_nobody_left(job.pid)
+    return folder, out, err, seen
+
+
+def listening(processes):
+    """How many processes, and the addresses where they listen: IPv4 and IPv6, TCP and UDP."""
+    sockets = [one for process in processes for one in process.net_connections("inet")]
+    return len(processes), [one.laddr.ip for one in sockets if one.laddr and not one.raddr]
+
+
+def modes(folder):
+    """Name and permissions of what the job has put among the temporary files."""
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+def assert_as_if_nothing_had_happened(run_dir, reference):
+    assert differences(result_of(run_dir), result_of(reference)) == []
+    summaries = [json.loads((one / "summary.json").read_text()) for one in (run_dir, reference)]
+    for summary in summaries:
+        del summary["scaling"]  # of times
+    assert summaries[0] == summaries[1]
+    names = [sorted(path.name for path in (one / "checkpoints").iterdir()) for one in (run_dir, reference)]
+    assert names[0] == names[1]
+    configs = [json.loads(load_checkpoint(latest_checkpoint(one))["config"]) for one in (run_dir, reference)]
+    for config in configs:
+        del config["launch"], config["train"]["collective_timeout"]
+    assert configs[0] == configs[1]
+    boards = [EventAccumulator(str(one)).Reload() for one in (run_dir, reference)]
+    for tag in ("loss/policy", "rank_1/episode/count"):
+        left, right = ([(event.step, event.value) for event in board.Scalars(tag)] for board in boards)
+        assert left == right and len(left) == 6
+
+
+def test_after_a_restart_a_run_ends_bit_for_bit_as_if_nothing_had_happened(restarted, reference):
+    assert_as_if_nothing_had_happened(restarted[0] / "run", reference)
+
+
+def test_one_line_says_who_died_of_what_and_where_the_restart_goes_on(restarted):
+    _, _, err, _ = restarted
+    died = r"rank 1 \(process \d+\) was ended by SIGKILL: restart 1 of 2, going on from iteration 2"
+    assert len(re.findall(f"^{died}$", err, re.MULTILINE)) == 1, err
+    assert "Traceback" not in err and "error" not in err, err
+
+
+def test_the_users_command_hears_of_the_restart_and_of_the_end_once(restarted):
+    folder, *_ = restarted
+    assert (folder / "names").read_text() == "restarted\nfinished\n"
+    first, end = json.JSONDecoder().raw_decode((folder / "events").read_text())
+    assert (first["restart"], first["rank"], first["iteration"]) == (1, 1, 2)
+    assert "SIGKILL" in first["message"] and first["run_dir"] == str(folder / "run")
+    last = json.loads((folder / "events").read_text()[end:])
+    assert (last["exit_code"], last["restarts"]) == (0, 1)
+
+
+def test_while_two_ranks_train_nobody_listens_beyond_loopback(restarted):
+    processes, addresses = restarted[3]["listening"]
+    assert processes >= 3 and addresses  # the launcher and two ranks, over gloo
+    assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_the_ranks_meet_in_a_directory_that_nobody_else_may_enter(restarted):
+    folder, _, _, seen = restarted
+    assert [mode for name, mode in seen["modes"].items() if name.startswith("rl_dist_")] == [0o700]
+    assert not [path for path in (folder / "tmp").iterdir() if path.name.startswith("rl_dist_")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("die", "expected"),
+    [
+        ("rollout 1 3 SIGKILL", "rank 1 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("rollout 0 3 SIGKILL", "rank 0 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("update 0 5 SIGSEGV", "rank 0 .* was ended by SIGSEGV: restart 1 of 1, going on from iteration 4"),
+        ("checkpoint 0 4 SIGKILL", "rank 0 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("checkpoint 1 4 SIGKILL", "rank 1 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("update 1 1 SIGKILL", "rank 1 .* was ended by SIGKILL: restart 1 of 1 from the beginning"),
+        ("update 1 3 error", "rank 1 failed with RuntimeError: the roof .*: restart 1 of 1, going on from iteration 2"),
+    ],
+)
+def test_wherever_a_rank_dies_the_end_is_the_same(die, expected, tmp_path, monkeypatch, reference):
+    job = dying(monkeypatch, die, *SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1")
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0, err
+    assert len(re.findall(f"^{expected}", err, re.MULTILINE)) == 1, err
+    assert_nobody_left(job.pid)
+    assert_as_if_nothing_had_happened(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_on_more_ranks_a_restart_ends_the_same_too(num_ranks, tmp_path, monkeypatch):
+    sizes = ["--num_gpus", num_ranks, "--num_envs", "12", "--batch_size", "12", "--total_steps", 6 * 12 * 16]
+    straight = start_training(*SIX, *sizes, "--run_dir", tmp_path / "straight")
+    job = dying(monkeypatch, "update 1 3 SIGKILL", *SIX, *sizes, "--run_dir", tmp_path / "run", "--max_restarts", "1")
+    for one in (straight, job):
+        out, err = one.communicate(timeout=PATIENCE_S)
+        assert one.returncode == 0, err
+        assert_nobody_left(one.pid)
+    assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in err
+    assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("die", ["checkpoint 1 4 nothing", "checkpoint 1 4 SIGKILL"])
+def test_a_job_directory_that_a_cleaner_took_costs_nothing_not_even_a_restart(die, tmp_path, monkeypatch, reference):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1", "--collective_timeout", "20"]
+    job = dying(monkeypatch, die, *flags, folder=tmp_path)
+    wait_for(tmp_path / "here", job)
+    (taken,) = (tmp_path / "tmp").glob("rl_dist_*")
+    shutil.rmtree(taken)
+    (tmp_path / "go").touch()
+    started_s = time.monotonic()
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0 and "error" not in err and "Traceback" not in err, err
+    assert time.monotonic() - started_s < (30 if die.endswith("nothing") else 90)
+    assert not list((tmp_path / "tmp").glob("rl_dist_*"))
+    assert_nobody_left(job.pid)
+    assert_as_if_nothing_had_happened(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("die", ["rollout 1 3 SIGKILL", "checkpoint 0 2 SIGKILL"])
+def test_without_restarts_a_death_ends_the_job_within_30_s_and_names_the_rank(die, tmp_path, monkeypatch):
+    flags = [*SIX, "--run_dir", tmp_path / "run", "--on_event", f"cat >> {tmp_path}/events"]
+    job = dying(monkeypatch, die, *flags, folder=tmp_path)
+    wait_for(tmp_path / "here", job)
+    (tmp_path / "go").touch()
+    started_s = time.monotonic()
+    out, err = job.communicate(timeout=60)
+    assert time.monotonic() - started_s < 30
+    assert job.returncode == 1
+    assert re.search(
+        rf"error: rank {die.split()[1]} \(process \d+\) was ended by SIGKILL", only_error(without_progress(err))
+    )
+    assert_nobody_left(job.pid)
+    event = json.loads((tmp_path / "events").read_text())
+    assert (event["event"], event["exit_code"], event["rank"]) == ("failed", 1, int(die.split()[1]))
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_never_restarted(tmp_path, monkeypatch):
+    job = dying(monkeypatch, "update 1 3 mistake", *SIX, "--run_dir", tmp_path / "run", "--max_restarts", "3")
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 2
+    assert only_error(without_progress(err)) == "error: num_envs must be at least 1, got 0"
+    assert_nobody_left(job.pid)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_alike(tmp_path, monkeypatch, reference):
+    flags = [*SIX, "--run_dir", tmp_path / "run"]
+    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, before=(*TORCHRUN, "--max-restarts=1"))
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0, err
+    assert out.count("going on from") == 1 and "iteration_00000002.pt" in out
+    assert_nobody_left(job.pid)
+    assert_as_if_nothing_had_happened(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+def test_torchrun_with_restarts_wants_a_name_for_the_run(tmp_path):
+    job = start(*TORCHRUN, "--max-restarts=1", REPO / "train_distributed.py", *SIX, cwd=tmp_path)
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 1 and "error: torchrun --max-restarts needs --run_dir DIR" in err
+    assert not (tmp_path / "runs").exists()
+    assert_nobody_left(job.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", [False, True])
+def test_a_killed_launcher_leaves_no_orphan_and_resume_auto_goes_on(hanging, tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "run"
+    flags = [*SIZES, "--total_steps", 10**9, "--checkpoint_every", "1", "--run_dir", run_dir]
+    job = dying(monkeypatch, f"update 1 {4 if hanging else 0} SIGKILL", *flags, folder=tmp_path)
+    wait_for(tmp_path / "here" if hanging else run_dir / "checkpoints" / "iteration_00000004.pt", job)
+    everyone = session(job.pid)
+    assert len(everyone) >= 3
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait(timeout=10)
+    assert_nobody_left(job.pid)
+    job.communicate()
+    saved = load_checkpoint(latest_checkpoint(run_dir))["iteration"]
+    assert saved == 3 if hanging else saved >= 4
+    more = [*flags, "--resume", "auto", "--num_gpus", "1", "--total_steps", (saved + 2) * 64]
+    assert train_here(monkeypatch, *more) == 0, capsys.readouterr().err
+    assert [line["iteration"] for line in records(run_dir)] == list(range(1, saved + 3))

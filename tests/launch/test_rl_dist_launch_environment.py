@@ -1,0 +1,250 @@
+"""What the environment may ask for: torchrun's variables, an address to meet at, restarts."""
+
+import os
+import re
+import signal
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import rl_dist_ranks
+import torch.distributed as dist
+from train_runs import REPO, SIZES, only_error, start, train_here
+
+from rl_dist import errors as console
+from rl_dist.hardware.addresses import check_address, check_variables, free_port
+from rl_dist.launch.launcher import LaunchConfig, launch, resolve, restart_count
+from rl_dist.process_group.rendezvous import _own_part, open_store
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+OWN = dict.fromkeys((*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"))
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_to(**variables):
+        for name, value in (OWN | variables).items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    set_to()
+    return set_to
+
+
+WRONG = [
+    ({"WORLD_SIZE": None}, "RANK is set, but WORLD_SIZE is not: start with torchrun"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number of 1..2147483647, got 'two'"),
+    ({"RANK": "-1"}, "RANK must be a whole number of 0..2147483647, got '-1'"),
+    ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks are numbered 0..1"),
+    ({"LOCAL_RANK": None}, "RANK is set, but LOCAL_RANK is not"),
+    ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but WORLD_SIZE is 2"),
+    ({"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1"),
+    ({"MASTER_ADDR": None}, "RANK is set, but MASTER_ADDR is not"),
+    ({"MASTER_PORT": None}, "RANK is set, but MASTER_PORT is not"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT must be a whole number of 1..65535, got '70000'"),
+    ({"RANK": None}, "WORLD_SIZE is 2, but RANK is not set: set both, or neither"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_variables_that_contradict_are_named(changes, message, environment):
+    environment(**TORCHRUN | changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve(LaunchConfig())
+
+
+def test_variables_as_torchrun_sets_them_are_adopted(environment):
+    environment(**TORCHRUN)
+    assert resolve(LaunchConfig()).num_ranks == 2
+    with pytest.raises(ValueError, match="give --max_restarts 0 here and --max-restarts to torchrun"):
+        resolve(LaunchConfig(max_restarts=1))
+    environment(RANK="0", WORLD_SIZE="1")
+    assert resolve(LaunchConfig()).num_ranks == 1
+
+
+def test_the_command_refuses_them_in_one_line(environment, monkeypatch, capsys, tmp_path):
+    environment(**TORCHRUN | {"LOCAL_RANK": None})
+    monkeypatch.chdir(tmp_path)
+    assert train_here(monkeypatch, *SIZES, "--env", "CartPole-v1") == 2
+    assert "LOCAL_RANK is not" in only_error(capsys.readouterr().err)
+
+
+BAD = [["--num_envs", "-4"], ["--num_gpus", "7"], ["--env", "CartPole-v1", "--preset", "paper"]]
+
+
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_only_what_it_did_not(
+    flags, environment, monkeypatch, capsys, tmp_path
+):
+    def told_by(rank):
+        own = tmp_path / str(rank) / "error.json"
+        environment(**TORCHRUN | {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(own)})
+        assert train_here(monkeypatch, *flags) == 2
+        return capsys.readouterr().err
+
+    def end_when_waiting():
+        """What torchrun does after another failure of the first."""
+        while console.__name__ != getattr(signal.getsignal(signal.SIGTERM), "__module__", ""):
+            time.sleep(0.01)  # earlier, it would end the tests
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(console, "FIRST_RANK_S", 1e6)
+    threading.Thread(target=end_when_waiting, daemon=True).start()
+    assert only_error(told_by(1))
+    monkeypatch.setattr(console, "FIRST_RANK_S", 0.01)
+    assert only_error(told_by(1))  # nobody else has failed
+    monkeypatch.setattr(console, "FIRST_RANK_S", 1e6)
+    assert only_error(told_by(0))
+    assert told_by(1) == ""
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.slow  # two ranks
+def test_under_torchrun_what_one_rank_alone_sees_is_told_though_the_others_break_off_first(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    job = start(*torchrun, REPO / "tests" / "rl_dist_ranks.py", "refuse_alone", tmp_path, cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert "error: only rank 1 sees this" in err.splitlines() and job.returncode == 1
+
+
+@pytest.mark.slow  # four ranks
+def test_under_torchrun_a_mistake_is_told_once(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    job = start(*torchrun, REPO / "train_distributed.py", *BAD[0], cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert err.count("error: num_envs must be 0..10000000, got -4") == 1 and job.returncode == 1  # torchrun's own
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_under_torchrun_what_ends_a_run_on_all_ranks_is_told_once(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    job = start(*torchrun, REPO / "tests" / "rl_dist_ranks.py", "refuse_together", tmp_path, cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert err.count("error: all ranks see this") == 1 and job.returncode == 1
+
+
+# ---- where to meet
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_an_address_where_ranks_cannot_meet_is_refused_with_the_cure(taken_port):
+    for host, port, expected in [
+        (
+            "127.0.0.1",
+            taken_port,
+            rf"MASTER_PORT {taken_port} is taken by another program: set another one, such as \d+",
+        ),
+        ("no-such-host.invalid", 29500, "MASTER_ADDR 'no-such-host.invalid' is no host that .*: set it to"),
+        ("192.0.2.7", 29500, "MASTER_ADDR '192.0.2.7' is no address of this machine: rank 0 must run on that machine"),
+    ]:
+        with pytest.raises(ValueError, match=expected):
+            check_address(host, port, hosted_here=True)
+    check_address("127.0.0.1", taken_port, hosted_here=False)
+    check_address("127.0.0.1", free_port(), hosted_here=True)
+
+
+def test_our_own_launcher_looks_at_the_address_before_it_starts_ranks(environment, taken_port):
+    environment(MASTER_PORT=str(taken_port))
+    with pytest.raises(ValueError, match=f"MASTER_PORT {taken_port} is taken"):
+        resolve(LaunchConfig(num_gpus=2, device="cpu"))
+    assert resolve(LaunchConfig(num_gpus=1, device="cpu")).num_ranks == 1  # it meets nobody
+    environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert (
+        f"MASTER_PORT {os.environ['MASTER_PORT']}, an open port"
+        in resolve(LaunchConfig(num_gpus=2, device="cpu")).message
+    )
+
+
+def test_a_rank_that_meets_nobody_says_where_it_looked(environment, taken_port, capfd):
+    port = str(free_port())
+    environment(**TORCHRUN | {"MASTER_PORT": port})
+    with pytest.raises(
+        ValueError, match=f"rank 1 did not meet all 2 ranks at MASTER_ADDR 127.0.0.1, MASTER_PORT {port}"
+    ):
+        open_store(1, 2, "", 1.0)
+    environment(**TORCHRUN | {"RANK": "0", "MASTER_PORT": port})
+    with pytest.raises(ValueError, match=r"rank 0 did not meet all 2 ranks .* within 1 s: check both"):
+        open_store(0, 2, "", 1.0)
+    environment(**TORCHRUN | {"RANK": "0", "MASTER_PORT": str(taken_port)})
+    with pytest.raises(ValueError, match=f"MASTER_PORT {taken_port} is taken"):
+        open_store(0, 2, "", 1.0)
+    assert capfd.readouterr().err == ""  # nor does torch add pages of its own
+
+
+def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
+    store, size, parts = dist.HashStore(), 3, {}
+
+    def meet(rank):
+        parts[rank] = _own_part(store, rank, size, time.monotonic() + 60)
+
+    for turn in range(2):  # the second finds everything that the first has left
+        ranks = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert not parts[0].check(["who"])
+        parts[2].set("who", f"start {turn}")
+        assert [parts[rank].get("who") for rank in range(size)] == [f"start {turn}".encode()] * size
+
+
+def report_environment(folder):
+    names = ("MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG")
+    Path(folder, f"variables_{os.environ['RANK']}").write_text(" ".join(os.environ.get(name, "-") for name in names))
+    return rl_dist_ranks.adopt(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("port", ["", "free"])
+def test_ranks_meet_at_the_users_address_or_else_open_no_port(port, environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    if port:
+        port = str(free_port())
+        environment(MASTER_PORT=port)
+    assert launch(report_environment, (str(tmp_path),), num_ranks=2) == 0
+    expected = f"127.0.0.1 {port} INFO" if port else "- - INFO"
+    assert [(tmp_path / f"variables_{rank}").read_text() for rank in range(2)] == [expected] * 2
+
+
+# ---- restarts
+
+
+def fall(times):
+    if restart_count() < times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+@pytest.mark.slow
+def test_one_rank_restarts_too_and_only_as_often_as_it_may(capfd):
+    assert launch(fall, (1,), num_ranks=1, max_restarts=2) == 0
+    died = r"rank 0 \(process \d+\) was ended by SIGKILL"
+    assert re.fullmatch(rf"{died}: restart 1 of 2\n", capfd.readouterr().err)
+    assert launch(fall, (9,), num_ranks=1, max_restarts=1) == 1
+    assert re.fullmatch(rf"{died}: restart 1 of 1\nerror: {died}\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("flags", [{"max_restarts": -1}, {"max_restarts": 10**9}])
+def test_an_impossible_number_of_restarts_is_refused(flags):
+    with pytest.raises(ValueError, match="max_restarts must be 0"):
+        LaunchConfig(**flags)
+
+
+def test_without_any_folder_for_temporary_files_it_is_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    with pytest.raises(ValueError, match="No usable temporary directory.*TMPDIR"):
+        check_variables()

@@ -1,0 +1,208 @@
+"""--grad_accumulation n, fused Adam and compressed gradients: one rank, and what two ranks have left."""
+
+import functools
+
+import pytest
+import torch
+from agents_ranks import world_of_one
+from speed_ranks import SINGLE, job_of, trained
+from train_runs import SMALL, only_error, train_here
+
+from agents.dry_run.memory import dry_run
+from agents.sizes import TrainConfig, share_out
+from rl_dist.errors import UserError
+from rl_dist.parallel.speed import keep_options, make_adam
+
+PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
+FORMS = [
+    ("recall, clstm", PARTS[0]),
+    ("recall, clstm", PARTS[1]),
+    ("recall, window, strata of 2", PARTS[1]),
+    ("trading, mlp", PARTS[0]),
+]
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of_one() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def once(world):
+    """Trains like `trained`, but the same job only once."""
+    return functools.cache(functools.partial(trained, world))
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks_folder):
+    """What each of two ranks has written."""
+    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def last(training):
+    return training.parameters[-1]
+
+
+# ---- accumulation
+
+
+@pytest.mark.parametrize(("form", "options"), FORMS, ids=str)
+def test_accumulated_parts_train_like_the_whole_batch(form, options, once):
+    whole, parts = once(form, batch_size=16), once(form, **options)
+    assert len(parts.hashes) == len(whole.hashes)  # gradient steps
+    torch.testing.assert_close(last(parts), last(whole), rtol=1e-6, atol=1e-6)
+    for of_parts, of_whole in zip(parts.losses, whole.losses, strict=True):
+        assert of_parts == pytest.approx(of_whole, rel=1e-6, abs=1e-9)
+
+
+def test_in_single_precision_the_first_gradient_is_that_of_the_whole_batch_to_1e_6(world):
+    def first_gradient(**options):
+        training = trained(world, dtype=SINGLE, iterations=1, **options)
+        return training.losses[0]["optim/grad_norm"]
+
+    assert first_gradient(**PARTS[0]) == pytest.approx(first_gradient(batch_size=16), rel=1e-6)
+
+
+def test_parts_are_not_the_same_as_smaller_batches(once):
+    parts, small = once("recall, clstm", **PARTS[0]), once("recall, clstm", batch_size=8)
+    assert len(small.hashes) == 2 * len(parts.hashes)
+    assert (last(parts) - last(small)).abs().max() > 1e-3
+
+
+def test_two_ranks_accumulate_to_the_same_training(ranks, once):
+    alone = last(once())
+    for rank in ranks:
+        for name in ("one batch", "two parts", "four parts"):
+            torch.testing.assert_close(rank[name]["record"]["parameters"][-1], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_travel_once_per_step_however_many_parts_it_has(ranks):
+    for rank in ranks:
+        for name in ("one batch", "two parts", "four parts"):
+            steps = len(rank[name]["record"]["hashes"])
+            assert steps == 8  # 2 iterations of 2 epochs of 2 steps
+            assert rank[name]["sent"]["calls"] == steps
+            assert rank[name]["sent"]["bytes"] == steps * rank[name]["gradient_bytes"]
+
+
+def test_accumulation_takes_less_memory(world):
+    sizes = {"num_envs": 32, "num_steps": 16, "bptt_steps": 8, "dtype": SINGLE}
+    whole = dry_run(job_of(batch_size=64, **sizes), world).peak
+    parts = dry_run(job_of(batch_size=8, grad_accumulation=8, **sizes), world).peak
+    assert parts < 0.9 * whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"num_envs": 8, "grad_accumulation": 3}, ["batch_size 8 times grad_accumulation 3", "try --num_envs 12"]),
+        ({"grad_accumulation": 0}, ["grad_accumulation must be 1..1000000, got 0"]),
+    ],
+)
+def test_sizes_that_cannot_be_accumulated_are_refused_by_name(sizes, words):
+    with pytest.raises(ValueError, match=r"grad_accumulation") as error:
+        share_out(TrainConfig(num_steps=16, bptt_steps=8, **{"batch_size": 8} | sizes), 0, 1)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_part_that_does_not_divide_over_the_ranks_is_refused():
+    with pytest.raises(UserError, match="batch_size 7 does not divide over 2 ranks: try --batch_size"):
+        share_out(TrainConfig(batch_size=7, grad_accumulation=2), 0, 2)
+
+
+# ---- precision on two ranks
+
+
+def test_in_fewer_bits_two_ranks_train_like_one(ranks, once):
+    for name in ("bf16", "fp16"):
+        alone = once(dtype=SINGLE, precision=name)
+        both = [rank[name]["record"] for rank in ranks]
+        assert both[0]["hashes"] == both[1]["hashes"]
+        torch.testing.assert_close(both[0]["parameters"][-1], last(alone), rtol=0, atol=0.02)
+        for losses, of_one in zip(both[0]["losses"], alone.losses, strict=True):
+            assert losses["loss/value"] == pytest.approx(of_one["loss/value"], rel=0.02)
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_both_and_halves_the_scale_of_both(ranks):
+    both = [rank["fp16, overflow on one rank"] for rank in ranks]
+    assert both[0]["record"]["hashes"] == both[1]["record"]["hashes"]
+    for rank in both:
+        losses = rank["record"]["losses"]
+        assert [each["optim/skipped_steps"] for each in losses] == [1, 0] and rank["bad_in_a_row"] == 0
+        assert [each["optim/loss_scale"] for each in losses] == [2**15] * 2
+
+
+# ---- compressed gradients
+
+
+def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_alike(ranks):
+    plain, compressed = ([rank[name] for rank in ranks] for name in ("single", "compressed"))
+    assert compressed[0]["sent"]["bytes"] * 2 == plain[0]["sent"]["bytes"]
+    assert compressed[0]["sent"]["torch.bfloat16"] == compressed[0]["sent"]["calls"]
+    assert compressed[0]["record"]["hashes"] == compressed[1]["record"]["hashes"]
+
+
+def test_compression_rounds_gradients_and_no_more(ranks):
+    plain, compressed = (ranks[0][name]["record"]["losses"] for name in ("single", "compressed"))
+    norms = [[losses["optim/grad_norm"] for losses in each] for each in (plain, compressed)]
+    assert norms[0] != norms[1]
+    assert norms[1] == pytest.approx(norms[0], rel=2**-7)
+    assert compressed[0]["loss/value"] == pytest.approx(plain[0]["loss/value"], rel=1e-3)
+
+
+# ---- a group of their own
+
+
+@pytest.mark.parametrize("name", ["single", "compressed"])
+def test_gradients_in_a_group_of_their_own_are_the_same_bit_for_bit(ranks, name):
+    for rank in ranks:
+        own, worlds = rank[f"{name}, own group"], rank[name]
+        assert own["record"]["hashes"] == worlds["record"]["hashes"] and own["record"]["losses"]
+        assert own["sent"]["in their own"] == worlds["sent"]["in the world's"] == own["sent"]["calls"] > 0
+
+
+def test_a_group_is_left_without_waiting_for_the_other_rank_and_the_world_goes_on(ranks):
+    assert [rank["closed"] for rank in ranks] == [["gloo", 2, True, 2.0], ["gloo", 2, 2.0]]
+
+
+# ---- what is refused
+
+
+def test_compression_without_ddp_is_refused(monkeypatch, capsys, tmp_path):
+    flags = ["--gradient_compression", "bf16", "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *SMALL, *flags) == 2
+    assert "gradient_compression bf16 works with strategy ddp, not none" in only_error(capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- fused Adam
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_fused_adam_steps_like_adam(dtype, tolerance, once):
+    plain, fused = (once(dtype=dtype, iterations=1, fused_adam=choice) for choice in ("off", "on"))
+    assert [plain.ppo.optimizer.defaults["fused"], fused.ppo.optimizer.defaults["fused"]] == [False, True]
+    torch.testing.assert_close(last(fused), last(plain), rtol=tolerance, atol=tolerance)
+
+
+def test_adam_is_not_fused_on_a_cpu_unless_asked(once):
+    off = once(dtype=torch.float64, iterations=1, fused_adam="off")
+    assert once(dtype=torch.float64, iterations=1, fused_adam="auto").hashes == off.hashes
+
+
+@pytest.mark.parametrize(("saved", "now"), [("on", "off"), ("off", "on")])
+def test_whether_steps_are_fused_is_the_choice_of_the_resumed_run(saved, now):
+    def stepped(fused, state=None):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = make_adam([parameter], 0.1, torch.device("cpu"), fused)
+        if state:
+            optimizer.load_state_dict(keep_options(optimizer, state))
+        parameter.grad = torch.tensor([0.1, 0.2, -0.3])
+        optimizer.step()
+        return parameter.detach(), optimizer.state_dict()
+
+    _, state = stepped(saved)
+    again, of_now = stepped(now, state)
+    assert of_now["param_groups"][0]["fused"] is (now == "on") and float(of_now["state"][0]["step"]) == 2
+    torch.testing.assert_close(again, stepped(saved, state)[0])

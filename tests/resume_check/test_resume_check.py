@@ -1,0 +1,183 @@
+"""The command that proves exact resume, on a user's environment in a module of its own."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tensorboard_readers import seen
+from train_runs import REPO, records, start
+
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
+from rl_dist.resume_check.command import Plan, _verdict, main, training_flags
+from rl_dist.resume_check.comparison import parameter_sha256
+
+pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
+COMMAND = ["-m", "rl_dist.resume_check", "--device", "cpu", "--hidden_size", "8", "--num_steps", "16"]
+
+
+def begin(folder, *flags):
+    """Start the command with its files below `folder`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TMPDIR", str(folder))
+        return start(*COMMAND, *flags, cwd=REPO)
+
+
+def run(folder, *flags):
+    """The command's exit code, stdout and stderr."""
+    job = begin(folder, *flags)
+    try:
+        out, err = job.communicate(timeout=500)
+    finally:
+        job.terminate()  # it ends its runs
+    return job.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory):
+    """Three iterations, a kill, three more against six: stdout, and both run directories."""
+    folder = tmp_path_factory.mktemp("proof")
+    code, out, err = run(folder, "--env", "resume_envs:Drift-v0", "--iterations", "3", "--keep")
+    assert code == 0, out + err
+    (kept,) = folder.glob("resume_check_*")
+    assert f"kept: {kept}" in out
+    return out, kept / "straight", kept / "killed"
+
+
+def test_a_killed_run_of_a_users_environment_is_bit_identical_to_a_straight_one(proof):
+    out, straight, killed = proof
+    assert "bit-identical: all " in out and f"parameters SHA-256 {parameter_sha256(straight)}" in out
+    assert "killed after iteration 4, goes on from the checkpoint of iteration 3" in out  # metrics had to be cut
+    assert parameter_sha256(straight) == parameter_sha256(killed)
+    environments = load_checkpoint(latest_checkpoint(killed))["environments"]
+    assert {"position", "age", "generator", "time_limit/0"} <= set(environments)
+
+
+def test_metrics_and_tensorboard_go_on_without_gap_or_repetition_after_a_kill(proof):
+    _, straight, killed = proof
+    for run_dir in (straight, killed):
+        assert [line["iteration"] for line in records(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert len(list(straight.glob("events.*"))) == 1 and len(list(killed.glob("events.*"))) == 2
+    for tag in ("loss/policy", "episode/count", "optim/learning_rate", "rank_0/episode/count"):
+        assert seen(killed, tag) == seen(straight, tag)
+    assert [step for step, _ in seen(killed, "loss/policy")] == [128 * i for i in range(1, 7)]
+
+
+def test_the_tensor_or_the_metric_that_differs_is_named_with_its_difference(proof, tmp_path, capsys):
+    _, straight, killed = proof
+    shutil.copytree(killed, tmp_path / "run")
+    state = load_checkpoint(latest_checkpoint(killed))
+    state["policy"]["critic_head.weight"][0, 3] += 0.25
+    save_checkpoint(tmp_path / "run" / "checkpoints", state, iteration=6, keep=3)
+    assert not _verdict(straight, tmp_path / "run")
+    assert "different: policy/critic_head.weight: 1 of 8 numbers differ, by up to 0.25\n" in capsys.readouterr().out
+
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(killed, tmp_path / "run")
+    lines = records(killed)
+    lines[4]["loss/value"] += 1.0
+    lines[5]["time/sps"] += 1.0  # a time is no difference
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not _verdict(straight, tmp_path / "run")
+    assert "different: metrics, iteration 5/loss/value: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--iterations", "0"], "--iterations must be 1..1000000, got 0"),
+        (["--iterations", "many"], "argument --iterations: invalid int value: 'many'"),
+        (["--run_dir", "x"], "--run_dir is chosen by resume_check: leave it out"),
+        (["--total-steps=100"], "--total_steps is chosen by resume_check: leave it out"),
+        (["--num_envs", "0"], "--num_envs 0: resume_check needs a number from 1"),
+        (["--tolerance", "1"], "goes with --resume_on only"),
+        (["--script", "no_such.py"], "--script no_such.py: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage_is_one_line(flags, expected, capsys):
+    assert main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and expected in line
+
+
+def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in():
+    flags = training_flags(["--env", "CartPole-v1", "--num-steps=64", "--scaling", "weak"], 3, num_gpus=2)
+    assert flags[:4] == ["--env", "CartPole-v1", "--num-steps=64", "--scaling"]
+    assert {"--num_envs=8", "--eval_episodes=2", "--checkpoint_every=3"} <= set(flags)
+    assert f"--total_steps={2 * 3 * 8 * 64 * 2}" in flags
+    trading = training_flags(["--num_steps", "32"], 3, num_gpus=1)
+    assert not any("eval_episodes" in word or word.startswith("--num_steps=") for word in trading)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--env", "Recall-v0", "--policy", "mlp", "--target_kl", "0.001", "--learning_rate", "0.01"],
+        ["--env", "Recall-v0", "--num_gpus", "2"],
+        ["--env", "StockTrading-v0", "--num_worlds", "2", "--num_gpus", "2"],
+        ["--env", "StockTrading-v0", "--num_worlds", "2", "--policy", "mlp"],
+        ["--env", "Recall-v0", "--num_gpus", "3", "--num_envs", "6", "--batch_size", "6"],
+        ["--env", "Recall-v0", "--num_gpus", "4"],
+        ["--env", "Recall-v0", "--num_gpus", "4", "--strategy", "hybrid", "--shard_size", "2"],
+        ["--env", "Recall-v0", "--num_gpus", "4", "--strategy", "hybrid", "--hybrid_form", "pipeline"],
+    ],
+    ids=lambda flags: " ".join(flags[1:]),
+)
+def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, tmp_path):
+    code, out, err = run(tmp_path, *flags, "--iterations", "2")
+    assert code == 0 and "bit-identical: all " in out, out + err
+    assert not list(tmp_path.iterdir())  # nothing is kept unless asked for
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_at_the_resume_is_equal_within_a_tolerance_that_is_said(tmp_path):
+    flags = ["--env", "Recall-v0", "--num_gpus", "2", "--resume_on", "1", "--iterations", "2"]
+    code, out, err = run(tmp_path, *flags, "--precision", "fp64")
+    assert code == 0 and "equal within 1e-09: killed on 2 rank(s) and resumed on 1, " in out, out + err
+
+
+@pytest.mark.slow
+def test_an_environment_without_snapshots_is_said_to_restart_and_two_resumes_are_compared(tmp_path):
+    code, out, err = run(tmp_path, "--env", "resume_envs:Forgetful-v0", "--iterations", "2")
+    assert code == 1, out + err
+    assert "not bit-identical, and cannot be: this environment cannot be snapshot" in out
+    assert "two resumes of the same checkpoint are bit-identical (parameters SHA-256 " in out
+
+
+@pytest.mark.slow
+def test_what_training_refuses_is_passed_on_in_one_line(tmp_path):
+    code, _, err = run(tmp_path, "--num_epsodes", "8")
+    assert code == 2 and err == "error: unknown flag --num_epsodes (did you mean --num_episodes?)\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_check_that_is_stopped_leaves_no_process_and_no_file(tmp_path):
+    job = begin(tmp_path, "--env", "Recall-v0", "--num_gpus", "2")
+    deadline_s = time.monotonic() + 100
+    while not list(tmp_path.glob("resume_check_*/straight/metrics.jsonl")):
+        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
+        time.sleep(0.05)
+    everyone = psutil.Process(job.pid).children(recursive=True)
+    assert len(everyone) >= 3
+    os.kill(job.pid, signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(everyone, timeout=30)[1]
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_one_rank_goes_on_without_the_strategy_of_several(tmp_path):
+    flags = ["--strategy=hybrid", "--gradient_compression", "none", "--env", "Recall-v0"]
+    sizes = {"script": tmp_path / "train.py", "iterations": 1, "flags": flags, "folder": tmp_path}
+    alone = Plan(num_gpus=2, resume_on=1, **sizes).resume(tmp_path)
+    assert alone[-2:] == ["--strategy=default", "--gradient_compression=none"]
+    for ranks in (1, 2):
+        assert Plan(num_gpus=ranks, resume_on=ranks, **sizes).resume(tmp_path)[-2:] == ["--num_gpus", str(ranks)]

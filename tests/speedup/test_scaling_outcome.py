@@ -1,0 +1,88 @@
+"""Predicted against measured at the end of a run on several ranks."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rl_dist.speedup.model import expected_maximum
+from rl_dist.speedup.outcome import describe, outcome, outcome_of
+
+STEPS, ENV_STEPS, REDUCTION_S, SMALL_S = 8, 4096, 0.002, 0.01
+COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
+
+
+def simulated(ranks, iterations=100, seed=1):
+    """Metrics of ranks that meet after the rollout and in every gradient step."""
+    rng = np.random.default_rng(seed)
+    for number in range(1, iterations + 1):
+        collect = rng.normal(*COLLECT, ranks)
+        own = rng.normal(*STEP, (STEPS, ranks))
+        waits = own.max(1, keepdims=True) - own + REDUCTION_S
+        sync = collect.max() - collect + SMALL_S
+        elapsed = collect + own.sum(0) + waits.sum(0) + sync
+        entries = [
+            {
+                "rank": rank,
+                "time/collect_s": collect[rank],
+                "time/update_own_s": own[:, rank].sum(),
+                "time/forward_s": 0.4 * own[:, rank].sum(),
+                "time/backward_s": 0.5 * own[:, rank].sum(),
+                "time/optimizer_s": 0.1 * own[:, rank].sum(),
+                "time/gradient_wait_s": waits[:, rank].sum(),
+                "time/reduction_s": waits[:, rank].min(),
+                "time/step_spread_s": own[:, rank].std(ddof=1),
+            }
+            for rank in range(ranks)
+        ]
+        yield {
+            "iteration": number,
+            "global_step": ENV_STEPS * number,
+            "optim/steps": float(STEPS),
+            "time/sps": ENV_STEPS / elapsed[0],
+            "time/sync_s": sync[0],
+            "ranks": entries,
+        }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
+    found = outcome(list(simulated(ranks)))
+    assert abs(found["error"]) < 0.03
+    waiting = expected_maximum(ranks) * (COLLECT[1] + STEPS * STEP[1])
+    busy = COLLECT[0] + STEPS * STEP[0]
+    assert found["busy"] == pytest.approx(busy / (busy + waiting + STEPS * REDUCTION_S + SMALL_S), rel=0.03)
+    assert found["ranks"] == ranks and f"{ranks} ranks trained" in describe(found)
+
+
+def test_what_the_model_does_not_know_is_in_the_difference():
+    records = list(simulated(2))
+    for record in records:
+        record["time/sps"] /= 2  # half of the time goes elsewhere
+    assert outcome(records)["error"] == pytest.approx(1.0, abs=0.06)
+
+
+def write(folder, records):
+    (folder / "config.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_one_rank_and_few_iterations_have_nothing_to_compare(tmp_path):
+    assert outcome_of(write(tmp_path, simulated(1, 5))) is None
+    assert outcome_of(write(tmp_path, simulated(2, 2))) is None
+    assert outcome_of(write(tmp_path, [])) is None
+    assert outcome_of(write(tmp_path, simulated(2, 5)))["iterations"] == 3
+
+
+def test_only_iterations_on_the_last_number_of_ranks_count(tmp_path):
+    resumed = [*simulated(4, 10), *({**r, "iteration": r["iteration"] + 10} for r in simulated(2, 6))]
+    assert outcome_of(write(tmp_path, resumed))["iterations"] == 4
+
+
+@pytest.mark.parametrize("damage", ["a line", '{"iteration": 1}', '{"ranks": [{}, {}], "iteration": 3}'])
+def test_what_cannot_be_read_fails_no_run(damage, tmp_path, caplog):
+    write(tmp_path, [])
+    (tmp_path / "metrics.jsonl").write_text((damage + "\n") * 5)
+    assert outcome_of(tmp_path) is None
+    assert "no comparison of predicted and measured throughput" in caplog.text

@@ -1,0 +1,381 @@
+"""Supervised training and evaluation: the same on any number of ranks, resumed as if never stopped."""
+
+import math
+import signal
+import time
+
+import pytest
+import torch
+from supervised_ranks import (
+    CRITERION,
+    METRICS,
+    Fitted,
+    NanOnce,
+    Raising,
+    blobs,
+    exercise,
+    fail_on_one_rank,
+    leave_on_one_rank,
+    make_net,
+)
+from tensorboard_readers import seen
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+
+import rl_dist
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.errors import UserError
+from rl_dist.launch.launcher import launch
+from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.loaders import evaluation_batches, shared_loader
+from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.world import World, close_world, open_world, stop_flag
+from rl_dist.supervised.fit import BatchError, FitConfig, evaluate, fit
+
+
+@pytest.fixture
+def world():
+    opened = open_world("cpu")
+    yield opened
+    close_world(opened)
+
+
+def world_of(rank, size):
+    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
+
+
+def numbered(count):
+    return TensorDataset(torch.arange(count), torch.arange(count))
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def wrapped(world):
+    strategy = Strategy(StrategyConfig(), world)
+    module = strategy.wrap(make_net())
+    return module, torch.optim.SGD(strategy.parameters, lr=0.1), CRITERION, strategy
+
+
+# ---- loaders
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("batch_size", [1, 4, 12, 1000])
+@pytest.mark.parametrize("num_samples", [7, 8, 23, 64, 101])
+def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(num_samples, batch_size, num_ranks):
+    shares = [evaluation_batches(num_samples, batch_size, rank, num_ranks) for rank in range(num_ranks)]
+    assert sorted(i for share in shares for batch in share for i in batch) == list(range(num_samples))
+    assert len({len(share) for share in shares}) == 1
+    sizes = [len(batch) for share in shares for batch in share]
+    assert min(sizes) >= 1 and max(sizes) <= max(1, batch_size // num_ranks) + 1
+
+
+def batches_of_all_ranks(loader, size, epoch):
+    """What the ranks see together in every batch of an epoch."""
+    shares = [shared_loader(loader, world_of(rank, size), training=True, seed=5) for rank in range(size)]
+    for share in shares:
+        share.set_epoch(epoch)
+    parts = [[batch[0].tolist() for batch in share] for share in shares]
+    return [sorted(sum(together, [])) for together in zip(*parts, strict=True)]
+
+
+def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
+    loader = DataLoader(numbered(101), batch_size=12, shuffle=True)
+    first, second = (batches_of_all_ranks(loader, 1, epoch) for epoch in (1, 2))
+    assert len(first) == 101 // 12 and all(len(batch) == 12 for batch in first)
+    assert first != second and first != [sorted(range(12 * k, 12 * k + 12)) for k in range(8)]
+    for size in (2, 3, 4):
+        assert batches_of_all_ranks(loader, size, 1) == first
+        assert batches_of_all_ranks(loader, size, 2) == second
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order():
+    loader = DataLoader(numbered(24), batch_size=8)
+    assert batches_of_all_ranks(loader, 2, 1) == [list(range(8 * k, 8 * k + 8)) for k in range(3)]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("loader", "named"),
+    [
+        (DataLoader(Stream(), batch_size=2), "length"),
+        (DataLoader(numbered(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler"),
+        (DataLoader(numbered(8), batch_size=2, sampler=RandomSampler(numbered(8), replacement=True)), "RandomSampler"),
+        (DataLoader(numbered(8), batch_sampler=[[0, 1], [2, 3]]), "batch_sampler"),
+        (DataLoader(numbered(8), batch_size=3), "batch_size 3 is the total over 2 ranks.*try 2 or 4"),
+        (DataLoader(numbered(8), batch_size=10), "more than the 8 samples"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_by_name(loader, named):
+    with pytest.raises(UserError, match=named):
+        shared_loader(loader, world_of(0, 2), training=True)
+
+
+def test_fewer_samples_than_ranks_cannot_be_evaluated():
+    with pytest.raises(UserError, match="1 samples cannot be evaluated on 2 ranks"):
+        shared_loader(DataLoader(numbered(1)), world_of(0, 2), training=False)
+
+
+# ---- several ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks_folder, tmp_path_factory):
+    """What two ranks found, and the same on one."""
+    two = [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+    alone = tmp_path_factory.mktemp("one")
+    exercise(str(alone))
+    return two, torch.load(alone / "rank_0.pt", weights_only=True)
+
+
+def test_two_ranks_fit_as_one_does(ranks):
+    two, one = ranks
+    assert two[0]["hash"] == two[1]["hash"]
+    for name, value in one["weights"].items():
+        assert torch.allclose(two[0]["weights"][name], value, rtol=0, atol=1e-12), name
+    for record, alone in zip(two[1]["history"], one["history"], strict=True):
+        assert record == pytest.approx(alone, abs=1e-12)
+    assert one["history"][-1]["train/loss"] < one["history"][0]["train/loss"]
+
+
+def test_accuracy_counts_every_sample_once_on_any_number_of_ranks(ranks):
+    two, one = ranks
+    assert one["test"]["samples"] == 41 and two[0]["test"] == two[1]["test"]
+    assert two[0]["test"]["samples"] == 41 and two[0]["test"]["accuracy"] == one["test"]["accuracy"]
+    assert (41 * one["test"]["accuracy"]) == pytest.approx(round(41 * one["test"]["accuracy"]))
+
+
+def test_two_resumed_ranks_end_bit_for_bit_as_uninterrupted_ones(ranks):
+    for found in (*ranks[0], ranks[1]):
+        assert equal(found["whole"]["weights"], found["resumed"]["weights"])
+        assert found["whole"]["history"] == found["resumed"]["history"]
+
+
+def test_sharded_ranks_fit_as_others_do_and_a_checkpoint_of_either_serves_the_other(ranks):
+    for found in (*ranks[0], ranks[1]):
+        for kind in ("across", "sharded"):
+            for name, value in ranks[1]["weights"].items():
+                assert torch.allclose(found[kind][name], value, rtol=0, atol=1e-12), (kind, name)
+
+
+def test_workers_of_ranks_load_what_cannot_be_pickled_as_those_of_one_process_do(ranks):
+    for found in (*ranks[0], ranks[1]):
+        assert equal(found["loaded"], found["weights"])
+
+
+def test_a_loss_that_is_nan_on_one_rank_once_costs_that_step_on_all(ranks):
+    two, one = ranks
+    for found in (*two, one):
+        assert found["skipped"] == 1
+        train = [record["train/loss"] for record in found["bad_history"]]
+        assert math.isnan(train[0]) and train[2] < train[1] < 1.1
+    for name, value in one["bad"].items():
+        assert bool(value.isfinite().all()) and torch.allclose(two[0]["bad"][name], value, rtol=0, atol=1e-12), name
+
+
+def test_running_statistics_of_batch_norm_are_the_mean_over_ranks(ranks):
+    (left, right), one = ranks
+    assert equal(left["batch_norm"], right["batch_norm"])
+    assert left["batch_norm"]["1.running_mean"].abs().sum() > 0
+    for name, value in one["batch_norm"].items():
+        assert value.shape == left["batch_norm"][name].shape
+
+
+def test_a_sample_that_cannot_be_loaded_is_told_by_the_rank_that_has_it(ranks):
+    two, one = ranks
+    assert two[0]["raised"] == "evaluation, batch 5, rank 0: OSError: image 19 is torn"
+    assert two[1]["raised"] == "evaluation, batch 5, rank 1: OSError: image 40 is torn"
+    assert one["raised"] == "evaluation, batch 2, rank 0: OSError: image 19 is torn"
+
+
+@pytest.mark.slow  # starts two processes; what the ranks say is tested above
+def test_a_batch_that_raises_on_one_rank_ends_the_job_with_its_place(tmp_path, capfd):
+    assert launch(fail_on_one_rank, (str(tmp_path),), 2) == 1
+    assert "BatchError: epoch 1, batch 2, rank 1: OSError: image 17 is torn" in capfd.readouterr().err
+
+
+def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp_path, capfd):
+    started_s = time.monotonic()
+    assert launch(leave_on_one_rank, (str(tmp_path),), 2) == 1
+    assert "for rank 1, which has left after collective" in capfd.readouterr().err
+    assert time.monotonic() - started_s < 60.0
+
+
+# ---- one rank
+
+
+def test_accumulated_batches_equal_one_larger_batch(world):
+    data, found = blobs(48), []
+    for batch_size, parts in ((16, 1), (8, 2), (4, 4)):
+        module, optimizer, criterion, strategy = wrapped(world)
+        config = FitConfig(epochs=2, grad_accumulation=parts, progress=False)
+        fit(module, DataLoader(data, batch_size=batch_size), optimizer, criterion, strategy, config=config)
+        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+        assert strategy.steps == 6
+    assert torch.allclose(found[0], found[1], rtol=0, atol=1e-12)
+    assert torch.allclose(found[0], found[2], rtol=0, atol=1e-12)
+
+
+def test_a_step_that_an_epoch_cannot_fill_is_the_mean_of_what_is_there(world):
+    module, optimizer, criterion, strategy = wrapped(world)
+    config = FitConfig(epochs=1, grad_accumulation=2, progress=False)
+    fit(module, DataLoader(blobs(24), batch_size=8), optimizer, criterion, strategy, config=config)
+    assert strategy.steps == 2
+    other, optimizer, criterion, strategy = wrapped(world)
+    points, labels = blobs(24).tensors
+    for part in (slice(0, 16), slice(16, 24)):
+        optimizer.zero_grad()
+        criterion(other(points[part]), labels[part]).backward()
+        optimizer.step()
+    for left, right in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(left, right, rtol=0, atol=1e-12)
+
+
+def test_worker_processes_change_nothing(world):
+    def load(workers):
+        return DataLoader(blobs(67), batch_size=12, shuffle=True, num_workers=workers)
+
+    assert equal(Fitted(world, train=load(0)).weights, Fitted(world, train=load(1)).weights)
+
+
+def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, tmp_path):
+    data = {"validation": DataLoader(blobs(31, 1, flipped=True), batch_size=12)}
+    config = {"patience": 2, "epochs": 20}
+    fitted = Fitted(world, tmp_path, config=config, **data)
+    losses = [record["valid/loss"] for record in fitted.result.history]
+    best = fitted.result.best_epoch
+    assert len(losses) == best + 2 < 20 and losses[best - 1] == min(losses)
+    assert equal(fitted.weights, load_checkpoint(tmp_path / "checkpoints" / "best.pt")["module"])
+    again = evaluate(fitted.module, data["validation"], CRITERION, fitted.strategy, METRICS)
+    assert again["loss"] == losses[best - 1]
+    resumed = Fitted(world, tmp_path, config=config, resume=True, **data)
+    assert equal(resumed.weights, fitted.weights) and resumed.result.history == fitted.result.history
+
+
+def test_tensorboard_has_every_epoch_once_whatever_was_lost_before_it_went_on(world, tmp_path):
+    Fitted(world, tmp_path, epochs=2)
+    (ours,) = tmp_path.glob("events.out.tfevents.*")
+    ours.write_bytes(ours.read_bytes()[:-20])  # torn
+    other = tmp_path / "events.out.tfevents.1.of_somebody_else"
+    other.write_bytes(b"")
+    history = Fitted(world, tmp_path, epochs=4, resume=True).result.history
+    for tag in ("train/loss", "train/accuracy", "valid/loss", "valid/accuracy"):
+        assert seen(tmp_path, tag) == [(k, pytest.approx(one[tag])) for k, one in enumerate(history, 1)]
+    assert len(history) == 4 and other.exists() and len(list(tmp_path.glob("events.*"))) == 2
+
+
+def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_path, monkeypatch):
+    whole = Fitted(world, tmp_path / "whole", batch_size=2)
+    steps = []
+
+    def counting(outputs, targets):
+        steps.append(1)
+        if len(steps) == 60:  # in the second epoch: an epoch has 33 batches, validation 16
+            stop_flag.signum = signal.SIGTERM
+        return METRICS["accuracy"](outputs, targets)
+
+    monkeypatch.setattr(stop_flag, "signum", 0)
+    stopped = Fitted(world, tmp_path / "parts", batch_size=2, metrics={"accuracy": counting})
+    assert stopped.result.signum == signal.SIGTERM and len(stopped.result.history) == 1
+    monkeypatch.setattr(stop_flag, "signum", 0)
+    resumed = Fitted(world, tmp_path / "parts", batch_size=2, resume=True)
+    assert equal(resumed.weights, whole.weights) and resumed.result.history == whole.result.history
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_raises_ends_training_with_its_place(world, workers):
+    loader = DataLoader(Raising(48, 17), batch_size=8, num_workers=workers)
+    module, optimizer, criterion, strategy = wrapped(world)
+    with pytest.raises(BatchError, match="epoch 1, batch 2, rank 0: OSError: .*image 17 is torn"):
+        fit(module, loader, optimizer, criterion, strategy, config=FitConfig(progress=False))
+
+
+def test_a_module_that_raises_names_the_batch(world):
+    module, optimizer, _, strategy = wrapped(world)
+    with pytest.raises(BatchError, match="epoch 1, batch 0, rank 0: IndexError"):
+        fit(module, DataLoader(numbered_classes(), batch_size=4), optimizer, CRITERION, strategy)
+
+
+def numbered_classes():
+    """Blobs with a class that the module does not have."""
+    points, labels = blobs(8).tensors
+    return TensorDataset(points, labels + 7)
+
+
+def test_steps_without_a_finite_gradient_end_training(world):
+    points, labels = blobs(64).tensors
+    loader = DataLoader(TensorDataset(points * math.nan, labels), batch_size=8)
+    module, optimizer, criterion, strategy = wrapped(world)
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(UserError, match="4 steps in a row, more than max_bad_steps 3"):
+        config = FitConfig(max_bad_steps=3, progress=False)
+        fit(module, loader, optimizer, criterion, strategy, config=config)
+    assert all(torch.equal(left, right) for left, right in zip(before, module.parameters(), strict=True))
+
+
+def test_a_step_that_is_left_out_is_told_with_its_place(world, caplog):
+    Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "epoch 1, batch 2: loss or gradient is NaN or inf, the step is left out (1 in a row, more than 10 end training)"
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_fit_and_resume(world, precision, tmp_path):
+    points, labels = blobs(67).tensors
+    train = DataLoader(TensorDataset(points.float(), labels), batch_size=12, shuffle=True)
+    results = []
+    for run_dir, epochs, resume in ((None, 2, False), (tmp_path, 1, False), (tmp_path, 2, True)):
+        strategy = Strategy(StrategyConfig(precision=precision), world)
+        module = strategy.wrap(make_net().float())
+        optimizer = torch.optim.Adam(strategy.parameters, lr=0.05)
+        options = {"config": FitConfig(epochs=epochs, progress=False), "run_dir": run_dir, "resume": resume}
+        history = fit(module, train, optimizer, CRITERION, strategy, validation=train, **options).history
+        results.append((history, {name: value.clone() for name, value in module.state_dict().items()}))
+    (whole, weights), _, (resumed, again) = results
+    assert whole == resumed and equal(weights, again)
+    assert whole[1]["valid/loss"] < whole[0]["valid/loss"] and all(v.dtype == torch.float32 for v in weights.values())
+
+
+def test_evaluation_leaves_the_module_and_the_generators_as_they_were(world):
+    module, _, criterion, strategy = wrapped(world)
+    module.train()
+    before, state = torch.get_rng_state(), {k: v.clone() for k, v in module.state_dict().items()}
+    evaluate(module, DataLoader(blobs(31), batch_size=7), criterion, strategy, METRICS)
+    assert torch.equal(torch.get_rng_state(), before) and module.training and equal(state, module.state_dict())
+
+
+def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
+    Fitted(world, tmp_path, epochs=1)
+    with pytest.raises(UserError, match="holds checkpoints already: resume it"):
+        Fitted(world, tmp_path, epochs=1)
+    with pytest.raises(UserError, match=r"batch_size 6 \(it has 12\)"):
+        Fitted(world, tmp_path, batch_size=6, resume=True)
+    with pytest.raises(UserError, match="another module or optimizer: .*size mismatch"):
+        Fitted(world, tmp_path, resume=True, net=nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double())
+    with pytest.raises(UserError, match="resume needs a run_dir"):
+        Fitted(world, resume=True)
+
+
+def test_mistakes_in_a_call_are_told(world):
+    module, optimizer, criterion, strategy = wrapped(world)
+    loader = DataLoader(blobs(16), batch_size=8)
+    with pytest.raises(UserError, match="patience 2 does nothing without validation"):
+        fit(module, loader, optimizer, criterion, strategy, config=FitConfig(patience=2))
+    with pytest.raises(UserError, match="wrap it first"):
+        fit(make_net(), loader, optimizer, criterion, strategy)
+    with pytest.raises(UserError, match="no metric can be called loss"):
+        evaluate(module, loader, criterion, strategy, {"loss": METRICS["accuracy"]})
+    with pytest.raises(ValueError, match="epochs must be 1..1e"):
+        FitConfig(epochs=0)
+
+
+def test_the_public_names_are_those_of_the_package():
+    assert rl_dist.fit is fit and rl_dist.evaluate is evaluate and rl_dist.FitConfig is FitConfig

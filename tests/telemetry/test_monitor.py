@@ -1,0 +1,200 @@
+"""The thread that samples what a rank uses, and the use of GPUs as a function."""
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_nvml import GIB, FakeNvml, NVMLError, gpu
+
+from rl_dist.hardware.out_of_memory import clear_gpu_memory
+from rl_dist.telemetry.monitor import GPU, HOST, Monitor, Source, get_multi_gpu_status, sources_of
+
+CPU = torch.device("cpu")
+
+
+def counting(name="a", first=1):
+    """A source that counts its readings."""
+    numbers = itertools.count(first)
+    return Source((name,), lambda: lambda: {name: float(next(numbers))})
+
+
+def taken(monitor, name, patience_s=20.0):
+    """What a monitor has once it has sampled."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        found = monitor.take()
+        if found[name] is not None:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"no sample of {name}")
+
+
+def torch_with_a_gpu(monkeypatch, initialized=True, stats=None):
+    """Let torch believe in two GPUs, whose order is not the driver's."""
+    memory = {"allocated_bytes.all.current": 2 * GIB, "reserved_bytes.all.current": 3 * GIB}
+    memory["allocated_bytes.all.peak"] = 4 * GIB
+    answers = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: initialized,
+        "device_count": lambda: 2,
+        "memory_stats": lambda index: memory if stats is None else stats,
+        "mem_get_info": lambda index: (7 * GIB, 9 * GIB),
+        "get_device_name": lambda index: f"torch's {index}",
+        "get_device_properties": lambda index: SimpleNamespace(uuid=str(1 - index)),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", answer)
+
+
+def test_a_value_is_the_mean_of_the_samples_since_it_was_last_taken_and_a_peak_their_highest():
+    monitor = Monitor([], 0)
+    monitor._sources = [Source(("load", "memory_peak", "sometimes"), None)]
+    monitor._samples = [
+        {"load": 1.0, "memory_peak": 5.0, "sometimes": None},
+        {"load": 2.0, "memory_peak": 7.0, "sometimes": 3.0},
+    ]
+    assert monitor.take() == {"load": 1.5, "memory_peak": 7.0, "sometimes": 3.0}
+    assert monitor.take() == {"load": None, "memory_peak": None, "sometimes": None}
+
+
+def test_it_samples_at_its_interval_until_it_is_closed():
+    monitor = Monitor([counting()], 0.05)
+    first = taken(monitor, "a")["a"]
+    assert taken(monitor, "a")["a"] > first
+    monitor.close()
+    monitor.close()
+    monitor.take()
+    time.sleep(0.2)
+    assert monitor.take() == {"a": None} and not monitor._thread.is_alive()
+
+
+def test_an_interval_of_zero_starts_no_thread_and_tells_nothing():
+    before = threading.active_count()
+    monitor = Monitor([counting()], 0)
+    assert monitor.take() == {} and threading.active_count() == before
+    monitor.close()
+
+
+def test_a_source_that_fails_is_told_once_and_the_others_go_on(caplog):
+    def fails():
+        raise OSError("the GPU fell off the bus")
+
+    no_reading, no_beginning = Source(("x", "y"), lambda: fails), Source(("z",), fails)
+    with caplog.at_level(logging.WARNING):
+        monitor = Monitor([no_reading, no_beginning, counting()], 0.02)
+        for _ in range(3):
+            found = taken(monitor, "a")
+            assert (found["x"], found["y"], found["z"]) == (None, None, None)
+        monitor.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split()[1] for line in sorted(told)] == ["x", "z"]
+    assert all("OSError: the GPU fell off the bus" in line for line in told)
+
+
+def test_a_source_that_hangs_neither_holds_up_the_training_nor_its_end():
+    released = threading.Event()
+    monitor = Monitor([counting(), Source(("x",), lambda: lambda: released.wait() and {})], 0.01)
+    time.sleep(0.2)  # the thread hangs by now
+    started_s = time.monotonic()
+    assert monitor.take() == {"a": None, "x": None}
+    assert time.monotonic() - started_s < 0.5
+    monitor.close()
+    assert time.monotonic() - started_s < 10
+    released.set()
+
+
+def test_a_busy_rank_on_the_cpu_uses_its_core_and_some_memory():
+    monitor = Monitor(sources_of(CPU), 0.2)
+    deadline_s = time.monotonic() + 0.8
+    while time.monotonic() < deadline_s:
+        sum(range(1000))
+    found = taken(monitor, "cpu/percent")
+    monitor.close()
+    assert tuple(found) == HOST
+    assert 20 < found["cpu/percent"] < 150  # 100 is one core, which is shared with others
+    assert 0.02 < found["ram/used_gib"] < 50 and found["ram/free_gib"] > 0
+
+
+def test_a_rank_with_a_gpu_tells_of_its_own_one(monkeypatch):
+    torch_with_a_gpu(monkeypatch)
+    monitor = Monitor(sources_of(torch.device("cuda", 1), FakeNvml([gpu(0), gpu(1)])), 0.02)
+    found = taken(monitor, "gpu/power_w")
+    monitor.close()
+    assert tuple(found) == HOST + GPU
+    assert {name: found[name] for name in GPU} == {
+        "gpu/utilization_percent": 50, "gpu/memory_allocated_gib": 2, "gpu/memory_reserved_gib": 3,
+        "gpu/memory_peak_gib": 4, "gpu/memory_free_gib": 50, "gpu/temperature_c": 60, "gpu/power_w": 250.5,
+    }  # fmt: skip
+
+
+def test_without_nvml_a_gpu_still_tells_of_its_memory_and_the_log_says_why(monkeypatch, caplog):
+    torch_with_a_gpu(monkeypatch)
+    closed = FakeNvml([], failing=NVMLError("NVML Shared Library Not Found"))
+    with caplog.at_level(logging.INFO):
+        monitor = Monitor(sources_of(torch.device("cuda", 0), closed), 0.02)
+        found = taken(monitor, "gpu/memory_free_gib")
+        monitor.close()
+    assert (found["gpu/memory_free_gib"], found["gpu/memory_peak_gib"]) == (7, 4)
+    assert found["gpu/utilization_percent"] is found["gpu/power_w"] is found["gpu/temperature_c"] is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "NVML Shared Library Not Found" in line and caplog.records[0].levelno == logging.INFO
+
+
+def test_the_status_of_all_gpus_is_in_torchs_order_and_one_that_is_lost_hides_none(monkeypatch):
+    torch_with_a_gpu(monkeypatch)
+    fake = FakeNvml([NVMLError("GPU is lost"), gpu(1)])
+    first, second = get_multi_gpu_status(fake)
+    assert (first.index, first.name, first.utilization_percent, first.memory_free_gib) == (0, "torch's 0", 51, 50)
+    assert (second.index, second.name, second.utilization_percent) == (1, "torch's 1", None)
+    assert (second.memory_free_gib, second.memory_total_gib) == (7, 9)  # by torch
+    assert first.to_dict()["memory_peak_gib"] == 4
+    assert fake.closed == 1
+
+
+def test_the_status_opens_no_device_that_this_process_does_not_use(monkeypatch):
+    torch_with_a_gpu(monkeypatch, stats={})
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: pytest.fail("this opens the device"))
+    found = get_multi_gpu_status(FakeNvml([], failing=NVMLError("no driver")))
+    assert [(one.memory_free_gib, one.memory_reserved_gib) for one in found] == [(None, 0), (None, 0)]
+
+
+def test_a_torch_without_cuda_still_lists_the_gpus_of_the_driver(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    lost, whole = get_multi_gpu_status(FakeNvml([NVMLError("GPU is lost"), gpu(1)]))
+    assert (lost.index, lost.name, lost.memory_total_gib) == (0, "does not answer", None)
+    assert (whole.index, whole.name, whole.memory_total_gib, whole.memory_reserved_gib) == (1, "Fake 9000", 80, 0)
+
+
+def test_on_a_cpu_there_is_nothing_to_list_and_nothing_to_clear():
+    assert clear_gpu_memory() == 0
+    assert all(one.memory_reserved_gib == 0 for one in get_multi_gpu_status())
+
+
+def test_clearing_hands_back_what_no_tensor_holds_and_touches_only_devices_in_use(monkeypatch):
+    torch_with_a_gpu(monkeypatch)
+    reserved, touched = {0: 0, 1: 5 * GIB}, []
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: reserved[index])
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda index: touched.append(index))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: reserved.update({1: 2 * GIB}))
+    assert clear_gpu_memory() == 3 * GIB
+    assert set(touched) == {1}
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_its_cost_prints_its_figures():
+    command = [sys.executable, "benchmarks/monitor_cost.py", "--small", "--seconds", "3"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["samples"] > 3 and found["pairs"] >= 3 and found["iteration_s"] > 0
+    assert 0 < found["share_by_cpu_time"] < 0.01  # what is promised
+    assert len(found["slowdown"]["cpu"]) == len(found["slowdown"]["wall"]) == 3
