@@ -199,6 +199,7 @@ def _asked_batch(config: TrainConfig) -> str:
 
 
 def in_ranks(number: int) -> str:
+    """A number of ranks in words."""
     return f"{number} rank" + "s" * (number > 1)
 
 

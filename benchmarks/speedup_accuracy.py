@@ -27,7 +27,7 @@ import torch
 from rl_dist.hardware.host_memory import available_cores
 from rl_dist.launch.short_run import SideBySide
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.measurement_plan import share_flags
+from rl_dist.speedup.calibration import share_flags
 from rl_dist.speedup.model import Communication, predict
 from rl_dist.speedup.rank_cost import gradient_bytes_of_log, work_of
 from rl_dist.speedup.reduction_bench import measure_reductions

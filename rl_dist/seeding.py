@@ -1,4 +1,4 @@
-"""Seed streams: what is drawn from one never overlaps another, on any number of ranks."""
+"""Seed streams: what is drawn from one never overlaps another."""
 
 from __future__ import annotations
 

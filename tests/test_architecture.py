@@ -19,15 +19,19 @@ PACKAGES = ("rl_dist", "envs", "agents")
 # These may build environments themselves.
 COMMANDS = {
     f"agents/{name}.py"
-    for name in ("evaluate/command", "evaluate/plots", "pretrain/command", "pretrain/weights", "run/config")
+    for name in ("evaluate/command", "evaluate/plots", "pretrain/command", "pretrain/weights", "pretrain/windows", "run/config")
 }
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
+LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")  # without torch; the only part of ours envs may import
+# Units are the modules and packages right below a package of ours: how many, edges between them, layers.
+MAX_UNITS = {"rl_dist": (14, 45, 6), "agents": (14, 45, 6), "envs": (14, 45, 6)}
+MAX_MODULES = 10  # in a package
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}  # what a layer must not know
 PRINTERS = {
     f"rl_dist/{name}.py"
     for name in (
-        *("checkpoint", "flags", "hardware", "progress", "rank_group", "resume_check", "run_lock", "speedup"),
-        *("status", "supervisor"),
+        *("errors", "checkpoint/command", "checkpoint/run_lock", "hardware/report", "launch/rank_group"),
+        *("launch/supervisor", "resume_check/command", "speedup/command", "status/command", "telemetry/progress"),
     )
 }
 SPECIAL_LENGTH = {"update": 65, "collect": 65}  # lines, in agents; `train` and all others: MAX_FUNCTION
@@ -95,7 +99,10 @@ def read_sources(root: Path) -> list[Source]:
 def import_targets(source: Source) -> list[tuple[int, str]]:
     """(line, dotted name) of everything imported; for `from a import b` the name is a.b."""
     targets = []
+    typing_only = {id(n) for branch in source.nodes(ast.If) if is_typing_only(branch) for n in ast.walk(branch)}
     for node in source.nodes(ast.Import, ast.ImportFrom):
+        if id(node) in typing_only:
+            continue
         if isinstance(node, ast.Import):
             targets += [(node.lineno, alias.name) for alias in node.names]
             continue
@@ -108,8 +115,13 @@ def import_targets(source: Source) -> list[tuple[int, str]]:
     return targets
 
 
+def is_typing_only(branch: ast.AST) -> bool:
+    """Whether a branch is for type checkers, and imports nothing when the program runs."""
+    return isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+
+
 def layers(sources: list[Source]) -> list[str]:
-    """rl_dist and envs import none of ours, agents only rl_dist; commands and scripts more."""
+    """envs import leaves of rl_dist, agents only rl_dist; commands and scripts more."""
     ours = {s.path.split("/")[0].removesuffix(".py") for s in sources if s.path.endswith(".py")} | set(PACKAGES)
     found = []
     for source in sources:
@@ -117,6 +129,8 @@ def layers(sources: list[Source]) -> list[str]:
             continue
         allowed = LAYERS[source.package] | ({"envs"} if source.path in COMMANDS else set())
         for line, name in import_targets(source):
+            if source.package == "envs" and name.startswith(LEAVES):
+                continue
             if name.split(".")[0] in ours - allowed:
                 found.append(f"{source.path}:{line} imports {name}")
             if any(name == f or name.startswith(f + ".") for f in FOREIGN[source.package]):
@@ -147,6 +161,41 @@ def cycles(sources: list[Source]) -> list[str]:
         if name not in state:
             visit(name, [name])
     return found
+
+
+def unit_graph(sources: list[Source], package: str) -> dict[str, set[str]]:
+    """The units of a package and which others each imports."""
+    mine = {s.module: s for s in sources if s.package == package and s.module != package}
+    graph: dict[str, set[str]] = {module.split(".")[1]: set() for module in mine}
+    for module, source in mine.items():
+        targets = {name.split(".")[1] for _, name in import_targets(source) if name.startswith(f"{package}.")}
+        graph[module.split(".")[1]] |= (targets & graph.keys()) - {module.split(".")[1]}
+    return graph
+
+
+def depth(graph: dict[str, set[str]], unit: str, path: tuple[str, ...] = ()) -> int:
+    """Layers from a unit down; a cycle counts as very many."""
+    return 1000 if unit in path else 1 + max((depth(graph, t, (*path, unit)) for t in graph[unit]), default=0)
+
+
+def units(sources: list[Source]) -> list[str]:
+    """A package of ours has few units, few imports between them, and few layers."""
+    found = []
+    for package, limits in MAX_UNITS.items():
+        graph = unit_graph(sources, package)
+        counts = (len(graph), sum(map(len, graph.values())), max((depth(graph, unit) for unit in graph), default=0))
+        for what, count, limit in zip(("units", "imports between units", "layers"), counts, limits, strict=True):
+            if count > limit:
+                found.append(f"{package} has {count} {what}, more than {limit}")
+    return found
+
+
+def packages(sources: list[Source]) -> list[str]:
+    """A package has at most ten modules."""
+    folders = [s.path.rpartition("/")[0] for s in sources if s.shipped and s.path.count("/") == 2]
+    ours = [s for s in sources if s.shipped and s.path.count("/") == 2 and not s.path.endswith("__.py")]
+    counts = {folder: sum(s.path.startswith(f"{folder}/") for s in ours) for folder in folders}
+    return [f"{folder} has {n} modules" for folder, n in counts.items() if n > MAX_MODULES]
 
 
 # ---- sizes and names
@@ -319,9 +368,9 @@ def private_text(sources: list[Source]) -> list[str]:
 
 # ---- the tests
 
-RULES = (layers, cycles, file_sizes, file_names, function_sizes, median_function, field_names, docstrings,
-         config_classes, swallowed_errors, unsafe_loading, object_collectives, lonely_collectives, printing,
-         private_text)  # fmt: skip
+RULES = (layers, cycles, units, packages, file_sizes, file_names, function_sizes, median_function, field_names,
+         docstrings, config_classes, swallowed_errors, unsafe_loading, object_collectives, lonely_collectives,
+         printing, private_text)  # fmt: skip
 DOC = '"""Says what it is."""\n'
 
 
@@ -335,10 +384,13 @@ PLANTED = [
     (layers, {"rl_dist/process_group/world.py": "def f():\n    from agents.ppo import PPO"}),
     (layers, {"rl_dist/process_group/world.py": "import gymnasium"}),
     (layers, {"envs/trading/environment.py": "from rl_dist import world"}),
-    (layers, {"envs/trading/environment.py": "from ..rl_dist import world"}),
+    (layers, {"envs/trading/environment.py": "from ...rl_dist.process_group import world"}),
     (layers, {"envs/trading/environment.py": "from torch import distributed"}),
     (layers, {"envs/trading/environment.py": "import torch.distributed as dist"}),
     (layers, {"agents/trainer.py": "from envs.trading import TradingVectorEnv"}),
+    (units, {f"envs/a{i}.py": "" for i in range(15)}),
+    (units, {"envs/a.py": "from envs import b", "envs/b.py": "from envs import a"}),
+    (packages, {f"envs/a/b{i}.py": "" for i in range(11)}),
     (layers, {"agents/trainer.py": "import train_distributed", "train_distributed.py": ""}),
     (cycles, {"agents/a.py": "from agents.b import x", "agents/b.py": "from . import a"}),
     (cycles, {"envs/a.py": "from envs import b", "envs/b.py": "import envs.c", "envs/c.py": "from .a import f"}),

@@ -30,13 +30,13 @@ from torch.utils.data import DataLoader
 from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
+from agents.pretrain.windows import MarketWindows, as_batch
 from agents.run.config import discard_unstarted, fresh_directory, save_config
 from envs.task import TaskConfig, check_flags
 from envs.trading.config import TradingConfig
 from envs.trading.market_data import DataConfig
 from envs.trading.simulated_market import SimulatedMarketConfig
 from envs.trading.task import TradingTask, prepare_task
-from envs.trading.windows import MarketWindows, as_batch
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR
 from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
 from rl_dist.config import ParsedFlags, flag, given_once, parse_flags, read_sections, saved_form

@@ -1,1 +1,1 @@
-"""A run directory that can be gone on with: sealed files, the folder of them, lock, trust."""
+"""A run directory to go on with: sealed files, lock, trust."""

@@ -1,4 +1,4 @@
-"""Where ranks are to meet: the variables of torchrun, MASTER_ADDR and MASTER_PORT."""
+"""Where ranks are to meet: torchrun's variables, MASTER_ADDR, MASTER_PORT."""
 
 from __future__ import annotations
 

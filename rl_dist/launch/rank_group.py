@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,11 +19,13 @@ from typing import Any
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import asked_for_address
-from rl_dist.launch.job_directory import job_directory
+from rl_dist.hardware.plain_files import leads_to, plain_file
 from rl_dist.launch.rank import RankFunction, RankPlace, Report, run_as_rank
 from rl_dist.process_group.process_ends import EXIT_GRACE_S, STOP_SIGNALS, ReportPage, StopRelay, how_it_ended
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.telemetry import events
+
+PREFIX, LOCK = "rl_dist_", "lock_of_launcher"
 
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
@@ -196,3 +201,30 @@ def _environment(**variables: str) -> Iterator[None]:
 def say(message: str) -> None:
     """Tell the user, on stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def job_directory() -> Iterator[str]:
+    """A new folder that nobody else may enter; those of killed launchers go."""
+    _remove_abandoned()
+    with ExitStack() as held:
+        while True:
+            folder = held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
+            lock = held.enter_context(open(Path(folder, LOCK), "wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if leads_to(lock.name, lock):  # else another launcher has just removed it, for it was not locked yet
+                break
+        yield folder
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            if os.lstat(folder).st_uid != os.getuid():
+                continue
+            with open(folder / LOCK, "rb", opener=plain_file) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if leads_to(lock.name, lock):
+                    shutil.rmtree(folder)
+        except OSError:  # in use, not ours, or already gone
+            continue

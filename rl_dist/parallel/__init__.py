@@ -1,1 +1,1 @@
-"""How a module trains on several ranks: strategies, precision, loaders, batch size."""
+"""How a module trains on several ranks: strategies, precision, loaders."""

@@ -137,7 +137,7 @@ class Strategy:
         return wrapped
 
     def end_update(self) -> None:
-        """All gradient steps of an update are done: what acts next must be whole on every rank."""
+        """Make the module whole on every rank, once an update is done."""
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:

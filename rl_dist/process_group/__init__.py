@@ -1,1 +1,1 @@
-"""The process group: ranks and their collectives, watched; how processes meet and end."""
+"""The process group: ranks and their collectives, watched."""

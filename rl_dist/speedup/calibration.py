@@ -17,7 +17,6 @@ from rl_dist.hardware.host_memory import available_cores
 from rl_dist.launch.short_run import Trial, run_trial, without
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.machines import LINKS, link_of_gpu
-from rl_dist.speedup.measurement_plan import expected_times, share_flags
 from rl_dist.speedup.model import (
     Communication,
     Link,
@@ -31,6 +30,8 @@ from rl_dist.speedup.model import (
 from rl_dist.speedup.rank_cost import gradient_bytes_of_log, steps_per_episode, work_of
 from rl_dist.speedup.reduction_bench import Reductions, measure_reductions
 from rl_dist.telemetry.progress import Stages
+
+REDUCTIONS = 0.3  # of the first short run's time
 
 SCALINGS = ("strong", "weak")
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
@@ -339,3 +340,53 @@ def modelled_communication(num_bytes: int, ranks: int, per_machine: int, inside:
 
 
 SMALL_COLLECTIVES = 7  # of an iteration: SUMS, AGREEMENTS and two for each gather, see rl_dist.speedup.reduction_bench
+
+
+def share_flags(num_envs: int, batch_size: int, ranks: int, scaling: str) -> tuple[list[str], str]:
+    """The sizes of one rank among `ranks` as flags, or why they cannot be shared out."""
+    if scaling == "weak":
+        return [f"--num_envs={num_envs}"], ""
+    if num_envs % ranks or batch_size % ranks:
+        what = f"num_envs {num_envs} and batch_size {batch_size} do not divide over {ranks} ranks"
+        return [], f"{what}: choose multiples of {ranks}, or --scaling weak"
+    return [f"--num_envs={num_envs // ranks}", f"--batch_size={batch_size // ranks}"], ""
+
+
+def expected_times(
+    gpus: Sequence[int],
+    scalings: Sequence[str],
+    *,
+    divides: Callable[[int, str], bool],
+    copies: Callable[[int], int],
+    cores: int,
+    reduced: set[int],
+    uncontended: bool,
+) -> list[float]:
+    """Expected times of all measurements after the first, in units of the first.
+
+    Half of a short run is taken to be the start of the program, which no smaller share shortens.
+
+    Args:
+        gpus: numbers of ranks.
+        divides: whether the job can be shared out over so many ranks, scaled so.
+        copies: trainings side by side that stand for so many ranks.
+        reduced: numbers of ranks whose reductions can be measured.
+        uncontended: the share of several copies is measured in one copy as well.
+    """
+    found, left = [], set(reduced)
+
+    def reduce(ranks: int) -> None:
+        if ranks in left:
+            left.remove(ranks)
+            found.append(REDUCTIONS * max(1.0, ranks / cores))
+
+    if reduced:
+        reduce(2)  # tells the link
+    for scaling in scalings:
+        for ranks in (number for number in gpus if number > 1 and divides(number, scaling)):
+            alone = 1.0 if scaling == "weak" else (1 + 1 / ranks) / 2
+            found.append(alone * max(1.0, copies(ranks) / cores))
+            if uncontended and scaling != "weak" and copies(ranks) > 1:
+                found.append(alone)
+            reduce(ranks)
+    return found

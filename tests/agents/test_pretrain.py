@@ -16,13 +16,13 @@ from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
 from agents.pretrain import command as pretrain
 from agents.pretrain.weights import load_pretrained
+from agents.pretrain.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training
 from envs.trading.config import TradingConfig
 from envs.trading.market_data import DataConfig, Span
 from envs.trading.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
 from envs.trading.task import prepare_task
-from envs.trading.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import ResolvedLaunch

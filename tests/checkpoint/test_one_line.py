@@ -13,7 +13,7 @@ from train_runs import REPO, daily_bars, evaluate_here, only_error, run_here, tr
 import check_gpu_setup
 import train_distributed
 from agents.pretrain import command as pretrain
-from envs.trading.daily_bars import MarketDataError, read_bars
+from envs.trading.market_data import MarketDataError, read_bars
 from rl_dist.checkpoint import command as checkpoint
 from rl_dist.errors import explained, explains_errors
 from rl_dist.resume_check import command as resume_check

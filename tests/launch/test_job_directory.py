@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_dist.launch.job_directory import LOCK, job_directory
+from rl_dist.launch.rank_group import LOCK, job_directory
 
 HOLDS = (
     "from rl_dist.launch.job_directory import job_directory\n"

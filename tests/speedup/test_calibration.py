@@ -18,9 +18,8 @@ from rl_dist.launch.short_run import Trial
 from rl_dist.process_group.world import StopFlag, threads_per_rank
 from rl_dist.speedup import calibration, reduction_bench
 from rl_dist.speedup import command as speedup
-from rl_dist.speedup.calibration import SMALL_COLLECTIVES, Calibration, Point, modelled_communication
+from rl_dist.speedup.calibration import SMALL_COLLECTIVES, Calibration, Point, modelled_communication, share_flags
 from rl_dist.speedup.machines import GPUS, LINKS
-from rl_dist.speedup.measurement_plan import share_flags
 from rl_dist.speedup.model import Communication, Link, Work
 from rl_dist.speedup.rank_cost import steps_per_episode
 from rl_dist.speedup.reduction_bench import Reductions, measure_reductions
