@@ -167,7 +167,7 @@ class PPO:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: Policy,
         config: PPOConfig,
         strategy: Strategy,
         grad_accumulation: int = 1,
@@ -175,14 +175,13 @@ class PPO:
     ) -> None:
         self.policy, self.config, self.strategy, self.world = policy, config, strategy, strategy.world
         self.num_parts = grad_accumulation  # of a minibatch
-        if isinstance(policy, Policy):
-            policy.low_precision = autocast_dtype(strategy.config.precision)
+        policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate, self.world.device, speed.fused_adam)
         self.compiled_loss = compiled(ppo_loss) if speed.compile else None
-        if speed.compile and isinstance(policy, Policy):  # functions of tensors: replicas bring their own parameters
+        if speed.compile:  # functions of tensors: replicas bring their own parameters
             policy.evaluation = compiled(evaluation_of)
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
@@ -274,7 +273,8 @@ class PPO:
             with self.strategy.accumulating(last=number == self.num_parts):
                 losses.append(self._loss(part))
                 self.clock.mark("forward")
-                self.strategy.backward(losses[-1].total / self.num_parts)
+                with self.strategy.reducing(losses[-1].total / self.num_parts) as loss:
+                    loss.backward()
             self.clock.mark("backward")
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 

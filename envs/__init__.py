@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault, one_line
+from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # torch and pandas are loaded when a factory is called, not when ids are registered
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
-STREAMS: Mapping[str, int] = {"policy": 0, "environment": 1, "noise": 2, "shuffle": 3, "evaluation": 4}
 VECTORIZATIONS = ("auto", "sync", "native")
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,28 +34,13 @@ for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
         gymnasium.register(_env_id, entry_point=_single, vector_entry_point=_batch)
 
 
-def environment_seeds(seed: int, stream: str, first_global_index: int, num_envs: int) -> list[int]:
-    """Return a 63-bit seed per environment, fixed by its number in the whole run.
-
-    Raises:
-        ValueError: a negative seed, or a stream that is not one of STREAMS.
-    """
-    if seed < 0:
-        raise ValueError(f"seed must be 0 or more, got {seed}: choose another")
-    if stream not in STREAMS:
-        raise ValueError(f"stream must be one of {', '.join(STREAMS)}, got {stream!r}")
-    numbers = range(first_global_index, first_global_index + num_envs)
-    sequences = (np.random.SeedSequence([seed, STREAMS[stream], number]) for number in numbers)
-    return [int(sequence.generate_state(1, np.uint64)[0]) >> 1 for sequence in sequences]
-
-
 def make_vector_env(
     env_id: str,
     num_envs: int,
     *,
     first_global_index: int = 0,
     seed: int = 1,
-    stream: str = "environment",
+    stream: int = ENVIRONMENT_STREAM,
     device: str = "cpu",
     vectorization: str = "auto",
     env_kwargs: Mapping[str, Any] | None = None,
@@ -82,7 +66,7 @@ def make_vector_env(
         raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}")
     if env_id.rsplit(":", 1)[-1] == TRADING_ID:
         raise ValueError(f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading.task")
-    default_seeds = environment_seeds(seed, stream, first_global_index, num_envs)
+    default_seeds = stream_seeds(seed, stream, first_global_index, num_envs)
     spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
     native, takes_seed_list = False, True

@@ -13,8 +13,8 @@ from functools import partial
 import gymnasium
 import numpy as np
 
-from envs import environment_seeds
 from envs.vector.batched import pack_generator, unpack_generator
+from rl_dist import seeding
 
 
 def lock_twice(library):
@@ -92,7 +92,8 @@ class Misbehaving(gymnasium.Env):
 
     def __init__(self, misdeeds=None, at=20, length=7, stream="environment"):
         self.at, self.length = at, length
-        self.by_seed = {environment_seeds(1, stream, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()}
+        number = {"environment": seeding.ENVIRONMENT_STREAM, "evaluation": seeding.EVALUATION_STREAM}[stream]
+        self.by_seed = {seeding.stream_seeds(1, number, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

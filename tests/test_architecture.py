@@ -19,7 +19,10 @@ PACKAGES = ("rl_dist", "envs", "agents")
 # These may build environments themselves.
 COMMANDS = {
     f"agents/{name}.py"
-    for name in ("evaluate/command", "evaluate/plots", "pretrain/command", "pretrain/weights", "pretrain/windows", "run/config")
+    for name in (
+        *("evaluate/command", "evaluate/plots", "run/config"),
+        *("pretrain/command", "pretrain/weights", "pretrain/windows"),
+    )
 }
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")  # without torch; the only part of ours envs may import
@@ -86,7 +89,9 @@ def read_sources(root: Path) -> list[Source]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if not skipped(Path(folder, f)))
         for path in (Path(folder, name) for name in sorted(names)):
-            if path.suffix in TEXT_SUFFIXES and path.is_file() and path.stat().st_size < 1_000_000:
+            if path.name == ".git" or path.suffix not in TEXT_SUFFIXES:  # a worktree has a file of that name
+                continue
+            if path.is_file() and path.stat().st_size < 1_000_000:
                 text = path.read_text(encoding="utf-8", errors="replace")
                 tree = ast.parse(text) if path.suffix == ".py" else ast.Module(body=[], type_ignores=[])
                 sources.append(Source(path.relative_to(root).as_posix(), text, tree))

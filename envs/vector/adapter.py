@@ -161,7 +161,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         if seed is None:
             return None if self._started or self._default_seeds is None else list(self._default_seeds)
         if isinstance(seed, int):
-            raise ValueError(f"seed must be a list of {self.num_envs} integers, got {seed}: see environment_seeds")
+            raise ValueError(f"seed must be a list of {self.num_envs} integers, got {seed}: see rl_dist/seeding.py")
         if len(seed) != self.num_envs:
             raise ValueError(f"seed must hold {self.num_envs} integers, one per environment, got {len(seed)}")
         return [None if one is None else int(one) for one in seed]

@@ -152,16 +152,21 @@ class Strategy:
         """Around a module's forward pass: matrix products in the strategy's precision."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
-    @section("backward")
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's loss, reduced over ranks.
+    @contextmanager
+    def reducing(self, loss: Tensor) -> Iterator[Tensor]:
+        """Around `backward` of the loss that it gives: gradients are reduced over ranks.
 
         A loss that is not finite spoils the gradient, which tells the other ranks.
         """
         one = torch.ones_like(loss)
-        with self.world.reducing():
+        with section("backward"), self.world.reducing():
             scaled = self.scaler.scale(loss) if self.scaler else loss
-            scaled.backward(torch.where(torch.isfinite(loss), one, one * torch.nan))
+            yield scaled * torch.where(torch.isfinite(loss.detach()), one, one * torch.nan)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's loss, reduced over ranks; see `reducing`."""
+        with self.reducing(loss) as scaled:
+            scaled.backward()
 
     @section("optimizer")
     def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf) -> tuple[Tensor, bool]:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envs import environment_seeds, make_vector_env
+from envs import make_vector_env
 from envs.vector import faults
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.faults import EnvironmentFault
+from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
 
 
 class Ticking(gymnasium.Env):
@@ -71,12 +72,12 @@ def test_an_environment_that_hangs_in_python_is_a_fault_in_time():
 def test_an_environment_is_made_anew_as_often_as_allowed():
     env = misbehaving({0: "raise", 1: "nan"}, env_restarts=2)
     for restarts in (1, 2):
-        env.reset(seed=environment_seeds(1, "environment", 0, 2))
+        env.reset(seed=stream_seeds(1, ENVIRONMENT_STREAM, 0, 2))
         before = play(env, 2)[0][-1]
         obs, rewards, terminated, truncated, final_obs = play(env, 1)
         assert env.restarts == [restarts, restarts] and truncated.all() and not terminated.any() and not rewards.any()
         assert torch.equal(final_obs[0], before) and not obs.any()
-    env.reset(seed=environment_seeds(1, "environment", 0, 2))
+    env.reset(seed=stream_seeds(1, ENVIRONMENT_STREAM, 0, 2))
     with pytest.raises(EnvironmentFault, match=r"number 0 at its step 3: raised KeyError.* \(after 2 restarts"):
         play(env, 3)
 

@@ -8,11 +8,11 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
 
-import envs  # registers the ids
 from envs.memory_tasks.cartpole_positions import CartPolePositionsEnv, CartPolePositionsVectorEnv
 from envs.memory_tasks.recall import RecallEnv, RecallVectorEnv
+from rl_dist.seeding import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
 
-SEEDS = envs.environment_seeds(1, "environment", 0, 8)
+SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 
 
 @pytest.mark.parametrize("env_id", ["Recall-v0", "CartPolePositions-v1"])
@@ -103,7 +103,7 @@ def test_cart_pole_positions_lasts_500_steps():
 
 def episode_returns(env, policy, num_episodes):
     """Play whole lockstep episodes; policy(obs, memory) -> actions, memory."""
-    obs, _ = env.reset(seed=envs.environment_seeds(9, "evaluation", 0, env.num_envs))
+    obs, _ = env.reset(seed=stream_seeds(9, EVALUATION_STREAM, 0, env.num_envs))
     memory, total, length = None, np.zeros(env.num_envs), 0
     for _ in range(num_episodes):
         terminated = np.zeros(env.num_envs, dtype=bool)

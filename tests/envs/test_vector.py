@@ -14,9 +14,17 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envs import environment_seeds, make_vector_env
+from envs import make_vector_env
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.faults import EnvironmentFault
+from rl_dist.seeding import (
+    ENVIRONMENT_STREAM,
+    EVALUATION_STREAM,
+    NOISE_STREAM,
+    POLICY_STREAM,
+    SHUFFLE_STREAM,
+    stream_seeds,
+)
 
 
 class ScriptedEnv(gymnasium.Env):
@@ -99,7 +107,7 @@ def test_every_environment_speaks_the_same_tensors(env_id, vectorization, num_fe
     env = make_vector_env(env_id, 6, vectorization=vectorization)
     assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
     assert env.single_observation_space.shape == (num_features,)
-    first, info = env.reset(seed=environment_seeds(1, "environment", 0, 6))
+    first, info = env.reset(seed=stream_seeds(1, ENVIRONMENT_STREAM, 0, 6))
     assert first.dtype == torch.float32 and first.shape == (6, num_features) and info == {}
     kept = first.clone()
     obs, rewards, terminated, truncated, final_obs = play(env, 40)
@@ -151,7 +159,7 @@ def test_pendulum_truncates_after_200_steps_without_terminating():
 def test_two_batches_of_four_are_one_batch_of_eight(env_id):
     def life(first, count):
         env = make_vector_env(env_id, count, first_global_index=first, seed=3)
-        start, _ = env.reset(seed=environment_seeds(3, "environment", first, count))
+        start, _ = env.reset(seed=stream_seeds(3, ENVIRONMENT_STREAM, first, count))
         generator = torch.Generator().manual_seed(0)
         whole = make_vector_env(env_id, 8)  # only tells the shape of the actions of all eight
         columns = [start]
@@ -164,10 +172,10 @@ def test_two_batches_of_four_are_one_batch_of_eight(env_id):
 
 
 def test_the_default_seeds_come_from_seed_stream_and_global_index():
-    by_default = make_vector_env("CartPole-v1", 3, first_global_index=5, seed=2, stream="evaluation").reset()[
+    by_default = make_vector_env("CartPole-v1", 3, first_global_index=5, seed=2, stream=EVALUATION_STREAM).reset()[
         0
     ]
-    given = make_vector_env("CartPole-v1", 3).reset(seed=environment_seeds(2, "evaluation", 5, 3))[0]
+    given = make_vector_env("CartPole-v1", 3).reset(seed=stream_seeds(2, EVALUATION_STREAM, 5, 3))[0]
     assert torch.equal(by_default, given)
 
 
@@ -175,26 +183,20 @@ def test_seeds_of_all_runs_streams_and_environments_differ():
     seeds = [
         number
         for seed in (0, 1, 2)
-        for stream in ("policy", "environment", "noise", "shuffle")
-        for number in environment_seeds(seed, stream, 0, 64)
+        for stream in (POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM)
+        for number in stream_seeds(seed, stream, 0, 64)
     ]
     assert len(set(seeds)) == len(seeds) and all(0 <= number < 2**63 for number in seeds)
-    assert environment_seeds(1, "environment", 3, 2) == environment_seeds(1, "environment", 0, 5)[3:]
+    assert stream_seeds(1, ENVIRONMENT_STREAM, 3, 2) == stream_seeds(1, ENVIRONMENT_STREAM, 0, 5)[3:]
 
 
 def test_seeds_are_the_documented_words_of_numpys_seed_sequence():
     word = np.random.SeedSequence([7, 1, 12]).generate_state(1, np.uint64)[0]
-    assert environment_seeds(7, "environment", 12, 1) == [int(word) // 2]
-
-
-@pytest.mark.parametrize(("seed", "stream"), [(-1, "environment"), (1, "weather")])
-def test_bad_seeds_and_streams_are_refused(seed, stream):
-    with pytest.raises(ValueError, match="must be"):
-        environment_seeds(seed, stream, 0, 1)
+    assert stream_seeds(7, ENVIRONMENT_STREAM, 12, 1) == [int(word) // 2]
 
 
 def test_seeds_need_no_torch():
-    code = "import sys, envs; envs.environment_seeds(1, 'policy', 0, 2); assert 'torch' not in sys.modules"
+    code = "import sys, envs, rl_dist.seeding; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
