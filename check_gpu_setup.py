@@ -34,6 +34,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from agents.dry_run.measure import Question, Trying, gradient_bytes, short_runs
 from agents.dry_run.setup_report import Report, decide_ranks, exercise_ranks, look_at_time, one_line, recommend
+from agents.run.choice import RUNS, add_run_flags, choose_run
 from agents.run.config import SECTIONS
 from agents.sizes import share_out
 from envs.task import GymTask
@@ -56,7 +57,6 @@ from rl_dist.setup_check.checks import (
     software_checks,
 )
 from rl_dist.setup_check.measured import MemoryFigures, memory_checks, worst
-from train_distributed import RUNS, add_run_flags, choose_run
 
 OWN_FLAGS = ("json", "full", "strict")
 DESCRIPTION = "Can this machine train with these flags, does it fit, how long does it take? Takes all training flags."

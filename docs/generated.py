@@ -24,6 +24,7 @@ import check_gpu_setup
 import rl_dist
 from agents.evaluate import command as evaluate
 from agents.pretrain import command as pretrain
+from agents.run.choice import PAPER, QUICK, TRADING, add_run_flags
 from agents.run.config import SECTIONS, load_agent
 from agents.run.metric_table import METRICS
 from rl_dist.checkpoint import command as checkpoint
@@ -32,7 +33,6 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.resume_check import command as resume_check
 from rl_dist.speedup import command as speedup
 from rl_dist.status import command as status
-from train_distributed import PAPER, QUICK, TRADING, add_run_flags
 
 COMMANDS: dict[str, Callable[[], Any]] = {
     "python check_gpu_setup.py": check_gpu_setup.main,

@@ -20,7 +20,8 @@ PACKAGES = ("rl_dist", "envs", "agents")
 COMMANDS = {
     f"agents/{name}.py"
     for name in (
-        *("evaluate/command", "evaluate/plots", "run/config"),
+        *("dry_run/announce", "dry_run/memory_advice", "evaluate/command", "evaluate/final", "evaluate/plots"),
+        *("run/choice", "run/config"),
         *("pretrain/command", "pretrain/weights", "pretrain/windows"),
     )
 }

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from agents.run.choice import add_run_flags
 from agents.run.config import SECTIONS
 from rl_dist.config import parse_flags
-from train_distributed import add_run_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from agents.dry_run.memory import Shapes, compute_memory, largest_sizes
-from agents.run.config import RunConfig
+from agents.run.config import JUDGING, RunConfig
 from agents.sizes import AUTO, TrainConfig, share_out, shares_out
 from agents.trainer import last_checkpoint
+from envs.vector.faults import EnvironmentFault
 from rl_dist.checkpoint.folder import latest_checkpoint
-from rl_dist.errors import UserError
+from rl_dist.errors import FULL_DISK, UserError, unwritable
 from rl_dist.hardware.out_of_memory import free_memory_bytes, is_out_of_memory, other_limit
 from rl_dist.process_group.world import World
 
 GIB = 2**30
-JUDGING = "judging"
 STEPPING = ("update", "choice of the batch size")  # phases whose memory grows with batch_size
 SMALLEST_SHAPES = Shapes(num_obs=1, num_actions=1, discrete=True)  # no environment has smaller ones
 REFUSED_SHARE = 2  # of what is free; up to it others may still make room
@@ -135,3 +137,22 @@ def fewer_environments(train: TrainConfig, num_ranks: int) -> str:
             num_envs = share_out(smaller, 0, num_ranks).global_num_envs * now // total
             return f"--num_envs {num_envs} --batch_size {batch_size}"
     return ""
+
+
+@contextmanager
+def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator[None]:
+    """Turn faults of environments, memory and disk into one line for the user.
+
+    Raises:
+        UserError: in place of them.
+    """
+    try:
+        yield
+    except EnvironmentFault as fault:
+        raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
+    except (RuntimeError, MemoryError, OSError) as error:
+        if reached := limit_reached(error, config, run_dir, world):
+            raise reached from error
+        if not isinstance(error, OSError) or error.errno not in FULL_DISK:
+            raise
+        raise unwritable(str(error.filename or run_dir), error) from None

@@ -41,6 +41,8 @@ from rl_dist.parallel.speed import SpeedConfig
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, close_logging
 
+JUDGING = "judging"
+
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
     "speed": SpeedConfig,

@@ -15,6 +15,7 @@ import train_distributed
 from agents.dry_run import memory_advice
 from agents.dry_run.batch_size import allowed_batch_sizes
 from agents.dry_run.memory_advice import fewer_environments, smaller_parts
+from agents.evaluate import final
 from agents.ppo import PPO
 from agents.run.config import RunConfig
 from agents.sizes import TrainConfig, share_out
@@ -206,7 +207,7 @@ def end_in(phase, monkeypatch):
     elif phase == "start-up":
         monkeypatch.setattr(train_distributed, "Training", lambda *_: fail())
     else:
-        monkeypatch.setattr(train_distributed, "judge_run", lambda *_: fail())
+        monkeypatch.setattr(final, "judge_run", lambda *_: fail())
 
 
 @pytest.mark.parametrize("phase", ["start-up", "collect", "update", "judging"])

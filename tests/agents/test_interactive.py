@@ -1,3 +1,4 @@
+
 """The dialogue, held through a pseudo-terminal with the real command, down to a real training."""
 
 import json
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 from train_runs import REPO, SMALL, only_error, train_here
 
-import train_distributed
 from agents.run import interactive
+from agents.run.choice import add_run_flags, fresh_config
 from agents.run.config import SECTIONS, RunConfig
 from rl_dist.config import parse_flags
 
@@ -91,7 +92,7 @@ def terminal(tmp_path):
 
 
 def parsed(*argv):
-    return parse_flags(SECTIONS, argv, description="", extra=train_distributed.add_run_flags)
+    return parse_flags(SECTIONS, argv, description="", extra=add_run_flags)
 
 
 def answered(terminal):
@@ -128,7 +129,7 @@ def test_answers_become_a_command_line_and_leaving_writes_nothing(terminal, tmp_
     dialogue.until(r"answer yes or no(.|\n)*\]: ")
     dialogue.press(b"\x03")  # Ctrl-C
     check_left(dialogue)
-    config = train_distributed.fresh_config(again)
+    config = fresh_config(again)
     assert again.extra.run_dir == "a run"
     assert (config.policy.hidden_size, config.train.total_steps, config.launch.num_gpus) == (6, 256, 1)
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +143,7 @@ def test_answers_become_a_training(terminal, tmp_path):
     said, code = dialogue.end()
     assert code == 0, said
     saved = RunConfig.from_dict(json.loads((tmp_path / "a run" / "config.json").read_text()))
-    assert train_distributed.fresh_config(again) == saved
+    assert fresh_config(again) == saved
     assert (saved.policy.hidden_size, saved.train.total_steps, saved.launch.num_gpus) == (6, 256, 1)
     assert json.loads((tmp_path / "a run" / "summary.json").read_text())["global_step"] == 256
 
@@ -168,13 +169,13 @@ class Lines:
 
 def ask(monkeypatch, flags, *lines):
     monkeypatch.setattr(sys, "stdin", Lines(*lines))
-    return interactive.ask_for_flags(parsed(*flags), train_distributed.fresh_config)
+    return interactive.ask_for_flags(parsed(*flags), fresh_config)
 
 
 def test_enter_alone_changes_nothing(monkeypatch, capsys):
     flags = ["--env", "CartPole-v1", "--device", "cpu", "--no-anneal_lr", "--quick", "--seed", "3"]
     asked = ask(monkeypatch, flags, *[""] * 10)
-    assert asked is not None and train_distributed.fresh_config(asked) == train_distributed.fresh_config(parsed(*flags))
+    assert asked is not None and fresh_config(asked) == fresh_config(parsed(*flags))
     assert "python train_distributed.py --quick --device cpu --seed 3 --no-anneal_lr --env CartPole-v1" in (
         capsys.readouterr().out
     )
@@ -184,12 +185,12 @@ def test_several_ranks_are_asked_how_they_share_and_get_a_batch_that_divides(mon
     flags = ["--env", "CartPole-v1", "--device", "cpu"]
     asked = ask(monkeypatch, flags, "", "3", "none", "ddp", "weak", "sqrt", *[""] * 6)
     assert asked is not None
-    config = train_distributed.fresh_config(asked)
+    config = fresh_config(asked)
     assert (config.launch.num_gpus, config.launch.strategy) == (3, "ddp")
     assert (config.train.scaling, config.train.lr_scaling, config.train.batch_size) == ("weak", "sqrt", 128)
     assert "strategy none works with one rank only" in capsys.readouterr().out
     shared = ask(monkeypatch, flags, "", "3", "ddp", "strong", *[""] * 6)
-    assert shared is not None and train_distributed.fresh_config(shared).train.batch_size == 129
+    assert shared is not None and fresh_config(shared).train.batch_size == 129
     assert "[129]" in capsys.readouterr().out
 
 
@@ -199,7 +200,7 @@ def test_on_gpus_enter_takes_all_of_them(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "Card")
     monkeypatch.setattr(interactive, "print_gpu_info", lambda: None)
     asked = ask(monkeypatch, ["--env", "CartPole-v1"], "", "5", *[""] * 9)
-    assert asked is not None and train_distributed.fresh_config(asked).launch.num_gpus == -1
+    assert asked is not None and fresh_config(asked).launch.num_gpus == -1
     said = capsys.readouterr().out
     assert "this machine has 4" in said and "[4]" in said
 

@@ -8,13 +8,13 @@ import pytest
 
 from agents.dry_run.measure import Question, add_largest, compute, look_at_memory
 from agents.dry_run.memory import Shapes
+from agents.run.choice import add_run_flags, choose_run
 from agents.run.config import SECTIONS, RunConfig
 from agents.sizes import TrainConfig, share_out
 from rl_dist.config import parse_flags
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.speedup.job_of_run import flags_of
-from train_distributed import add_run_flags, choose_run
 
 SHAPES = Shapes(num_obs=10, num_actions=2, discrete=True)
 

@@ -11,10 +11,12 @@ from train_runs import evaluate_here, only_error, train_here
 
 import train_distributed
 from agents.pretrain import command as pretrain
+from agents.run import choice
 from agents.run.config import SECTIONS, RunConfig
+from envs.task import GymTask
 from rl_dist.checkpoint.command import main
 from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.folder import Found, latest_checkpoint
 from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.config import check_types
 from rl_dist.speedup import command as speedup
@@ -168,7 +170,7 @@ def test_names_that_are_no_modules_are_one_line(tmp_path):
     for env in (".x:Id", ":Id", "a..b:Id", "no such:Id", "os\0:Id"):
         with pytest.raises(ValueError, match=r"env"):
             check_module(env, "", tmp_path, None)
-            train_distributed.GymTask(dataclasses.replace(RunConfig().task, env=env))
+            GymTask(dataclasses.replace(RunConfig().task, env=env))
 
 
 def test_a_module_in_folders_without_init_is_the_users_own(copy, canary, tmp_path, monkeypatch, capsys):
@@ -203,7 +205,7 @@ def test_whatever_a_field_holds_the_run_goes_on_or_one_line_says_why_not(
         config[section][name] = value
         state = found | {"config": json.dumps(config)}
         monkeypatch.setattr(
-            train_distributed, "load_saved", lambda path, state=state: train_distributed.Found(path / "x.pt", state)
+            choice, "load_saved", lambda path, state=state: Found(path / "x.pt", state)
         )
         code = train_here(monkeypatch, "--resume", copy)
         err = capsys.readouterr().err

@@ -17,6 +17,7 @@ from tensorboard_readers import seen
 from train_runs import only_error, records, train_here
 
 import train_distributed
+from agents.evaluate import final
 from agents.run.config import fresh_directory
 from rl_dist.checkpoint import run_lock
 from rl_dist.checkpoint.file import load_checkpoint
@@ -210,8 +211,8 @@ def test_a_disk_that_is_full_when_a_run_is_judged_costs_one_line_and_no_training
 ):
     run_dir = tmp_path / "run"
     shutil.copytree(killed, run_dir)
-    judge = train_distributed.judge_run
-    monkeypatch.setattr(train_distributed, "judge_run", lambda *parts: (limits(2000), judge(*parts))[1])
+    judge = final.judge_run
+    monkeypatch.setattr(final, "judge_run", lambda *parts: (limits(2000), judge(*parts))[1])
     refused(run_dir, monkeypatch, limits, None, "--on_event", f"cat > {tmp_path}/event")
     err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("iteration ")]
     line = only_error("\n".join(err))

@@ -1,3 +1,4 @@
+
 """Profiles of real trainings: what they find, what they leave, and that they change no number."""
 
 import gzip
@@ -10,9 +11,9 @@ import torch
 from agents_ranks import make_job, world_of_one
 from train_runs import SIZES, start_training
 
-import train_distributed
 from agents.ppo import PPOConfig
 from agents.run.bottleneck import CURES, bottleneck, parts_of
+from agents.run.choice import add_run_flags
 from agents.run.config import SECTIONS, RunConfig
 from agents.run.resumed import resumed_config
 from agents.trainer import Training, train
@@ -167,7 +168,7 @@ def test_two_ranks_each_leave_a_profile_and_count_their_waiting(tmp_path):
 
 def test_a_resumed_run_may_change_the_flag():
     for argv, saved in ((["--profile"], False), (["--no-profile"], True)):
-        parsed = parse_flags(SECTIONS, argv, description="", extra=train_distributed.add_run_flags)
+        parsed = parse_flags(SECTIONS, argv, description="", extra=add_run_flags)
         config = RunConfig()
         config = replace(config, train=replace(config.train, profile=saved))
         assert resumed_config(config, parsed).train.profile is not saved
