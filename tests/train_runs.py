@@ -15,6 +15,10 @@ from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
+RECALL = [
+    *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"),
+    *("--hidden_size", "8", "--device", "cpu"),
+]
 SIZES = [
     *("--num_episodes", "8", "--num_envs", "4", "--batch_size", "8"),
     *("--num_steps", "32", "--bptt_steps", "8", "--hidden_size", "8"),

@@ -26,6 +26,7 @@ from rl_dist.process_group.process_ends import (
 )
 
 POLL_S = 0.02
+SI_KERNEL = 0x80  # linux/asm-generic/siginfo.h: not sent by a process
 LOOKING_IN = {"bdb", "profile", "pydevd"}  # modules of what would look into this process instead of the training
 LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
 
@@ -37,7 +38,7 @@ def supervise() -> None:
     watches its ranks, under a debugger or profiler and with `python -i` it returns at once.
     """
     looked_into = sys.flags.interactive or sys.modules.keys() & LOOKING_IN
-    if "RANK" in os.environ or not hasattr(os, "fork") or looked_into:
+    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait") or looked_into:  # that macOS lacks
         return
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a file of ours would become a closed stdout
         pass
@@ -69,9 +70,8 @@ def _watch(child: int, page: ReportPage) -> int:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(child, signum)
 
-    relay = StopRelay(pass_on)
-    relay.install()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    relay = StopRelay()
+    awaited = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}  # nohup
     deadline_s: float | None = None
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -81,7 +81,10 @@ def _watch(child: int, page: ReportPage) -> int:
             deadline_s = time.monotonic() + (LAST_WORD_S if relay.insists else EXIT_GRACE_S)
         if deadline_s is not None and time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
-        time.sleep(POLL_S)
+        if arrived := signal.sigtimedwait(awaited, POLL_S):  # they are blocked since before the fork
+            relay.count(arrived.si_signo)
+            if arrived.si_code != SI_KERNEL:  # else the terminal has sent it to the child as well
+                pass_on(arrived.si_signo)
     facts, code = page.read(), os.waitstatus_to_exitcode(status)
     if "exit_code" in facts:
         return facts["exit_code"]

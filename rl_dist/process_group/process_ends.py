@@ -59,11 +59,15 @@ class StopRelay:
         return sum(signum in (signal.SIGINT, signal.SIGTERM) for signum in self.signums) > 1
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.count(signum)
+        self._pass_on(signum)
+
+    def count(self, signum: int) -> None:
+        """Remember a signal, unless it belongs to the key press before."""
         now_s = time.monotonic()
         if not self.signums or now_s - self._last_s > SAME_KEYPRESS_S:
             self.signums.append(signum)
             self._last_s = now_s  # of those that count, or who presses quickly would never insist
-        self._pass_on(signum)
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:

@@ -25,7 +25,7 @@ from rl_dist.errors import UserError
 from rl_dist.parallel import batch_size
 from rl_dist.resume_check.comparison import parameter_sha256
 
-SCRIPT = Path(__file__).with_name("limited_memory.py")
+SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 TINY = [
     *("--env", "Recall-v0", "--num_steps", "16", "--bptt_steps", "8", "--hidden_size", "8", "--device", "cpu"),
     *("--eval_episodes", "2", "--validate_every", "0", "--update_epochs", "1", "--checkpoint_every", "1"),

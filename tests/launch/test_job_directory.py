@@ -12,7 +12,7 @@ import pytest
 from rl_dist.launch.rank_group import LOCK, job_directory
 
 HOLDS = (
-    "from rl_dist.launch.job_directory import job_directory\n"
+    "from rl_dist.launch.rank_group import job_directory\n"
     "with job_directory() as d: print(d, flush=True); input()"
 )
 

@@ -17,7 +17,7 @@ from rl_dist.process_group.process_ends import ReportPage, StopRelay
 REPO = Path(__file__).parents[2]
 SUPERVISED = """
 import os, signal, sys, threading, time
-from rl_dist import supervisor
+from rl_dist.launch import supervisor
 from rl_dist.process_group.process_ends import leave, report
 from rl_dist.launch.supervisor import supervise
 supervisor.EXIT_GRACE_S, supervisor.LAST_WORD_S = 1.0, 1.0

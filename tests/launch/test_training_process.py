@@ -8,8 +8,7 @@ import threading
 import time
 
 import pytest
-from test_status import RECALL
-from train_runs import records, train_here
+from train_runs import RECALL, records, train_here
 
 import rl_dist
 from agents.sizes import TrainConfig

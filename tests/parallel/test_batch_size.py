@@ -23,7 +23,7 @@ from rl_dist.parallel.batch_size import (
     throughput_curve,
 )
 
-SCRIPT = Path(__file__).with_name("limited_memory.py")
+SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 OTHERS = [RuntimeError("size mismatch"), OSError(errno.ENOSPC, "No space left on device"), ValueError("out of memory")]
 
 

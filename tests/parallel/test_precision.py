@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 from agents_ranks import Recording, world_of_one
+from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy
 from speed_ranks import SINGLE, job_of, trained
-from test_policy import BOX, DISCRETE, FORMS, make_inputs, make_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

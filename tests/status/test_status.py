@@ -11,17 +11,13 @@ import time
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_run_state import BEGAN, FAILED, TRAINED, Run, record
-from train_runs import REPO, records, start_training
+from train_runs import RECALL, REPO, records, start_training
 
 from rl_dist.checkpoint.run_lock import hold
 from rl_dist.status import command as status
 from rl_dist.status.run_state import read_run
 
 FAST = ["--every", "0.1"]
-RECALL = [
-    *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"),
-    *("--hidden_size", "8", "--device", "cpu"),
-]
 
 
 @pytest.fixture

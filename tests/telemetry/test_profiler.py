@@ -59,6 +59,7 @@ class Said(NullWriter):
 def trained(world, run_dir, iterations, *, profile):
     """A training's final state, and what its writer was told."""
     job = make_job("recall, clstm", run_dir, iterations=iterations, ppo=PPOConfig(update_epochs=1), profile=profile)
+    job = replace(job, explain=bottleneck)
     training, writer = Training(job, world), Said()
     train(training, writer, StopFlag())
     return training, writer

@@ -1,0 +1,34 @@
+"""Policies of all forms, and inputs for them."""
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from agents.policy import Policy, PolicyConfig
+
+BOX, DISCRETE = spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(3)
+FORMS = {
+    "clstm": PolicyConfig(hidden_size=8),
+    "window of 1": PolicyConfig(hidden_size=8, feature_window=1),
+    "window of 4": PolicyConfig(hidden_size=8, feature_window=4),
+    "no memory": PolicyConfig(hidden_size=8, memory=False),
+    "mlp": PolicyConfig(hidden_size=8, policy="mlp"),
+}
+NUM_OBS = 4
+
+
+def make_policy(config, space=BOX, seed=0):
+    torch.manual_seed(seed)
+    policy = Policy(config, NUM_OBS, space).double()
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions that differ visibly
+    return policy
+
+
+def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    width = NUM_OBS * max(policy.config.feature_window, 1)
+    obs = torch.randn(num_steps, num_envs, width, dtype=torch.float64, generator=generator)
+    state = torch.randn(num_envs, policy.num_states, policy.config.hidden_size, generator=generator).double()
+    starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
+    noise = torch.randn(num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator)
+    return obs, state, starts, noise
