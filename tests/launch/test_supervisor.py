@@ -81,6 +81,7 @@ def test_before_anything_handles_it_a_stop_signal_simply_ends_it():
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_stop_signal_ends_even_a_process_that_ignores_it(second):
     job, child = start("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\ntime.sleep(60)")
+    time.sleep(0.3)
     job.terminate()
     time.sleep(0.7)  # no longer the same key press
     assert job.poll() is None
