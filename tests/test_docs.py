@@ -127,9 +127,6 @@ def flags_of(command):
     return own | training if passes_on else own
 
 
-@pytest.mark.skipif(
-    not (ROOT / "rl_dist/launch").is_dir(), reason="the README shows the tree by package"
-)
 def test_the_tree_of_the_readme_exists():
     folder, missing = Path(), []
     lines = (ROOT / "README.md").read_text().splitlines()
