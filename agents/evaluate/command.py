@@ -365,7 +365,3 @@ def main() -> int:
     """Entry of the command."""
     args = parse_args()
     return launch(_rank_main, (args,), args.num_gpus)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

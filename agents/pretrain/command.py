@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +39,7 @@ from envs.trading.task import TradingTask, prepare_task
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR
 from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
 from rl_dist.config import ParsedFlags, flag, given_once, parse_flags, read_sections, saved_form
-from rl_dist.errors import UserError, explains_errors, outlive_readers
+from rl_dist.errors import UserError, explains_errors
 from rl_dist.hardware.plain_files import leads_to, read_plain
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, launch, resolve, restart_count
 from rl_dist.launch.training_process import as_flags
@@ -362,8 +361,3 @@ def _run(parsed: ParsedFlags, held: ExitStack) -> int:
     if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):  # else it is no longer ours
         discard_unstarted(run_dir)
     return code
-
-
-if __name__ == "__main__":
-    outlive_readers()
-    sys.exit(main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import textwrap
 import time
@@ -224,8 +223,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    sys.exit(main())

@@ -325,7 +325,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

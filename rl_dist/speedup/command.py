@@ -284,6 +284,12 @@ def write(report: Report, folder: Path) -> list[Path]:
         raise _unwritable(folder, error) from None
 
 
+def leave_at_signals() -> None:
+    """Let SIGINT and SIGTERM end the command in one line."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+
+
 def _leave(signum: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + signum)  # through all `finally`: short runs are ended, files removed
 
@@ -321,9 +327,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
-    sys.exit(main())

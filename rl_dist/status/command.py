@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -226,8 +225,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 1 if run.state in BAD else 0
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    sys.exit(main())
