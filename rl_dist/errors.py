@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no bad usage: it may be mended while a run waits
+CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}  # to this user
 
 FIRST_RANK_S = 10.0  # for the first rank of a machine to say what the others see as well
 _WRONG_KIND = "move away what lies there, or name another place"

@@ -16,7 +16,7 @@ from agents.sizes import AUTO, TrainConfig, share_out, shares_out
 from agents.trainer import last_checkpoint
 from envs.vector.faults import EnvironmentFault
 from rl_dist.checkpoint.folder import latest_checkpoint
-from rl_dist.errors import FULL_DISK, UserError, unwritable
+from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
 from rl_dist.hardware.out_of_memory import free_memory_bytes, is_out_of_memory, other_limit
 from rl_dist.process_group.world import World
 
@@ -153,6 +153,6 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
     except (RuntimeError, MemoryError, OSError) as error:
         if reached := limit_reached(error, config, run_dir, world):
             raise reached from error
-        if not isinstance(error, OSError) or error.errno not in FULL_DISK:
+        if not isinstance(error, OSError) or error.errno not in FULL_DISK | CLOSED_DISK:
             raise
         raise unwritable(str(error.filename or run_dir), error) from None

@@ -63,6 +63,7 @@ def _check_run(state: Mapping[str, Any]) -> None:
     if type(state["discrete"]) is not bool:
         raise StateError("'discrete' is neither true nor false")
     weights = _tensors(state, "policy")
+    _refuse(not all(weight.is_floating_point() for weight in weights.values()), "policy", "not of floating point")
     if not any(num_actions in weight.shape for weight in weights.values()):
         raise StateError(f"no weight of 'policy' has {num_actions} actions")
     _adam(state["optimizer"], list(weights.values()))

@@ -46,7 +46,7 @@ def supervise() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns of a death
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        page, supervisor, child = ReportPage(), os.getpid(), os.fork()
+        page, supervisor, child = ReportPage(by_fork=True), os.getpid(), os.fork()
     except OSError as error:
         sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:

@@ -85,9 +85,15 @@ class ReportPage:
     It outlives the process, and neither closed descriptors, a full disk nor a cleaner of temporary files takes it away.
     """
 
-    def __init__(self, descriptor: Any = None) -> None:
-        """Make a page, or with the descriptor that `__reduce__` sends, share one."""
-        if descriptor is None:
+    def __init__(self, descriptor: Any = None, *, by_fork: bool = False) -> None:
+        """Make a page, or with the descriptor that `__reduce__` sends, share one.
+
+        Args:
+            by_fork: only a fork of this process will share it, which needs no file.
+        """
+        if by_fork:
+            self._descriptor = -1
+        elif descriptor is None:
             self._descriptor = _unnamed_file()
             os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
         else:

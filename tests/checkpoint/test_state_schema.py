@@ -12,7 +12,7 @@ from train_runs import evaluate_here, only_error, records, train_here
 
 from rl_dist.checkpoint.command import main
 from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
-from rl_dist.checkpoint.folder import save_checkpoint
+from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
 from rl_dist.checkpoint.schema import StateError, check_state
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
@@ -177,3 +177,10 @@ def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken():
                 fitted().load(candidate, None)
             except (StateError, UserError) as error:
                 assert "\n" not in str(error)
+
+
+def test_weights_of_integers_are_no_weights(trained):
+    state = load_checkpoint(latest_checkpoint(trained))
+    state["policy"] = {name: weight.to(torch.int64) for name, weight in state["policy"].items()}
+    with pytest.raises(StateError, match="floating point"):
+        check_state(state)

@@ -61,6 +61,12 @@ def test_a_death_without_a_report_is_a_failure_whatever_its_code(code, exit_code
         assert stderr == ""
 
 
+def test_it_needs_no_file_however_short_files_must_be():
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    found = subprocess.run([sys.executable, "-c", limit + SUPERVISED], cwd=REPO, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_signal_is_passed_on(signum):
     job, _ = start(f"signal.signal({signum}, lambda *_: leave({128 + signum}))\nwhile True: time.sleep(0.01)")

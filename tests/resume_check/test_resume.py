@@ -1,5 +1,6 @@
 """A killed run goes on exactly: files without gaps, all differences refused at once, nothing overwritten."""
 
+import errno
 import hashlib
 import json
 import os
@@ -330,3 +331,15 @@ def test_the_hash_in_the_summary_is_of_the_final_parameters(killed, tmp_path, mo
         if name.startswith("policy/"):
             digest.update(tensor.contiguous().numpy().tobytes())
     assert summary["iteration"] == 3 and summary["parameter_sha256"] == digest.hexdigest()
+
+
+def test_a_run_directory_closed_to_this_user_is_one_line(killed, tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "summary.json"))
+
+    monkeypatch.setattr(train_distributed, "set_results_aside", refuse)
+    assert train_here(monkeypatch, "--resume", run_dir) == 2
+    assert "Permission denied" in only_error(capsys.readouterr().err)
