@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?=
 ARGS ?=
 PARALLEL = -n 2 --dist loadfile
-SOURCES = rl_dist envs agents train_distributed.py check_gpu_setup.py
+SOURCES = rl_dist envs agents benchmarks examples train_distributed.py check_gpu_setup.py
 
 ifeq ($(strip $(VENV)),)
 ENV := .venv
@@ -42,13 +42,15 @@ train: ready
 test: ready-test
 	@failed=; \
 	echo "== ruff"; $(RUN) -m ruff check . || failed="$$failed ruff"; \
+	$(RUN) -m ruff format --check --quiet . || failed="$$failed format"; \
 	echo "== mypy"; $(RUN) -m mypy $(SOURCES) || failed="$$failed mypy"; \
 	echo "== pytest"; $(RUN) -m pytest $(PARALLEL) $(ARGS) || failed="$$failed pytest"; \
 	test -z "$$failed" || { echo "make test: failed:$$failed" >&2; exit 1; }
 
 lint: ready-test
 	@$(RUN) -m ruff check .
-	@$(RUN) -m mypy $(SOURCES)
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
 
 format: ready-test
 	@$(RUN) -m ruff check --fix .

@@ -9,7 +9,7 @@ from torch import Tensor
 def gae(
     rewards: Tensor,  # [T, B]
     values: Tensor,  # [T, B]
-    next_values: Tensor,  # [T, B] V of the true successor: zero after termination, V(final_obs) after truncation
+    next_values: Tensor,  # [T, B] V of the true successor: 0 after termination
     episode_end: Tensor,  # [T, B] bool; the step was the last of its episode
     gamma: float,
     gae_lambda: float,

@@ -1,7 +1,7 @@
 """LSTM over [T, B] with episode resets: dense pieces, and the stepwise oracle.
 
-On CPU only dense `nn.LSTM` calls without per-step masks run at full speed, forward and backward.
-A sequence with episode starts inside is therefore cut at every start into pieces that begin from zero
+On CPU only dense `nn.LSTM` calls without per-step masks run at full speed, forward and backward. A
+sequence with episode starts inside is therefore cut at every start into pieces that begin from zero
 state; pieces of similar length are padded together and run as one dense call each.
 """
 
@@ -24,7 +24,7 @@ class PieceGroup:
 
     cells: np.ndarray  # [length, pieces] flat index t * N + n of each padded cell
     columns: np.ndarray  # [pieces] sequence that each piece was cut from
-    stateful: np.ndarray  # [pieces] True: starts from the sequence's stored state, False: from zero
+    stateful: np.ndarray  # [pieces] bool; starts from the sequence's stored state, else from zero
 
 
 @dataclass(frozen=True)
@@ -38,33 +38,41 @@ class PiecePlan:
 def plan_pieces(episode_start: np.ndarray) -> PiecePlan:
     """Cut [T, N] sequences at episode starts and group the pieces by length.
 
-    Groups are: whole sequences, then lengths in (T/2, T), (T/4, T/2], ... so that padding costs less
-    than half of a group and the number of calls stays logarithmic.
+    Groups are: whole sequences, then lengths in (T/2, T), (T/4, T/2], ... so that padding costs
+    less than half of a group and the number of calls stays logarithmic.
     """
+    # pieces: column, first step and length of each
     num_steps, num_columns = episode_start.shape
     begins = episode_start.copy()
     begins[0] = True
-    columns, starts = np.nonzero(begins.T)  # sorted by column, then time
+    columns, starts = np.nonzero(begins.T)  # [pieces] each, sorted by column, then time
     next_starts = np.append(starts[1:], num_steps)
     last_of_column = np.append(columns[1:] != columns[:-1], True)
     lengths = np.where(last_of_column, num_steps, next_starts) - starts
     stateful = (starts == 0) & ~episode_start[0, columns]
+
+    # one group per level of length
     level = np.where(lengths == num_steps, -1, np.floor(np.log2(num_steps / lengths))).astype(int)
-    groups, inverse, offset = [], np.empty(num_steps * num_columns, dtype=np.int64), 0
+    groups = []
+    inverse = np.empty(num_steps * num_columns, dtype=np.int64)
+    offset = 0
     for value in np.unique(level):
         chosen = np.flatnonzero(level == value)
         longest = int(lengths[chosen].max())
         times = np.arange(longest)[:, None]
         real = times < lengths[chosen]  # [longest, pieces]
         # padding repeats the piece's own last cell: finite values whose outputs nobody reads
-        cells = (starts[chosen] + np.minimum(times, lengths[chosen] - 1)) * num_columns + columns[chosen]
+        steps = starts[chosen] + np.minimum(times, lengths[chosen] - 1)
+        cells = steps * num_columns + columns[chosen]
         groups.append(PieceGroup(cells, columns[chosen], stateful[chosen]))
         inverse[cells[real]] = offset + np.flatnonzero(real.ravel())
         offset += cells.size
     return PiecePlan(groups, inverse)
 
 
-def run_sequence(network: Network, obs: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, ...]:
+def run_sequence(
+    network: Network, obs: Tensor, state: Tensor, episode_start: Tensor
+) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
     Args:
@@ -79,6 +87,8 @@ def run_sequence(network: Network, obs: Tensor, state: Tensor, episode_start: Te
     starts = episode_start.cpu().numpy()
     if not starts[1:].any():  # nothing to cut: the whole block is one dense call
         return network(obs, state * ~episode_start[0][:, None, None])[0]
+
+    # one dense call per group of pieces
     plan = plan_pieces(starts)
     flat_obs = obs.flatten(0, 1)
     results = []
@@ -88,15 +98,18 @@ def run_sequence(network: Network, obs: Tensor, state: Tensor, episode_start: Te
         keep = torch.from_numpy(group.stateful).to(obs.device)
         group_obs = flat_obs.index_select(0, cells.flatten()).unflatten(0, cells.shape)
         results.append(network(group_obs, state.index_select(0, columns) * keep[:, None, None])[0])
+
+    # the outputs of all groups, put back in their places
     inverse = torch.from_numpy(plan.inverse).to(obs.device)
-    shape = episode_start.shape
-    return tuple(
-        torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, inverse).unflatten(0, shape)
-        for parts in zip(*results, strict=True)
+    flat = (
+        torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*results, strict=True)
     )
+    return tuple(part.index_select(0, inverse).unflatten(0, starts.shape) for part in flat)
 
 
-def run_stepwise(network: Network, obs: Tensor, state: Tensor, episode_start: Tensor) -> tuple[Tensor, ...]:
+def run_stepwise(
+    network: Network, obs: Tensor, state: Tensor, episode_start: Tensor
+) -> tuple[Tensor, ...]:
     """The oracle of `run_sequence`: single steps, state masked at episode starts."""
     steps = []
     for step_obs, starts in zip(obs, episode_start, strict=True):

@@ -2,7 +2,8 @@
 
 The noise of a step is a pure function of its key, so it does not depend on how environments are
 grouped onto ranks and there is no generator state to save. Drawn for a whole rollout at once.
-Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) as in numpy.
+Generator: numpy's Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ WORDS_PER_COUNTER = 4  # Philox 4x64 makes four 64-bit words for every value of 
 
 @lru_cache(maxsize=4096)
 def _philox_key(seed: int, global_env: int) -> tuple[int, int]:
-    low, high = np.random.SeedSequence([seed, NOISE_STREAM, global_env]).generate_state(2, np.uint64)
-    return int(low), int(high)
+    sequence = np.random.SeedSequence([seed, NOISE_STREAM, global_env])
+    low, high = sequence.generate_state(2, np.uint64).tolist()
+    return low, high
 
 
 def random_words(
-    seed: int, first_env: int, num_envs: int, first_step: int, num_steps: int, num_words: int
+    seed: int, env_offset: int, num_envs: int, first_step: int, num_steps: int, num_words: int
 ) -> np.ndarray:
     """Random 64-bit words for global environments and their lifetime steps.
 
@@ -36,30 +38,33 @@ def random_words(
     counters = -(-num_words // WORDS_PER_COUNTER)  # each step owns whole counter values
     words = np.empty((num_envs, num_steps, counters * WORDS_PER_COUNTER), dtype=np.uint64)
     for index in range(num_envs):
-        low, high = _philox_key(seed, first_env + index)
+        low, high = _philox_key(seed, env_offset + index)
         generator = np.random.Philox(key=[low, high], counter=[first_step * counters, 0, 0, 0])
         words[index] = generator.random_raw(words[index].size).reshape(words[index].shape)
     return words[:, :, :num_words].swapaxes(0, 1)
 
 
 def action_noise(
-    space: spaces.Space, seed: int, first_env: int, num_envs: int, first_step: int, num_steps: int
+    space: spaces.Space, seed: int, env_offset: int, num_envs: int, first_step: int, num_steps: int
 ) -> Tensor:
     """Noise [num_steps, num_envs, A] for a rollout, float64 on CPU.
 
-    Standard normal for Box actions (Box-Muller), standard Gumbel for Discrete ones: the action is the
-    argmax of logits + noise, which samples the softmax exactly.
+    Standard normal for Box actions (Box-Muller), standard Gumbel for Discrete ones: the action is
+    the argmax of logits + noise, which samples the softmax exactly.
     """
+    # Gumbel, from uniforms in (0, 1) that are exact
     if isinstance(space, spaces.Discrete):
-        words = random_words(seed, first_env, num_envs, first_step, num_steps, int(space.n))
-        uniforms = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # exact, in (0, 1)
+        words = random_words(seed, env_offset, num_envs, first_step, num_steps, int(space.n))
+        uniforms = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
         return torch.from_numpy(-np.log(-np.log(uniforms)))
+
+    # normal, two by two, from a radius and an angle
     assert isinstance(space, spaces.Box) and space.shape is not None
     num_actions = int(np.prod(space.shape))
-    words = random_words(seed, first_env, num_envs, first_step, num_steps, -(-num_actions // 2))
-    radius_bits, angle_bits = words >> np.uint64(32), words & np.uint64(0xFFFFFFFF)
+    words = random_words(seed, env_offset, num_envs, first_step, num_steps, -(-num_actions // 2))
+    radius_bits = words >> np.uint64(32)
+    angle_bits = words & np.uint64(0xFFFFFFFF)
     radius = np.sqrt(-2.0 * np.log((radius_bits.astype(np.float64) + 0.5) * 2.0**-32))
     angle = angle_bits.astype(np.float64) * (2.0 * np.pi * 2.0**-32)
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
     return torch.from_numpy(pairs.reshape(num_steps, num_envs, -1)[:, :, :num_actions].copy())
-

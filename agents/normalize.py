@@ -1,8 +1,9 @@
 """Running statistics of observations and rewards, merged over ranks.
 
-Statistics are frozen while an iteration runs (the re-evaluated log-probabilities must equal the stored
-ones); sums gathered during the rollout are merged afterwards. The sums are float64, additive over ranks
-and taken around the frozen mean, so neither the order of ranks nor large offsets cost precision.
+Statistics are frozen while an iteration runs (the re-evaluated log-probabilities must equal the
+stored ones); sums gathered during the rollout are merged afterwards. The sums are float64, additive
+over ranks and taken around the frozen mean, so neither the order of ranks nor large offsets cost
+precision.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RunningMoments(nn.Module):
         Holds the count, then the sums and square sums around the mean.
         """
         deviations = samples.flatten(0, -2).double() - self.mean
-        count = torch.full((1,), float(len(deviations)), dtype=torch.float64, device=deviations.device)
+        count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
     def restart(self) -> None:
@@ -52,10 +53,14 @@ class RunningMoments(nn.Module):
 class Normalizer(nn.Module):
     """Shift and scale to mean 0 and deviation 1, clipped; identity when disabled."""
 
-    def __init__(self, num_features: int, *, enabled: bool = True, center: bool = True, clip: float = 10.0):
+    def __init__(
+        self, num_features: int, *, enabled: bool = True, center: bool = True, clip: float = 10.0
+    ):
         super().__init__()
         self.moments = RunningMoments(num_features)
-        self.enabled, self.center, self.clip = enabled, center, clip
+        self.enabled = enabled
+        self.center = center
+        self.clip = clip
 
     def forward(self, values: Tensor) -> Tensor:
         """Normalised values, same shape [..., F] and type."""

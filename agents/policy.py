@@ -1,15 +1,14 @@
 """The policy: a cascade of LSTMs (CLSTM), and its memoryless twin.
 
-Source: Zou et al., "A novel deep reinforcement learning based automated stock trading system using
-cascaded LSTM networks", https://arxiv.org/abs/2212.02721: a feature LSTM feeds an actor and a critic LSTM.
+A feature LSTM feeds an actor and a critic LSTM. Source: Zou et al., "A novel deep reinforcement
+learning based automated stock trading system using cascaded LSTM networks",
+https://arxiv.org/abs/2212.02721.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,37 +17,36 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.lstm import run_sequence
-from rl_dist.config import flag
+from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
-from rl_dist.parallel.precision import autocast
+from rl_dist.parallel.config import autocast
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class PolicyConfig:
     """Shape of the policy network."""
 
-    policy: str = flag("clstm", "clstm: cascaded LSTM; mlp: its memoryless twin", choices=("clstm", "mlp"))
-    hidden_size: int = flag(128, "width of every LSTM and layer", "units")
-    feature_window: int = flag(
-        0, "0: the feature LSTM keeps its state; n: it reads the last n observations anew, as in the paper", "steps"
-    )
-    memory: bool = flag(True, "off: the state is zeroed before every step, the ablation of --policy clstm")
-    log_std_init: float = flag(-0.5, "initial log standard deviation of Box actions", "nats")
+    policy: Literal["clstm", "mlp"] = setting("clstm")
+    """clstm: a cascade of LSTMs; mlp: the same without memory."""
+    hidden_size: int = setting(128, "units", within=(1, 8192), main=True)
+    """Width of every LSTM and every layer."""
+    feature_window: int = setting(0, "steps", within=(0, 1024), presets={"--preset paper": 30})
+    """0: the feature LSTM keeps its state between steps; n: it reads the last n observations at
+    every step, as in the paper."""
+    memory: bool = setting(True)
+    """off: the state is zeroed before every step, to measure what memory is worth."""
+    log_std_init: float = setting(-0.5, "nats", within=(-5, 2))
+    """Initial log standard deviation of continuous actions."""
 
     def __post_init__(self) -> None:
-        if self.policy not in ("clstm", "mlp"):
-            raise ValueError(f"policy must be clstm or mlp, got {self.policy!r}")
-        if not 1 <= self.hidden_size <= 8192:
-            raise ValueError(f"hidden_size must be 1..8192, got {self.hidden_size}")
-        if not 0 <= self.feature_window <= 1024:
-            raise ValueError(f"feature_window must be 0..1024, got {self.feature_window}: 0 turns it off")
         if self.feature_window and self.policy == "mlp":
-            raise ValueError("feature_window works with policy clstm only: drop it or use --policy clstm")
+            raise ValueError(
+                "feature_window works with policy clstm only: drop it or use --policy clstm"
+            )
         if not self.memory and (self.feature_window or self.policy == "mlp"):
-            raise ValueError("no-memory works with policy clstm without feature_window only: drop one of them")
-        if not -5.0 <= self.log_std_init <= 2.0:
-            raise ValueError(f"log_std_init must be -5..2, got {self.log_std_init}")
-
+            raise ValueError(
+                "no-memory works with policy clstm without feature_window only: drop one of them"
+            )
 
     @property
     def stateless(self) -> bool:
@@ -57,44 +55,26 @@ class PolicyConfig:
 
 
 class Evaluation(NamedTuple):
-    """What the loss needs to know of re-evaluated steps."""
+    """Re-evaluated steps, as the loss takes them."""
 
     logprobs: Tensor  # [L, N]
     entropy: Tensor  # [L, N]
     values: Tensor  # [L, N]
 
 
-def distribution_of(actor: Tensor, log_std: Tensor | None) -> Distribution:
-    """Action distribution of actor outputs [..., A].
-
-    Args:
-        log_std: [A] of Box actions; None: they are discrete.
-    """
-    if log_std is None:
-        return Categorical(logits=actor, validate_args=False)
-    return Independent(Normal(actor, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
-def evaluation_of(actor: Tensor, values: Tensor, actions: Tensor, log_std: Tensor | None) -> Evaluation:
-    """Log probabilities and entropies of actions under the network's outputs."""
-    distribution = distribution_of(actor, log_std)
-    return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
-
-
 class Policy(nn.Module):
     """Actor and critic over a recurrent core; never stores recurrent state.
 
-    The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out. With
-    `feature_window` n, an observation passed in is the last n of the episode, oldest first, flattened to
-    n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
+    The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out.
+    With `feature_window` n, an observation passed in is the last n of the episode, oldest first,
+    flattened to n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
 
-    With `low_precision` LSTMs and layers compute in that type, acting as well as training; parameters, state, heads
-    and distribution keep theirs.
+    With `low_precision`, LSTMs and layers compute in that type, acting as well as training;
+    parameters, state, heads and distribution keep theirs.
     """
 
     low_precision: torch.dtype | None = None
-    evaluation: Callable[..., Evaluation] = staticmethod(evaluation_of)  # or the same, compiled
-    BATCH_AXES = (1, 1, 0, 1)  # of the slots, in the inputs of `forward`; in its outputs it is the first of these
+    BATCH_AXES = (1, 1, 0, 1)  # of the sequences, in the inputs of `forward`; 1 in its outputs
 
     def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
         super().__init__()
@@ -117,23 +97,20 @@ class Policy(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Orthogonal weights, zero biases, forget gates open (Jozefowicz et al. 2015), small actor head."""
+        """Orthogonal weights, zero biases, open forget gates (Jozefowicz et al. 2015)."""
+        size = self.config.hidden_size
         for name, parameter in self.named_parameters():
-            if name.endswith("log_std"):
-                continue
             if parameter.ndim == 2:
                 nn.init.orthogonal_(parameter, math.sqrt(2.0) if "mlp" in name else 1.0)
-            else:
+            elif name != "log_std":
                 nn.init.zeros_(parameter)
-                if "bias_ih" in name:
-                    size = self.config.hidden_size
-                    with torch.no_grad():
-                        parameter[size : 2 * size] = 1.0
+            if "bias_ih" in name:
+                nn.init.ones_(parameter[size : 2 * size])  # the forget gate
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
 
     @property
     def num_states(self) -> int:
-        """How many [B, H] vectors the state holds: (h, c) of each stateful LSTM."""
+        """Number of [B, H] vectors in the state: (h, c) of each stateful LSTM."""
         if self.config.policy == "mlp":
             return 0
         return 4 if self.config.feature_window else 6
@@ -142,26 +119,37 @@ class Policy(nn.Module):
         """Zero state [num_envs, S, H]."""
         return self.critic_head.weight.new_zeros(num_envs, self.num_states, self.config.hidden_size)
 
+    def empty_history(self, num_envs: int) -> Tensor:
+        """Zeros [num_envs, n-1, F]: the window before an episode's first observation."""
+        window = max(self.config.feature_window - 1, 0)
+        return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
+
     def network(self, obs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Dense pass without resets: obs [L, N, F], state [N, S, H] before them.
 
         Returns:
             (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
+        # without memory every step is a sequence of its own
         if self.config.policy == "mlp":
             with autocast(self.low_precision, obs.device):
                 features = self.feature_mlp(self.feature_core(obs))
-                actor, critic = self.actor_core(features), self.critic_core(features)
+                actor = self.actor_core(features)
+                critic = self.critic_core(features)
             return self._heads(actor, critic), state
-        if self.config.stateless and len(obs) > 1:  # every step is a sequence of its own
-            outputs, _ = self.network(obs.flatten(0, 1)[None], self.initial_state(obs.shape[0] * obs.shape[1]))
+        if self.config.stateless and len(obs) > 1:
+            steps = obs.flatten(0, 1)[None]  # [1, L * N, F]
+            outputs, _ = self.network(steps, self.initial_state(steps.shape[1]))
             return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
         if self.config.stateless:
             state = torch.zeros_like(state)
-        parts = state.permute(1, 0, 2).contiguous()  # [S, N, H]
-        features, feature_parts = self.features(obs, parts[4:])
-        outputs, decision_parts = self.decisions(features, parts[:4])
-        return outputs, torch.cat([*decision_parts, *feature_parts]).permute(1, 0, 2).to(state.dtype)
+
+        # the cascade
+        before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
+        features, feature_state = self.features(obs, before[4:])
+        outputs, decision_state = self.decisions(features, before[:4])
+        after = torch.cat([*decision_state, *feature_state]).permute(1, 0, 2)
+        return outputs, after.to(state.dtype)
 
     def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """First half of the cascade, without resets.
@@ -179,7 +167,9 @@ class Policy(nn.Module):
             outputs, new_state = _run_lstm(self.feature_core, obs, state)
             return self.feature_mlp(outputs).to(state.dtype), new_state
 
-    def decisions(self, features: Tensor, state: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    def decisions(
+        self, features: Tensor, state: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         """Second half of the cascade, without resets.
 
         Args:
@@ -205,7 +195,10 @@ class Policy(nn.Module):
 
     def distribution(self, actor: Tensor) -> Distribution:
         """Action distribution of actor outputs [..., A]."""
-        return distribution_of(actor, None if self.discrete else self.log_std)
+        if self.discrete:
+            return Categorical(logits=actor, validate_args=False)
+        normal = Normal(actor, self.log_std.exp(), validate_args=False)
+        return Independent(normal, 1, validate_args=False)
 
     @torch.no_grad()
     def act(
@@ -214,26 +207,35 @@ class Policy(nn.Module):
         """One step for B environments.
 
         Args:
-            obs: [B, F] normalised. state: [B, S, H]. episode_start: [B] bool, resets the state first.
+            obs: [B, F] normalised.
+            state: [B, S, H].
+            episode_start: [B] bool, resets the state first.
             noise: [B, A] from `agents.noise`; None takes the most likely action.
 
         Returns:
             actions ([B, A], unclipped, or [B] int64), logprobs [B], values [B], state [B, S, H].
         """
         (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
-        actor = actor[0]
+        actor = actor[0]  # [B, A]
         if self.discrete:
             actions = (actor if noise is None else actor + noise).argmax(-1)
         else:
             actions = actor if noise is None else actor + self.log_std.exp() * noise
-        return actions, self.distribution(actor).log_prob(actions), values[0], new_state
+        logprobs = self.distribution(actor).log_prob(actions)
+        return actions, logprobs, values[0], new_state
 
-    def forward(self, obs: Tensor, actions: Tensor, state: Tensor, episode_start: Tensor) -> Evaluation:
-        """Re-evaluate stored steps: log probabilities, entropies and values.
-
-        Takes obs [L, N, F], the state [N, S, H] before them and episode_start [L, N].
+    def forward(
+        self, obs: Tensor, actions: Tensor, state: Tensor, episode_start: Tensor
+    ) -> Evaluation:
+        """Re-evaluate stored steps: log probabilities, entropies and values, each [L, N].
 
         The only entry for training: DistributedDataParallel arms its reduction in `forward`.
+
+        Args:
+            obs: [L, N, F].
+            actions: [L, N, A] or [L, N].
+            state: [N, S, H] before the first step.
+            episode_start: [L, N] bool.
         """
         if self.config.stateless:
             (actor, values), _ = self.network(obs, state)
@@ -243,19 +245,20 @@ class Policy(nn.Module):
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
         """Log probabilities and entropies of actions under the network's outputs."""
-        return self.evaluation(actor, values, actions, None if self.discrete else self.log_std)
+        distribution = self.distribution(actor)
+        return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 
 
 def _run_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One LSTM over inputs [L, N, F] from state [2, N, H]; single steps without gradient take the faster cell."""
-    if len(inputs) == 1 and not torch.is_grad_enabled():
+    """One LSTM over inputs [L, N, F] from state [2, N, H]."""
+    if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
         hidden, cell = torch.lstm_cell(inputs[0], (state[0], state[1]), *lstm.all_weights[0])
         return hidden[None], (hidden[None], cell[None])
     return lstm(inputs, (state[0:1], state[1:2]))
 
 
 class _TanhLayer(nn.Sequential):
-    """What stands in an LSTM's place in the memoryless twin."""
+    """Stands in an LSTM's place in the memoryless twin."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(nn.Linear(num_inputs, num_outputs), nn.Tanh())
@@ -265,14 +268,14 @@ def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
     """Compare a policy's shape with that of weights to be loaded.
 
     Raises:
-        UserError: they have another shape than the policy; one line naming the first that differs.
+        UserError: they differ; one line naming the first difference.
     """
-    own = policy.state_dict()
-    for name in sorted(set(own) | set(weights)):
-        here = tuple(own[name].shape) if name in own else "absent"
-        there = tuple(weights[name].shape) if name in weights else "absent"
+    own = {name: tuple(value.shape) for name, value in policy.state_dict().items()}
+    saved = {name: tuple(value.shape) for name, value in weights.items()}
+    for name in sorted(own.keys() | saved.keys()):
+        here, there = own.get(name, "absent"), saved.get(name, "absent")
         if here != there:
             raise UserError(
-                f"the checkpoint is of another shape: {name} is {there} there and {here} here; "
-                "use the environment, --observation, --policy and --hidden_size it was trained with"
+                f"the checkpoint is of another shape: {name} is {there} there and {here} here; use "
+                "the environment, --observation, --policy and --hidden_size it was trained with"
             )

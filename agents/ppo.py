@@ -1,71 +1,78 @@
-"""Proximal policy optimisation on slots: pure loss, and update over all ranks."""
+"""Proximal policy optimisation: the pure loss, and the update over all ranks."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from agents.policy import Evaluation, Policy, evaluation_of
-from agents.rollout import Minibatch, equal_parts, minibatches, slot_order
-from rl_dist.config import flag
+from agents.policy import Evaluation, Policy
+from agents.rollout import Minibatch, into_microbatches, minibatches, sequence_order
+from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
-from rl_dist.parallel.precision import autocast_dtype
-from rl_dist.parallel.speed import SpeedConfig, compiled, make_adam
-from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.collectives import sum_over_ranks
-from rl_dist.process_group.phases import section
+from rl_dist.parallel.config import SpeedConfig, autocast_dtype
+from rl_dist.parallel.strategy import Strategy, make_adam
+from rl_dist.process_group.collectives import all_reduce_sum
+from rl_dist.process_group.timing import StepClock, section
 from rl_dist.process_group.world import World
 from rl_dist.telemetry import events
-from rl_dist.telemetry.step_clock import StepClock
 
+# what `update` reports of LossParts and of the gradient's norm, in this order
+METRICS = (
+    *("loss/total", "loss/policy", "loss/value", "loss/entropy"),
+    *("ppo/approx_kl", "ppo/clip_fraction", "optim/grad_norm"),
+)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class PPOConfig:
     """Hyperparameters of PPO; the names are CleanRL's."""
 
-    learning_rate: float = flag(3e-4, "Adam's learning rate (StockTrading-v0: 1e-3)")
-    anneal_lr: bool = flag(True, "lower the learning rate linearly to zero over num_episodes or total_steps")
-    warmup: int = flag(0, "raise the learning rate linearly to its value over the first ones; 0 = off", "iterations")
-    gamma: float = flag(0.99, "discount (StockTrading-v0: 0.8)", "per step")
-    gae_lambda: float = flag(0.95, "lambda of generalised advantage estimation (StockTrading-v0: 0.5)")
-    update_epochs: int = flag(4, "passes over each rollout", "epochs")
-    clip_coef: float = flag(0.2, "clipping of the probability ratio")
-    clip_vloss: bool = flag(False, "clip the value loss as well")
-    norm_adv: bool = flag(True, "normalise advantages over the whole rollout of all ranks")
-    ent_coef: float = flag(0.0, "weight of the entropy bonus")
-    vf_coef: float = flag(0.5, "weight of the value loss")
-    max_grad_norm: float = flag(0.5, "clip the reduced gradient to this norm")
-    target_kl: float = flag(0.0, "stop the epochs when the KL estimate over all ranks exceeds this; 0 = off")
-    max_bad_steps: int = flag(
-        10, "skip this many steps in a row whose loss or gradient is NaN or inf, then stop; 0 = stop at once", "steps"
+    # Rewards that credit a trade at once need neither a long horizon nor long traces, and a short
+    # horizon makes a trade wait for its moment: so StockTrading-v0 was tuned (docs/LOG.md).
+    learning_rate: float = setting(
+        3e-4, within=(0, 10), presets={"StockTrading-v0": 1e-3, "--preset paper": 3e-4}, main=True
     )
+    """Step size of Adam."""
+    anneal_lr: bool = setting(True, presets={"--preset paper": False})
+    """Lower the learning rate linearly to zero over num_episodes or total_steps."""
+    warmup: int = setting(0, "iterations", within=(0, 10**9))
+    """Raise the learning rate linearly from zero over this many iterations; 0: off."""
+    gamma: float = setting(
+        0.99, within=(0, 1), presets={"StockTrading-v0": 0.8, "--preset paper": 0.99}
+    )
+    """Discount factor of the rewards, per step."""
+    gae_lambda: float = setting(
+        0.95, within=(0, 1), presets={"StockTrading-v0": 0.5, "--preset paper": 0.95}
+    )
+    """lambda of generalised advantage estimation."""
+    update_epochs: int = setting(4, "epochs", within=(1, 1000))
+    """Passes over each rollout."""
+    clip_coef: float = setting(0.2, within=(1e-6, 10))
+    """Clipping of the probability ratio."""
+    clip_vloss: bool = setting(False)
+    """Clip the value loss as well."""
+    norm_adv: bool = setting(True)
+    """Normalise advantages over the whole rollout of all ranks."""
+    ent_coef: float = setting(0.0, within=(0, 10))
+    """Weight of the entropy bonus in the loss."""
+    vf_coef: float = setting(0.5, within=(0, 100))
+    """Weight of the value loss."""
+    max_grad_norm: float = setting(0.5, within=(1e-6, 1e6))
+    """Scale the gradient of all ranks down to this norm."""
+    target_kl: float = setting(0.0, within=(0, 100))
+    """End the epochs when the estimated KL divergence exceeds this; 0: off."""
+    max_bad_steps: int = setting(10, "steps", within=(0, 10**9))
+    """Skip this many optimizer steps in a row whose loss or gradient is NaN or inf, then stop; 0:
+    stop at once."""
 
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("learning_rate", 0.0, 10.0),
-            ("warmup", 0, 10**9),
-            ("gamma", 0.0, 1.0),
-            ("gae_lambda", 0.0, 1.0),
-            ("update_epochs", 1, 1000),
-            ("clip_coef", 1e-6, 10.0),
-            ("ent_coef", 0.0, 10.0),
-            ("vf_coef", 0.0, 100.0),
-            ("max_grad_norm", 1e-6, 1e6),
-            ("target_kl", 0.0, 100.0),
-            ("max_bad_steps", 0, 10**9),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
 
-
-def learning_rate(config: PPOConfig, iteration: int, remaining: float, factor: float = 1.0) -> float:
+def learning_rate(
+    config: PPOConfig, iteration: int, remaining: float, factor: float = 1.0
+) -> float:
     """The learning rate of an iteration; pure, so that a resumed run goes on exactly.
 
     Args:
@@ -73,12 +80,13 @@ def learning_rate(config: PPOConfig, iteration: int, remaining: float, factor: f
         remaining: of the run before this iteration, from 1 to 0; what annealing multiplies by.
         factor: what lr_scaling multiplies by.
     """
-    warmth = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
-    return config.learning_rate * factor * warmth * (max(remaining, 0.0) if config.anneal_lr else 1.0)
+    warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
+    annealing = max(remaining, 0.0) if config.anneal_lr else 1.0
+    return config.learning_rate * factor * warmup_factor * annealing
 
 
 class LossParts(NamedTuple):
-    """Sums over the minibatch's steps; `total` is what the gradient is taken of."""
+    """Means over a minibatch's steps; `total` is what the gradient is taken of."""
 
     total: Tensor
     policy: Tensor
@@ -104,15 +112,20 @@ def ppo_loss(
     Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL estimate is k3 of
     http://joschu.net/blog/kl-approx.html.
     """
-    log_ratio = evaluation.logprobs - logprobs
+    # policy: the clipped surrogate
+    log_ratio = evaluation.logprobs - logprobs  # [L, N]
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1.0 - config.clip_coef, 1.0 + config.clip_coef)
     policy = -torch.minimum(advantages * ratio, advantages * clipped_ratio).mean()
-    errors = (evaluation.values - returns).square()
+
+    # value: the squared error, clipped if asked
+    errors = (evaluation.values - returns).square()  # [L, N]
     if config.clip_vloss:
         clipped = values + (evaluation.values - values).clamp(-config.clip_coef, config.clip_coef)
         errors = torch.maximum(errors, (clipped - returns).square())
     value = 0.5 * errors.mean()
+
+    # the sum to minimise, and diagnostics
     entropy = evaluation.entropy.mean()
     with torch.no_grad():
         approx_kl = ((ratio - 1.0) - log_ratio).mean()
@@ -124,7 +137,9 @@ def ppo_loss(
 def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
     """Advantages [T, B] of mean 0 and deviation 1 over the rollouts of all ranks."""
     wide = advantages.double()
-    sums = sum_over_ranks({"count": float(wide.numel()), "sum": wide.sum(), "square": wide.square().sum()}, world)
+    sums = all_reduce_sum(
+        {"count": float(wide.numel()), "sum": wide.sum(), "square": wide.square().sum()}, world
+    )
     mean = sums["sum"] / sums["count"]
     variance = (sums["square"] / sums["count"] - mean.square()).clamp(min=0.0)
     return ((wide - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)
@@ -132,33 +147,18 @@ def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
 
 def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
     """1 - Var(returns - values) / Var(returns) over ranks; 0 for constant returns."""
-    targets, errors = returns.double(), (returns - values).double()
-    sums = {"count": float(targets.numel())}
-    for name, quantity in (("targets", targets), ("errors", errors)):
-        sums |= {name: quantity.sum(), f"{name}_square": quantity.square().sum()}  # type: ignore[dict-item]
-    total = {name: float(value) for name, value in sum_over_ranks(sums, world).items()}  # type: ignore[arg-type]
-
-    def variance(name: str) -> float:
-        return total[f"{name}_square"] / total["count"] - (total[name] / total["count"]) ** 2
-
-    return 1.0 - variance("errors") / variance("targets") if variance("targets") > 0 else 0.0
-
-
-def replicated_state(ppo: PPO, **normalizers: nn.Module) -> dict[str, Tensor]:
-    """What all ranks hold alike; all of them must call."""
-    found: dict[str, Tensor] = dict(ppo.policy.named_parameters())
-    states = ppo.strategy.optimizer_state(ppo.optimizer)["state"]
-    for index, name in enumerate(list(found)):
-        values = states.get(index, {})
-        found |= {f"optimizer {key} of {name}": value for key, value in values.items() if isinstance(value, Tensor)}
-    if ppo.strategy.scaler:
-        found["loss scale"] = torch.tensor(ppo.strategy.scaler.get_scale())
-    for owner, normalizer in normalizers.items():
-        found |= {f"{owner} {name.rpartition('.')[2]}": buffer for name, buffer in normalizer.named_buffers()}
-    return found
+    sums = {"count": torch.tensor(returns.numel(), dtype=torch.float64)}
+    for name, samples in (("returns", returns.double()), ("errors", (returns - values).double())):
+        sums |= {name: samples.sum(), f"{name}_square": samples.square().sum()}
+    total = all_reduce_sum(sums, world)
+    of_returns, of_errors = (
+        float(total[f"{name}_square"] / total["count"] - (total[name] / total["count"]).square())
+        for name in ("returns", "errors")
+    )
+    return 1.0 - of_errors / of_returns if of_returns > 0 else 0.0
 
 
-class NonFiniteGradient(UserError):
+class NonFiniteGradientError(UserError):
     """Too many gradients in a row held NaN or inf; the optimizer was not stepped."""
 
 
@@ -173,16 +173,18 @@ class PPO:
         grad_accumulation: int = 1,
         speed: SpeedConfig = SpeedConfig(),  # noqa: B008  # frozen
     ) -> None:
-        self.policy, self.config, self.strategy, self.world = policy, config, strategy, strategy.world
-        self.num_parts = grad_accumulation  # of a minibatch
+        self.policy = policy
+        self.config = config
+        self.strategy = strategy
+        self.world = strategy.world
+        self.num_microbatches = grad_accumulation  # of a minibatch
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.clock = StepClock(self.world.device)
-        self.optimizer = make_adam(strategy.parameters, config.learning_rate, self.world.device, speed.fused_adam)
-        self.compiled_loss = compiled(ppo_loss) if speed.compile else None
-        if speed.compile:  # functions of tensors: replicas bring their own parameters
-            policy.evaluation = compiled(evaluation_of)
+        self.optimizer = make_adam(
+            strategy.parameters, config.learning_rate, self.world.device, speed.fused_adam
+        )
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""
@@ -193,28 +195,37 @@ class PPO:
 
     @section("update")
     def update(
-        self, slots: Minibatch, key: tuple[int, int], first_env: int, num_envs: int, num_minibatches: int
+        self,
+        sequences: Minibatch,
+        key: tuple[int, int],
+        env_offset: int,
+        num_envs: int,
+        num_minibatches: int,
     ) -> dict[str, float]:
-        """Run the epochs over a rollout's slots; all ranks take the same steps.
+        """Run the epochs over a rollout's sequences; all ranks take the same steps.
 
         Args:
-            slots: all K * B slots of this rank's rollout.
+            sequences: all K * B of this rank's rollout.
             key: (seed, iteration), the source of the shuffling.
 
         Returns:
             Losses and diagnostics: means over all ranks and gradient steps.
         """
-        totals = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64, device=slots.obs.device)
-        slots_per_env = slots.obs.shape[1] // num_envs
+        zeros = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64)
+        totals = zeros.to(sequences.obs.device)  # of LossParts and the gradient's norm
+        sequences_per_env = sequences.obs.shape[1] // num_envs
         num_steps = num_skipped = num_bad = 0
         self.clock.start()
         for epoch in range(self.config.update_epochs):
-            order = slot_order((*key, epoch), first_env, num_envs, slots_per_env, num_minibatches)
-            epoch_kl = torch.zeros((), dtype=torch.float64, device=slots.obs.device)
+            # one gradient step per minibatch
+            order = sequence_order(
+                (*key, epoch), env_offset, num_envs, sequences_per_env, num_minibatches
+            )
+            epoch_kl = torch.zeros_like(totals[0])
             steps_before = num_steps
-            for minibatch in minibatches(slots, order):
+            for minibatch in minibatches(sequences, order):
                 parts, grad_norm, stepped = self.step(minibatch)
-                self.world.beat()
+                self.world.heartbeat()
                 if not stepped:
                     num_skipped += 1
                     num_bad += not self.strategy.overflowed
@@ -222,27 +233,24 @@ class PPO:
                 totals += torch.stack([part.detach().double() for part in (*parts, grad_norm)])
                 epoch_kl += parts.approx_kl
                 num_steps += 1
-            epoch_steps = num_steps - steps_before  # the same on all ranks
-            if self.config.target_kl and epoch_steps and self._exceeds_target_kl(epoch_kl / epoch_steps):
+
+            # all ranks stop early together
+            if self._exceeds_target_kl(epoch_kl, num_steps - steps_before):
                 break
             self.clock.mark("")
         self.strategy.end_update()
         if num_bad:
             text = f"{num_bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
             events.notify("bad_steps", text, iteration=key[1], skipped=num_bad)
-        reduced = sum_over_ranks({"totals": totals, "steps": float(num_steps)}, self.world)
-        _, policy, value, entropy, kl, clipped, norm = (reduced["totals"] / reduced["steps"]).tolist()
-        return {
-            "loss/policy": policy,
-            "loss/value": value,
-            "loss/entropy": entropy,
-            "ppo/approx_kl": kl,
-            "ppo/clip_fraction": clipped,
-            "optim/grad_norm": norm,
-            "optim/steps": float(num_steps),
-            "optim/skipped_steps": num_skipped,
-            **({"optim/loss_scale": self.strategy.scaler.get_scale()} if self.strategy.scaler else {}),
-        }
+
+        # means over ranks and steps
+        sums = all_reduce_sum({"totals": totals, "steps": float(num_steps)}, self.world)
+        means = dict(zip(METRICS, (sums["totals"] / sums["steps"]).tolist(), strict=True))
+        means |= {"optim/steps": float(num_steps), "optim/skipped_steps": num_skipped}
+        if self.strategy.scaler:
+            means["optim/loss_scale"] = self.strategy.scaler.get_scale()
+        del means["loss/total"]
+        return means
 
     def step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
         """One gradient step; the gradient is clipped after its reduction over ranks.
@@ -263,28 +271,35 @@ class PPO:
         return parts, grad_norm, stepped
 
     def _gradients(self, minibatch: Minibatch) -> LossParts:
-        """Forward and backward of a minibatch, part by part; the losses of this rank."""
-        if self.strategy.scheduled is not None:  # stages of a pipeline, each with a part of forward and backward
-            terms = self.strategy.scheduled(minibatch, self.num_parts, self._loss_of, len(LossParts._fields))
+        """Forward and backward of a minibatch, by microbatches; the losses of this rank."""
+        # a pipeline has a schedule of its own for forward and backward of its stages
+        if self.strategy.scheduled is not None:
+            terms = self.strategy.scheduled(
+                minibatch, self.num_microbatches, self._loss_of, len(LossParts._fields)
+            )
             self.clock.mark("backward")
             return LossParts(*terms.mean(0))
+
+        # every other strategy reduces the gradients over ranks during the last backward
         losses = []
-        for number, part in enumerate(equal_parts(minibatch, self.num_parts), 1):
-            with self.strategy.accumulating(last=number == self.num_parts):
-                losses.append(self._loss(part))
+        for number, microbatch in enumerate(into_microbatches(minibatch, self.num_microbatches), 1):
+            with self.strategy.accumulating(last=number == self.num_microbatches):
+                losses.append(self._loss(microbatch))
                 self.clock.mark("forward")
-                with self.strategy.reducing(losses[-1].total / self.num_parts) as loss:
+                with self.strategy.reducing(losses[-1].total / self.num_microbatches) as loss:
                     loss.backward()
             self.clock.mark("backward")
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     @section("forward")
     def _loss(self, minibatch: Minibatch) -> LossParts:
-        evaluation = self.wrapped(minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start)
+        evaluation = self.wrapped(
+            minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
+        )
         return self._loss_of(evaluation, minibatch)
 
     def _loss_of(self, evaluation: Evaluation, minibatch: Minibatch) -> LossParts:
-        return (self.compiled_loss or ppo_loss)(
+        return ppo_loss(
             evaluation,
             minibatch.logprobs,
             minibatch.values,
@@ -297,14 +312,19 @@ class PPO:
         self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
         if stepped:
             return
-        logger.warning("NaN or inf in loss or gradient (loss of this rank: %g): step skipped", loss.item())
+        logger.warning(
+            "NaN or inf in loss or gradient (loss of this rank: %g): step skipped", loss.item()
+        )
         if self.bad_in_a_row > self.config.max_bad_steps:
-            raise NonFiniteGradient(
-                f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more than --max_bad_steps "
-                f"{self.config.max_bad_steps}: lower --learning_rate",
+            raise NonFiniteGradientError(
+                f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more than "
+                f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
                 exit_code=1,
             )
 
-    def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
-        reduced = sum_over_ranks({"kl": epoch_kl}, self.world)["kl"]
+    def _exceeds_target_kl(self, epoch_kl: Tensor, num_steps: int) -> bool:
+        """Compare the mean KL estimate over ranks and an epoch's steps with `target_kl`."""
+        if not (self.config.target_kl and num_steps):  # the same on all ranks
+            return False
+        reduced = all_reduce_sum({"kl": epoch_kl / num_steps}, self.world)["kl"]
         return float(reduced) / self.world.size > self.config.target_kl

@@ -4,104 +4,101 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from rl_dist.config import flag
+from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
-from rl_dist.parallel.batch_size import LR_RULES, learning_rate_factor
 
-LR_SCALINGS = LR_RULES
+LearningRateRule = Literal["none", "sqrt", "linear"]
 AUTO = 0  # batch_size: measured by the ranks when a run begins
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class TrainConfig:
     """How long and how large to train, and what to keep."""
 
-    num_episodes: int = flag(5000, "training episodes, total over all ranks", "episodes")
-    total_steps: int = flag(0, "stop by environment steps of all ranks instead; 0 = by episodes", "steps")
-    batch_size: int = flag(
+    num_episodes: int = setting(
+        5000, "episodes", within=(1, 10**12), presets={"--quick": 96}, main=True
+    )
+    """Training episodes, total over all ranks."""
+    total_steps: int = setting(0, "steps", within=(0, 10**15), main=True)
+    """Stop after this many environment steps of all ranks instead; 0: by episodes."""
+    batch_size: int = setting(
         128,
-        "slots (sequences of bptt_steps) per minibatch; auto (or 0): the fastest that fits, measured at the start",
-        "slots",
+        "sequences",
+        within=(AUTO, 10**7),
         words={"auto": AUTO},
+        presets={"--quick": 64},
+        main=True,
     )
-    grad_accumulation: int = flag(
-        1, "minibatches whose gradients add up to one step: as with a batch_size this many times larger, in less memory"
+    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto (or 0):
+    the fastest that fits, measured at the start."""
+    grad_accumulation: int = setting(1, within=(1, 10**6))
+    """Minibatches whose gradients add up to one optimizer step: the effect of a batch_size this
+    many times larger, in less memory."""
+    num_envs: int = setting(
+        0,
+        "environments",
+        within=(0, 10**7),
+        derived="two minibatches per epoch, 2 * batch_size * bptt_steps / num_steps = 64",
+        presets={"--quick": 32},
+        main=True,
     )
-    num_envs: int = flag(0, "environments; 0 = two minibatches per epoch", "environments")
-    num_steps: int = flag(128, "rollout length", "steps")
-    bptt_steps: int = flag(32, "length of truncated backpropagation through time", "steps")
-    scaling: str = flag(
-        "strong",
-        "strong: num_envs and batch_size are totals shared out over the ranks; weak: they are per rank",
-        choices=("strong", "weak"),
-    )
-    lr_scaling: str = flag(
-        "none",
-        "weak scaling: multiply learning_rate by the factor, or its root, by which the batch of all ranks is larger",
-        choices=LR_SCALINGS,
-    )
-    pretrained: str = flag("", "start from the feature LSTM that python -m agents.pretrain wrote there", "path")
-    seed: int = flag(1, "seed of policy, environments, action noise and shuffling")
-    normalize_obs: bool = flag(True, "normalise observations by running statistics of all ranks")
-    normalize_rewards: bool = flag(True, "scale rewards by the running deviation of discounted returns")
-    validate_every: int = flag(20, "evaluate the validation span this often; 0 = never", "iterations")
-    checkpoint_every: int = flag(20, "save this often; always at the end and on a stop signal", "iterations")
-    keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
-    keep_best: str = flag(
-        "auto",
-        "keep the checkpoint with the highest value of this metric as checkpoints/best.pt, for example episode/return; "
-        "auto: valid/sharpe or valid/return, whichever the run has; off: none",
-    )
-    on_save_error: str = flag(
-        "stop",
-        "when a checkpoint cannot be written, such as on a full disk: stop, or continue without it",
-        choices=("stop", "continue"),
-    )
-    sync_check_every: int = flag(
-        5, "compare the parameters of all ranks this often, and before every save; 0 = only then", "iterations"
-    )
-    collective_timeout: float = flag(
-        300.0, "longest wait for a rank that neither comes nor makes progress; start-up may take 600", "seconds"
-    )
-    monitor_every: float = flag(1.0, "sample each rank's use of GPU, CPU and memory this often; 0 = off", "seconds")
-    profile: bool = flag(False, "measure where the time of a few iterations goes: RUN_DIR/profile")
+    """Environments that run side by side."""
+    num_steps: int = setting(128, "steps", within=(1, 10**6))
+    """Steps of each environment in a rollout; a multiple of bptt_steps."""
+    bptt_steps: int = setting(32, "steps", within=(1, 10**6))
+    """Length of a training sequence: gradients flow back through this many steps."""
+    scaling: Literal["strong", "weak"] = setting("strong")
+    """strong: num_envs and batch_size are totals, shared out over the ranks, so the learning curve
+    is the same on any number of them; weak: they are per rank."""
+    lr_scaling: LearningRateRule = setting("none")
+    """With scaling weak: multiply learning_rate by the growth of the batch of all ranks (linear)
+    or by its square root (sqrt)."""
+    pretrained: Text = setting("", "path")
+    """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
+    seed: int = setting(1, within=(0, 2**63 - 1), main=True)
+    """Seed of the policy, the environments, the action noise and the shuffling."""
+    normalize_obs: bool = setting(True)
+    """Scale observations by the running mean and deviation of all ranks."""
+    normalize_rewards: bool = setting(True)
+    """Divide rewards by the running deviation of discounted returns."""
+    validate_every: int = setting(20, "iterations", within=(0, 10**9), presets={"--quick": 4})
+    """Evaluate on the validation span after this many iterations; 0: never."""
+    checkpoint_every: int = setting(20, "iterations", within=(1, 10**9))
+    """Save after this many iterations; always at the end and on a stop signal."""
+    keep_checkpoints: int = setting(3, "files", within=(1, 10**6))
+    """Newest checkpoints to keep."""
+    keep_best: Text = setting("auto")
+    """Keep the checkpoint with the highest value of this metric, such as episode/return, as
+    checkpoints/best.pt; auto: valid/sharpe or valid/return, whichever the run has; off: none."""
+    on_save_error: Literal["stop", "continue"] = setting("stop")
+    """When a checkpoint cannot be written, as on a full disk: stop, or train on."""
+    sync_check_every: int = setting(5, "iterations", within=(0, 10**9))
+    """Compare the parameters of all ranks after this many iterations and before every save; 0: only
+    before a save."""
+    collective_timeout: float = setting(300.0, "seconds", within=(1, 80_000))
+    """End the run when a rank neither arrives nor makes progress for this long; start-up may take
+    600."""
+    monitor_every: float = setting(1.0, "seconds", within=(0, 86_400))
+    """Sample each rank's use of GPU, CPU and memory this often; 0: off."""
+    profile: bool = setting(False)
+    """Measure where the time of a few iterations goes, in RUN_DIR/profile."""
 
     def __post_init__(self) -> None:
-        if self.scaling not in ("strong", "weak"):
-            raise ValueError(f"scaling must be strong or weak, got {self.scaling!r}")
-        if self.on_save_error not in ("stop", "continue"):
-            raise ValueError(f"on_save_error must be stop or continue, got {self.on_save_error!r}")
         if self.keep_best.startswith("valid/") and not self.validate_every:
-            raise ValueError(f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0")
-        if self.lr_scaling not in LR_SCALINGS:
-            raise ValueError(f"lr_scaling must be one of {', '.join(LR_SCALINGS)}, got {self.lr_scaling!r}")
+            raise ValueError(
+                f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0"
+            )
         if self.lr_scaling != "none" and self.scaling == "strong":
             raise ValueError(
-                f"lr_scaling {self.lr_scaling} does nothing with scaling strong, where more ranks share one batch: "
-                "leave it out or add --scaling weak"
+                f"lr_scaling {self.lr_scaling} does nothing with scaling strong, where more ranks "
+                "share one batch: leave it out or add --scaling weak"
             )
-        for name, low, high in (
-            ("num_episodes", 1, 10**12),
-            ("total_steps", 0, 10**15),
-            ("batch_size", AUTO, 10**7),
-            ("grad_accumulation", 1, 10**6),
-            ("num_envs", 0, 10**7),
-            ("num_steps", 1, 10**6),
-            ("bptt_steps", 1, 10**6),
-            ("seed", 0, 2**63 - 1),
-            ("validate_every", 0, 10**9),
-            ("checkpoint_every", 1, 10**9),
-            ("keep_checkpoints", 1, 10**6),
-            ("sync_check_every", 0, 10**9),
-            ("collective_timeout", 1, 80_000),
-            ("monitor_every", 0, 86_400),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be {low}..{high}, got {value}")
         if 0 < self.monitor_every < 0.01:
-            raise ValueError(f"monitor_every must be 0 (off) or at least 0.01 seconds, got {self.monitor_every}")
+            raise ValueError(
+                f"monitor_every must be 0 (off) or at least 0.01 seconds, got {self.monitor_every}"
+            )
         if self.num_steps % self.bptt_steps:
             raise ValueError(
                 f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
@@ -109,14 +106,16 @@ class TrainConfig:
             )
 
     @property
-    def slots_per_step(self) -> int:
-        """Slots of one gradient step, in the unit of the flags."""
+    def sequences_per_step(self) -> int:
+        """Sequences of one gradient step, in the unit of the flags."""
         return self.batch_size * self.grad_accumulation
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
         """The metrics of which the first that a run reports chooses best.pt."""
-        return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(self.keep_best, (self.keep_best,))
+        return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
+            self.keep_best, (self.keep_best,)
+        )
 
 
 @dataclass(frozen=True)
@@ -124,78 +123,90 @@ class Sizes:
     """One rank's share of the work; `global_` figures are of all ranks together."""
 
     num_envs: int
-    first_env: int  # global index of this rank's first environment
-    batch_size: int  # slots of this rank in each gradient step
-    slots_per_env: int
+    env_offset: int  # global index of this rank's first environment
+    batch_size: int  # sequences of this rank in each gradient step
+    sequences_per_env: int  # sequences in a rollout of one environment
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
     learning_rate_factor: float = 1.0  # of lr_scaling
-    num_parts: int = 1  # of a gradient step's batch, one after the other
+    num_microbatches: int = 1  # microbatches of a gradient step, one after the other
 
 
 def _nearest_multiple(value: int, of: int) -> int:
     return max(of, round(value / of) * of)
 
 
-def share_out(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
+def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
     """This rank's share of environments and batch.
 
     Args:
-        saved_num_envs: environments of all ranks in the run that goes on, 0 for a fresh one. With weak
-            scaling it tells how many ranks the run began with: their totals and learning rate are kept.
+        saved_num_envs: environments of all ranks in the run to resume, 0 for a fresh one. With weak
+            scaling it tells how many ranks the run began with: their totals and rate are kept.
 
     Raises:
-        UserError: something that must divide does not; the message names the nearest sizes that do. Or batch_size
-            is still to be measured.
+        UserError: something that must divide does not, and the message names the nearest sizes
+            that do; or batch_size is still to be measured.
     """
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
-    slots_per_env = config.num_steps // config.bptt_steps
-    unit_envs = config.num_envs or _default_num_envs(config.slots_per_step, slots_per_env)
-    unit = 1  # totals per unit of the flags
+
+    # totals over all ranks: as the flags say, or so many times as much
+    sequences_per_env = config.num_steps // config.bptt_steps
+    unit_envs = config.num_envs or _default_num_envs(config.sequences_per_step, sequences_per_env)
+    unit = 1
     if config.scaling == "weak":
         unit = saved_num_envs // unit_envs or num_ranks
-    batch_size, num_envs = config.slots_per_step * unit, unit_envs * unit
+    batch_size = config.sequences_per_step * unit
+    num_envs = unit_envs * unit
     if saved_num_envs not in (0, num_envs):
         raise UserError(f"the checkpoint holds {saved_num_envs} environments, not {num_envs}")
-    if config.batch_size * unit % num_ranks or not _fits(num_envs, batch_size, slots_per_env, num_ranks):
+
+    # Every rank needs an equal share of environments and of each minibatch. Strata then divide as
+    # well: with batch_size = num_ranks * b, K = sequences_per_env and g = gcd(M, K), K / g divides
+    # b, so that the M * b / K environments of a rank are a multiple of the stratum M / g.
+    common = math.gcd(num_envs, config.batch_size * unit)
+    if common % num_ranks or num_envs * sequences_per_env % batch_size:
         if saved_num_envs:
-            raise UserError(_other_ranks(num_envs, config.batch_size * unit, num_ranks))
-        if config.batch_size * unit % num_ranks:
-            what = f"batch_size {config.batch_size * unit} does not divide over {in_ranks(num_ranks)}"
-        else:
-            what = (
-                f"num_envs {num_envs // unit} with num_steps {config.num_steps}, bptt_steps {config.bptt_steps}, "
-                f"batch_size {_asked_batch(config)} does not divide into whole minibatches over {in_ranks(num_ranks)}"
+            raise UserError(
+                f"the run to resume has {num_envs} environments and batches of "
+                f"{config.batch_size * unit} sequences in all, which do not divide over "
+                f"{in_ranks(num_ranks)}: try {_other_ranks(common, num_ranks)}"
             )
-        raise UserError(f"{what}: try {' or '.join(_proposals(config, unit, num_ranks))}")
+        raise UserError(_other_sizes(config, unit, unit_envs, num_ranks))
     return Sizes(
         num_envs=num_envs // num_ranks,
-        first_env=rank * (num_envs // num_ranks),
+        env_offset=rank * (num_envs // num_ranks),
         batch_size=batch_size // num_ranks,
-        slots_per_env=slots_per_env,
-        num_minibatches=num_envs * slots_per_env // batch_size,
+        sequences_per_env=sequences_per_env,
+        num_minibatches=num_envs * sequences_per_env // batch_size,
         global_num_envs=num_envs,
         global_batch_size=batch_size,
-        num_parts=config.grad_accumulation,
+        num_microbatches=config.grad_accumulation,
         learning_rate_factor=learning_rate_factor(unit, config.lr_scaling),
     )
 
 
 def shares_out(config: TrainConfig, num_ranks: int) -> bool:
-    """Whether these sizes share out over so many ranks."""
+    """Return True if these sizes divide over so many ranks."""
     try:
-        share_out(config, 0, num_ranks)
+        shard_sizes(config, 0, num_ranks)
     except UserError:
         return False
     return True
 
 
-def _asked_batch(config: TrainConfig) -> str:
-    """The batch of a gradient step, as an error names it."""
-    parts = config.grad_accumulation
-    return str(config.batch_size) + (f" times grad_accumulation {parts}" if parts > 1 else "")
+def learning_rate_factor(growth: float, rule: str) -> float:
+    """Return what to multiply the learning rate by when the effective batch grows.
+
+    Args:
+        growth: new effective batch by the one that the learning rate was chosen for.
+        rule: none, sqrt (for Adam and its kin) or linear (for SGD).
+
+    Source: linear: Goyal et al., https://arxiv.org/abs/1706.02677; square root: Malladi et al.,
+    https://arxiv.org/abs/2205.10287. Both hold while gradients are noisy, not for any batch size.
+    """
+    return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": float(growth)}[rule]
 
 
 def in_ranks(number: int) -> str:
@@ -203,49 +214,51 @@ def in_ranks(number: int) -> str:
     return f"{number} rank" + "s" * (number > 1)
 
 
-def _fits(num_envs: int, batch_size: int, slots_per_env: int, num_ranks: int) -> bool:
-    """Whether these totals give whole minibatches of which every rank owns an equal share.
-
-    Strata then divide as well: with batch_size = num_ranks * b, K = slots_per_env and g = gcd(M, K), K / g
-    divides b, so that the M * b / K environments of a rank are a multiple of the stratum M / g.
-    """
-    return not (batch_size % num_ranks or num_envs % num_ranks or num_envs * slots_per_env % batch_size)
-
-
-def _default_num_envs(batch_size: int, slots_per_env: int) -> int:
+def _default_num_envs(batch_size: int, sequences_per_env: int) -> int:
     """Two minibatches per epoch, or the next number that fits; the same for any number of ranks."""
-    return _nearest_num_envs(-(-2 * batch_size // slots_per_env), batch_size, slots_per_env, num_ranks=1)[-1]
+    wanted = -(-2 * batch_size // sequences_per_env)
+    return _nearest_num_envs(wanted, batch_size, sequences_per_env, num_ranks=1)[-1]
 
 
-def _nearest_num_envs(num_envs: int, batch_size: int, slots_per_env: int, num_ranks: int) -> list[int]:
+def _nearest_num_envs(
+    num_envs: int, batch_size: int, sequences_per_env: int, num_ranks: int
+) -> list[int]:
     """`num_envs` if it fits, else the nearest that do, below (if any) and above."""
-    step = math.lcm(num_ranks, batch_size // math.gcd(batch_size, slots_per_env))
-    return sorted({count for count in (num_envs // step * step, -(-num_envs // step) * step) if count})
+    step = math.lcm(num_ranks, batch_size // math.gcd(batch_size, sequences_per_env))
+    return sorted({num_envs // step * step, -(-num_envs // step) * step} - {0})
 
 
-def _other_ranks(num_envs: int, batch_size: int, num_ranks: int) -> str:
-    """The error of a resumed run, whose sizes stand: the nearest numbers of ranks that share them out."""
-    divisors = [number for number in range(1, batch_size + 1) if num_envs % number == batch_size % number == 0]
+def _other_ranks(common: int, num_ranks: int) -> str:
+    """Return the flags with the nearest numbers of ranks that divide `common`."""
+    divisors = [number for number in range(1, common + 1) if common % number == 0]
     near = [n for n in divisors if n < num_ranks][-1:] + [n for n in divisors if n > num_ranks][:1]
-    return (
-        f"the run to resume has {num_envs} environments and batches of {batch_size} slots in all, which do not "
-        f"divide over {in_ranks(num_ranks)}: try {' or '.join(f'--num_gpus {number}' for number in near)}"
-    )
+    return " or ".join(f"--num_gpus {number}" for number in near)
 
 
-def _proposals(config: TrainConfig, unit: int, num_ranks: int) -> list[str]:
-    """Flags with the nearest sizes that fit, for an error message."""
-    slots_per_env = config.num_steps // config.bptt_steps
+def _other_sizes(config: TrainConfig, unit: int, unit_envs: int, num_ranks: int) -> str:
+    """Return the error of a fresh run: names the flags with the nearest sizes that fit."""
+    sequences_per_env = config.num_steps // config.bptt_steps
     asked = config.batch_size * unit
-    found: list[str] = []
-    for batch_size in sorted({asked // num_ranks * num_ranks, -(-asked // num_ranks) * num_ranks} - {0}):
-        change = f"--batch_size {batch_size} " if batch_size != asked else ""  # never with weak scaling
+    if asked % num_ranks:
+        what = f"batch_size {asked} does not divide over {in_ranks(num_ranks)}"
+    else:
+        parts = config.grad_accumulation
+        times = f" times grad_accumulation {parts}" if parts > 1 else ""
+        what = (
+            f"num_envs {unit_envs} with num_steps {config.num_steps}, bptt_steps "
+            f"{config.bptt_steps}, batch_size {config.batch_size}{times} does not divide into "
+            f"whole minibatches over {in_ranks(num_ranks)}"
+        )
+    proposals: list[str] = []
+    below = asked // num_ranks * num_ranks
+    for batch_size in sorted({below, asked if below == asked else below + num_ranks} - {0}):
+        # weak scaling never needs another batch
+        change = f"--batch_size {batch_size} " if batch_size != asked else ""
         step = batch_size * config.grad_accumulation
-        wanted = unit * (config.num_envs or _default_num_envs(step // unit, slots_per_env))
-        near = _nearest_num_envs(wanted, step, slots_per_env, num_ranks)
+        wanted = unit * (config.num_envs or _default_num_envs(step // unit, sequences_per_env))
+        near = _nearest_num_envs(wanted, step, sequences_per_env, num_ranks)
         if change and near == [wanted]:
-            found.append(change.strip())
+            proposals.append(change.strip())
         else:
-            found += [f"{change}--num_envs {count // unit}" for count in near]
-    return found
-
+            proposals += [f"{change}--num_envs {count // unit}" for count in near]
+    return f"{what}: try {' or '.join(proposals)}"

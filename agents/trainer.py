@@ -17,29 +17,46 @@ from torch import Tensor
 from agents.gae import gae
 from agents.noise import action_noise
 from agents.normalize import Normalizer
-from agents.pipeline import make_strategy
 from agents.policy import Policy, PolicyConfig, check_weights
-from agents.ppo import PPO, NonFiniteGradient, PPOConfig, explained_variance, normalize_advantages, replicated_state
-from agents.rollout import Carry, Minibatch, Rollout, collect, episode_metrics, fresh_carry, to_slots
-from agents.sizes import Sizes, TrainConfig, share_out
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, MEASURED, Best, latest_checkpoint, save_checkpoint
+from agents.ppo import (
+    PPO,
+    NonFiniteGradientError,
+    PPOConfig,
+    explained_variance,
+    normalize_advantages,
+)
+from agents.rollout import Carry, Rollout, collect, cut_rollout, episode_metrics, fresh_carry
+from agents.sizes import Sizes, TrainConfig, shard_sizes
+from rl_dist.checkpoint.folder import (
+    CHECKPOINT_DIR,
+    MEASURED,
+    Best,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.speed import SpeedConfig, keep_options
-from rl_dist.process_group.collectives import agree_max, check_in_sync, gather_dicts, gather_json, sum_over_ranks
+from rl_dist.parallel.config import SpeedConfig, StrategyConfig
+from rl_dist.parallel.strategy import Strategy, keep_options
+from rl_dist.process_group.collectives import (
+    all_gather_json,
+    all_reduce_max,
+    all_reduce_sum,
+    check_in_sync,
+    gather_dicts,
+)
+from rl_dist.process_group.timing import NullProfiler, Stragglers
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.seeding import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
 from rl_dist.telemetry.monitor import Monitor
-from rl_dist.telemetry.profiler import Profiler
-from rl_dist.telemetry.stragglers import Stragglers
+from rl_dist.telemetry.state_file import SavedCheckpoint
 
 if TYPE_CHECKING:
     from agents.pretrain.weights import Pretrained
 
 logger = logging.getLogger(__name__)
-MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, first_global_index)
+MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, env_offset)
 Validate = Callable[[Policy, Normalizer], dict[str, float]]  # called by all ranks together
 
 
@@ -57,58 +74,85 @@ class Job:
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     pretrained: Pretrained | None = None
-    explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # the bottleneck, out of a profile's seconds
+    explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # names the bottleneck
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
+
+
+def make_strategy(config: StrategyConfig, world: World) -> Strategy:
+    """Return the strategy that is asked for, the pipeline of the cascade included."""
+    if not config.pipelined:
+        return Strategy(config, world)
+    from agents.pipeline import PipelineStrategy
+
+    return PipelineStrategy(config, world)
 
 
 class Training:
     """Policy, optimizer, normalisers, environments and counters of one rank."""
 
     def __init__(self, job: Job, world: World) -> None:
-        self.job, self.world = job, world
-        self.sizes: Sizes = share_out(job.train, world.rank, world.size)
-        self.env = job.make_env(self.sizes.num_envs, self.sizes.first_env)
+        train = job.train
+        self.job = job
+        self.world = world
+        self.sizes: Sizes = shard_sizes(train, world.rank, world.size)
+
+        # environments
+        self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
         self.action_space = self.env.single_action_space
         num_obs = int(self.env.single_observation_space.shape[0])  # type: ignore[index]
-        torch.manual_seed(stream_seeds(job.train.seed, POLICY_STREAM, 0, 1)[0])
+
+        # policy and normalisers, the same on every rank
+        torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
             job.pretrained.load_into(self.policy)
-        self.obs_normalizer = Normalizer(num_obs, enabled=job.train.normalize_obs).to(world.device)
-        self.reward_normalizer = Normalizer(1, enabled=job.train.normalize_rewards, center=False).to(world.device)
+        self.obs_normalizer = Normalizer(num_obs, enabled=train.normalize_obs)
+        self.reward_normalizer = Normalizer(1, enabled=train.normalize_rewards, center=False)
+        for normalizer in (self.obs_normalizer, self.reward_normalizer):
+            normalizer.to(world.device)
         strategy = make_strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
-        self.ppo = PPO(self.policy, job.ppo, strategy, job.train.grad_accumulation, job.speed)
-        self.profiler = Profiler(job.run_dir, world, on=job.train.profile, explain=job.explain)
-        self.monitor = Monitor([], 0)  # of this rank's GPU, CPU and memory; the caller may give another
+        self.ppo = PPO(self.policy, job.ppo, strategy, train.grad_accumulation, job.speed)
+
+        # observers and counters
+        self.profiler: Any = NullProfiler()
+        if train.profile:
+            from rl_dist.telemetry.profiler import Profiler
+
+            self.profiler = Profiler(job.run_dir, world, job.explain)
+        self.monitor = Monitor([], 0)  # the caller may give one of this rank's GPU, CPU and memory
         self.iteration = self.global_step = self.episodes = 0
-        self.restarts_told = 0  # of environments, in the metrics so far
+        self.restarts_reported = 0  # of environments
         self.carry = self._reset()
 
     def _reset(self, life: int = 0) -> Carry:
+        """Begin new episodes everywhere; `life` tells resumed runs apart."""
         train, sizes = self.job.train, self.sizes
-        seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, sizes.first_env, sizes.num_envs, life)
+        seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, sizes.env_offset, sizes.num_envs, life)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])  # type: ignore[arg-type]
 
     @property
     def progress(self) -> float:
         """Fraction of the run that is done, 0 to 1."""
         train = self.job.train
-        done = self.global_step / train.total_steps if train.total_steps else self.episodes / train.num_episodes
-        return min(done, 1.0)
+        if train.total_steps:
+            return min(self.global_step / train.total_steps, 1.0)
+        return min(self.episodes / train.num_episodes, 1.0)
 
     @property
     def env_restarts(self) -> int:
-        """How often environments were made anew since the metrics last told of it."""
-        return sum(getattr(self.env, "restarts", ())) - self.restarts_told
+        """Number of restarts of environments since the last one in the metrics."""
+        return sum(getattr(self.env, "restarts", ())) - self.restarts_reported
 
     def warm_up_normalizers(self) -> None:
-        """One initial rollout only fills the normalisers; all environments then reset."""
+        """Fill the normalisers by one initial rollout; all environments then reset."""
         if self.job.train.normalize_obs or self.job.train.normalize_rewards:
             rollout = self.collect(lifetime_step=0)
             discounted = self.discounted_returns(rollout)
             self.merge_statistics(rollout, discounted)
-            for normalizer in (self.obs_normalizer, self.reward_normalizer):  # once more, around this mean: a large
-                normalizer.moments.restart()  # offset would cost digits, others for another number of ranks
+            # once more, around this mean: a large offset would cost digits, others for another
+            # number of ranks
+            for normalizer in (self.obs_normalizer, self.reward_normalizer):
+                normalizer.moments.restart()
             self.merge_statistics(rollout, discounted)
             if self.job.pretrained:
                 self.job.pretrained.set_moments(self.obs_normalizer)
@@ -116,19 +160,25 @@ class Training:
 
     def collect(self, lifetime_step: int) -> Rollout:
         """One rollout of num_steps steps of every environment."""
-        self.world.enter("collect")
+        self.world.set_phase("collect")
         train, sizes = self.job.train, self.sizes
-        noise = action_noise(
-            self.action_space, train.seed, sizes.first_env, sizes.num_envs, lifetime_step, train.num_steps
-        ).to(self.world.device, self.job.dtype)
-        parts = self.policy, self.obs_normalizer, self.env, self.carry
-        rollout = collect(*parts, noise, train.bptt_steps, on_step=self.world.beat)
-        rollout.refuse_non_finite(self.carry.obs, sizes.first_env, lifetime_step, self.world.rank)
+        share = (sizes.env_offset, sizes.num_envs)
+        noise = action_noise(self.action_space, train.seed, *share, lifetime_step, train.num_steps)
+        rollout = collect(
+            self.policy,
+            self.obs_normalizer,
+            self.env,
+            self.carry,
+            noise.to(self.world.device, self.job.dtype),  # [T, B, A]
+            train.bptt_steps,
+            on_step=self.world.heartbeat,
+        )
+        rollout.refuse_non_finite(self.carry.obs, sizes.env_offset, lifetime_step, self.world.rank)
         return rollout
 
     def discounted_returns(self, rollout: Rollout) -> Tensor:
         """Running discounted sums of rewards [T, B]; their deviation scales rewards."""
-        running, rows = self.carry.discounted_return, []
+        running, rows = self.carry.discounted_return, []  # [B]
         for rewards, ended in zip(rollout.rewards, rollout.episode_end, strict=True):
             running = running * self.job.ppo.gamma + rewards
             rows.append(running)
@@ -138,56 +188,56 @@ class Training:
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Advantages, then the PPO epochs; the normalisers are merged only afterwards."""
-        self.world.enter("update")
+        self.world.set_phase("update")
+        train, ppo, sizes = self.job.train, self.job.ppo, self.sizes
+
+        # advantages [T, B], from scaled rewards
         discounted = self.discounted_returns(rollout)
         rewards = self.reward_normalizer(rollout.rewards[..., None])[..., 0].to(self.job.dtype)
-        advantages, returns = gae(
-            rewards,
-            rollout.values,
-            rollout.next_values,
-            rollout.episode_end,
-            self.job.ppo.gamma,
-            self.job.ppo.gae_lambda,
-        )
-        metrics = {"ppo/explained_variance": explained_variance(rollout.values, returns, self.world)}
-        if self.job.ppo.norm_adv:
+        values, next_values = rollout.values, rollout.next_values
+        ends = rollout.episode_end
+        advantages, returns = gae(rewards, values, next_values, ends, ppo.gamma, ppo.gae_lambda)
+        metrics = {"ppo/explained_variance": explained_variance(values, returns, self.world)}
+        if ppo.norm_adv:
             advantages = normalize_advantages(advantages, self.world)
-        slots = self._slots(rollout, advantages, returns)
-        key = (self.job.train.seed, self.iteration)
-        sizes = self.sizes
+
+        # epochs over minibatches of sequences
+        sequences = cut_rollout(rollout, advantages, returns, train.bptt_steps)
+        key = (train.seed, self.iteration)
         try:
-            metrics |= self.ppo.update(slots, key, sizes.first_env, sizes.num_envs, sizes.num_minibatches)
-        except NonFiniteGradient as error:
-            raise NonFiniteGradient(f"{error}; {last_checkpoint(self.job.run_dir)}", exit_code=1) from error
+            metrics |= self.ppo.update(
+                sequences, key, sizes.env_offset, sizes.num_envs, sizes.num_minibatches
+            )
+        except NonFiniteGradientError as error:
+            message = f"{error}; {last_checkpoint(self.job.run_dir)}"
+            raise NonFiniteGradientError(message, exit_code=1) from error
         self.merge_statistics(rollout, discounted)
         return metrics
 
-    def _slots(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Minibatch:
-        def slots(values: Tensor) -> Tensor:
-            return to_slots(values, self.job.train.bptt_steps)
-
-        return Minibatch(
-            obs=slots(rollout.obs),
-            actions=slots(rollout.actions),
-            logprobs=slots(rollout.logprobs),
-            values=slots(rollout.values),
-            advantages=slots(advantages),
-            returns=slots(returns),
-            episode_start=slots(rollout.episode_start),
-            lstm_state=rollout.grid_states.flatten(0, 1),
-        )
-
     def merge_statistics(self, rollout: Rollout, discounted: Tensor) -> None:
         """Merge this rollout's sums, of all ranks, into both normalisers' statistics."""
-        obs, rewards = self.obs_normalizer.moments, self.reward_normalizer.moments
+        obs = self.obs_normalizer.moments
+        rewards = self.reward_normalizer.moments
         sums = {"obs": obs.sums(rollout.raw_obs), "rewards": rewards.sums(discounted[..., None])}
-        reduced = sum_over_ranks(sums, self.world)
+        reduced = all_reduce_sum(sums, self.world)
         obs.merge(reduced["obs"])
         rewards.merge(reduced["rewards"])
 
     def replicated(self) -> dict[str, Tensor]:
-        """What must be equal on all ranks; all of them must call."""
-        return replicated_state(self.ppo, obs_normalizer=self.obs_normalizer, reward_normalizer=self.reward_normalizer)
+        """Tensors that must be equal on all ranks, by name; all ranks must call."""
+        named = dict(self.policy.named_parameters())
+        found: dict[str, Tensor] = {**named}
+        optimizer = self.ppo.strategy.optimizer_state(self.ppo.optimizer)["state"]
+        for index, name in enumerate(named):
+            for key, value in optimizer.get(index, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer {key} of {name}"] = value
+        if self.ppo.strategy.scaler:
+            found["loss scale"] = torch.tensor(self.ppo.strategy.scaler.get_scale())
+        for owner in ("obs_normalizer", "reward_normalizer"):
+            for name, buffer in getattr(self, owner).moments.named_buffers():
+                found[f"{owner} {name}"] = buffer
+        return found
 
     def state(self) -> dict[str, Any] | None:
         """The run's whole state on the main process, else None; all ranks must call."""
@@ -196,7 +246,7 @@ class Training:
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None  # type: ignore[attr-defined]
         policy = self.ppo.strategy.module_state()
         optimizer = self.ppo.strategy.optimizer_state(self.ppo.optimizer)
-        if not self.world.main:
+        if not self.world.is_main_process:
             return None
         return {
             "config": json.dumps(self.job.config or {}),
@@ -218,103 +268,122 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state, whatever number of ranks made it."""
-        self.iteration, self.global_step = state["iteration"], state["global_step"]
+        # what all ranks hold alike; older checkpoints have neither strategy nor bad_in_a_row
+        self.iteration = state["iteration"]
+        self.global_step = state["global_step"]
         self.episodes = state["episodes"]
         check_weights(self.policy, state["policy"])
-        optimizer = self.ppo.optimizer
-        self.ppo.strategy.load(state["policy"], optimizer, keep_options(optimizer, state["optimizer"]))
-        self.ppo.strategy.load_state_dict(state.get("strategy", {}))  # older checkpoints have none
-        self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)  # older checkpoints do not know it
+        saved = keep_options(self.ppo.optimizer, state["optimizer"])
+        self.ppo.strategy.load(state["policy"], self.ppo.optimizer, saved)
+        self.ppo.strategy.load_state_dict(state.get("strategy", {}))
+        self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])
-        self._keep_totals(len(state["carry"]["obs"]))
-        mine = slice(self.sizes.first_env, self.sizes.first_env + self.sizes.num_envs)
-        if state["environments"] is None:  # episodes restart: other ones than before, the same at every resume
-            self.carry = self._reset(life=self.iteration)
-            return
-        carry = {name: value[mine].to(self.world.device) for name, value in state["carry"].items()}
-        self.carry = Carry(**carry)
-        try:
-            self.env.set_state({name: value[mine] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
-        except Exception as error:  # environments are foreign code, and their states may be, too
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise UserError(f"the environments cannot go on from their saved states: {told}", exit_code=1) from error
-        self.restarts_told = sum(getattr(self.env, "restarts", ()))  # those before the checkpoint
 
-    def _keep_totals(self, saved_num_envs: int) -> None:
-        """Share out the environments and the batch that the saved run had, if weak scaling made them others."""
-        sizes = share_out(self.job.train, self.world.rank, self.world.size, saved_num_envs)
+        # this rank's environments; with weak scaling the run may have begun with other totals
+        num_saved = len(state["carry"]["obs"])
+        sizes = shard_sizes(self.job.train, self.world.rank, self.world.size, num_saved)
         if sizes != self.sizes:
             self.env.close()
             self.sizes = sizes
-            self.env = self.job.make_env(sizes.num_envs, sizes.first_env)
+            self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
+        if state["environments"] is None:  # other episodes than before, the same at every resume
+            self.carry = self._reset(life=self.iteration)
+            return
+        own = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)
+        carry = {name: value[own].to(self.world.device) for name, value in state["carry"].items()}
+        self.carry = Carry(**carry)
+        try:
+            self.env.set_state({name: value[own] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+        except Exception as error:  # environments are foreign code, and their states may be, too
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            message = f"the environments cannot go on from their saved states: {reason}"
+            raise UserError(message, exit_code=1) from error
+        self.restarts_reported = sum(getattr(self.env, "restarts", ()))
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """Where a run that stopped can go on, in words."""
+    """Return a clause that names the checkpoint to go on from."""
     newest = latest_checkpoint(run_dir)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
-def train(training: Training, writer: MetricsWriter | NullWriter, stop: StopFlag) -> int:
+def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     """Train until the budget ends or a stop is agreed; always leaves a checkpoint.
 
     Returns:
         The signal number that ended the run, or 0.
     """
-    job, world, sizes = training.job, training.world, training.sizes
+    job, world, config = training.job, training.world, training.job.train
+    steps_per_iteration = training.sizes.global_num_envs * config.num_steps
     if training.iteration == 0:
+        writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
-    best = Best(job.train.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
-    signal, stragglers = 0, Stragglers()
+    best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
+    stragglers = Stragglers()
+    signal = 0
     while training.progress < 1.0 and not signal:
+        # collect a rollout and learn from it
         world.sync_seconds = world.gradient_seconds = 0.0
         started = time.perf_counter()
         training.iteration += 1
         rate = training.ppo.set_learning_rate(
-            training.iteration, 1.0 - training.progress, sizes.learning_rate_factor
+            training.iteration, 1.0 - training.progress, training.sizes.learning_rate_factor
         )
         training.profiler.begin(training.iteration)
-        rollout = training.collect(lifetime_step=training.iteration * job.train.num_steps)
+        rollout = training.collect(lifetime_step=training.iteration * config.num_steps)
         collected = time.perf_counter()
         losses = training.update(rollout)
         updated = time.perf_counter()
-        timing = {"time/collect_s": collected - started, "time/update_s": updated - collected}
-        waited_s = world.sync_seconds + world.gradient_seconds  # in the update: collect waits for nobody
-        timing |= {"time/update_own_s": updated - collected - waited_s} | training.ppo.clock.read()
+
+        # measure: the update waits for other ranks, collect for nobody
+        collect_s, update_s = collected - started, updated - collected
+        waited_s = world.sync_seconds + world.gradient_seconds
+        timing = {"time/collect_s": collect_s, "time/update_s": update_s}
+        timing |= {"time/update_own_s": update_s - waited_s} | training.ppo.clock.read()
         timing["time/idle_share"] = waited_s / (updated - started)
-        metrics = episode_metrics(rollout, timing, training.env_restarts, training.monitor.take(), world)
-        training.restarts_told += training.env_restarts
-        tell_stragglers(stragglers, metrics)
-        training.global_step += sizes.global_num_envs * job.train.num_steps
+        use = training.monitor.take()
+        metrics = episode_metrics(rollout, timing, training.env_restarts, use, world)
+        training.restarts_reported += training.env_restarts
+        warn_of_stragglers(stragglers, metrics)
+
+        # count, and agree whether to stop
+        training.global_step += steps_per_iteration
         training.episodes += metrics["episode/count"]
-        signal = agree_max(stop.signum, world)
+        signal = all_reduce_max(stop.signum, world)
         elapsed = time.perf_counter() - started
         training.profiler.end(writer.say)
         counters = {"iteration": training.iteration, "global_step": training.global_step}
-        metrics = counters | metrics | losses | {
-            "episode/total": training.episodes,
-            "optim/learning_rate": rate,
-            "time/sync_s": world.sync_seconds,
-            "time/sps": sizes.global_num_envs * job.train.num_steps / elapsed,
-        }
-        world.enter("validation and checkpoint")
-        finished, every = training.progress >= 1.0, job.train.validate_every
-        if job.validate and every and (finished or training.iteration % every == 0):
+        metrics = counters | metrics | losses
+        metrics |= {"episode/total": training.episodes, "optim/learning_rate": rate}
+        metrics |= {"time/sync_s": world.sync_seconds, "time/sps": steps_per_iteration / elapsed}
+
+        # validate, write, save
+        world.set_phase("validation and checkpoint")
+        finished = training.progress >= 1.0
+        if job.validate and is_due(training, config.validate_every, finished):
+            writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.obs_normalizer)
         check_best_metric(job, metrics)
         improved = best.look(metrics)
-        writer.write(metrics, done=training.global_step if job.train.total_steps else training.episodes)
+        done = training.global_step if config.total_steps else training.episodes
+        writer.write(metrics, done=done)
         last = bool(signal) or finished
-        if last or improved or training.iteration % job.train.checkpoint_every == 0:
-            writer.flush()
-            save(training, best, last)
-        elif job.train.sync_check_every and training.iteration % job.train.sync_check_every == 0:
+        if improved or is_due(training, config.checkpoint_every, last):
+            save(training, best, last, writer)
+        elif is_due(training, config.sync_check_every):
             check_in_sync(training.replicated(), world)
     training.profiler.close(writer.say)
-    if job.train.keep_best not in ("auto", "off") and best.value is None and not signal and world.main:
-        logger.warning("keep_best %s never had a value in this run: there is no best.pt", job.train.keep_best)
-    return signal or agree_max(stop.signum, world)  # it may have come while the last iteration was saved
+    no_best = best.names and best.value is None and config.keep_best != "auto"
+    if no_best and not signal and world.is_main_process:
+        name = config.keep_best
+        logger.warning("keep_best %s never had a value in this run: there is no best.pt", name)
+    return signal or all_reduce_max(stop.signum, world)  # it may have come during the last save
+
+
+def is_due(training: Training, every: int, now: bool = False) -> bool:
+    """True at every so many iterations, and where `now`; never where `every` is 0."""
+    return every > 0 and (now or training.iteration % every == 0)
 
 
 def check_best_metric(job: Job, metrics: dict[str, Any]) -> None:
@@ -324,43 +393,54 @@ def check_best_metric(job: Job, metrics: dict[str, Any]) -> None:
         UserError: names the metrics there are.
     """
     name = job.train.keep_best
-    if name in ("auto", "off") or name in metrics:
+    known = sorted(key for key in metrics if key != "ranks")
+    validated = not job.validate or any(key.startswith("valid/") for key in known)
+    if name in ("auto", "off", *metrics) or (name.startswith("valid/") and not validated):
         return
-    known = [key for key in metrics if key != "ranks"]
-    to_come = name.startswith("valid/") and job.validate and not any(key.startswith("valid/") for key in known)
-    if not to_come:
-        raise UserError(f"keep_best {name} is no metric of this run: name one of {', '.join(sorted(known))}")
+    raise UserError(f"keep_best {name} is no metric of this run: name one of {', '.join(known)}")
 
 
-def save(training: Training, best: Best, last: bool) -> None:
+def save(training: Training, best: Best, last: bool, writer: MetricsWriter | NullWriter) -> None:
     """Gather the state of all ranks; the main process writes one checkpoint.
 
     Raises:
         DesyncError: the ranks differ, so no checkpoint could stand for the run.
-        UserError: on all ranks: it cannot be written and training stops, or nothing follows that could go on.
+        UserError: on all ranks: it cannot be written, and training stops or has ended.
     """
     train, world, run_dir = training.job.train, training.world, training.job.run_dir
+    writer.flush()
+    writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)
     state, problem = training.state(), ""
     if state is not None:
         state[MEASURED] = best.measured
-        directory, keep = run_dir / CHECKPOINT_DIR, train.keep_checkpoints
         try:
-            save_checkpoint(directory, state, iteration=training.iteration, keep=keep, best=best.improved)
+            path = save_checkpoint(
+                run_dir / CHECKPOINT_DIR,
+                state,
+                iteration=training.iteration,
+                keep=train.keep_checkpoints,
+                best=best.improved,
+            )
+            saved = SavedCheckpoint(
+                path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration
+            )
+            writer.update_state(phase="training", checkpoint=saved)
         except CheckpointError as error:
             kept = latest_checkpoint(run_dir)
-            fate = f"{kept.name} stays valid, --resume {run_dir} goes on from it" if kept else "there is no earlier one"
-            problem = f"{error}; {fate}"
-    problem = gather_json(problem, world)[0]  # of the main process; all ranks act on it together
+            way_on = f"{kept.name} stays valid, --resume {run_dir} goes on from it" if kept else ""
+            problem = f"{error}; {way_on or 'there is no earlier one'}"
+    # of the main process; all ranks act on it together
+    problem = all_gather_json(problem, world)[0]
     if not problem:
         best.saved()
     elif last or train.on_save_error == "stop":
         raise UserError(problem, exit_code=1)
-    elif world.main:
+    elif world.is_main_process:
         logger.warning("%s; training goes on without (--on_save_error continue)", problem)
 
 
-def tell_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
+def warn_of_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
     """Warn of ranks that keep the others waiting."""
     keys = {"collect": "time/collect_s", "update": "time/update_own_s"}
     phases = {phase: [rank[key] for rank in metrics["ranks"]] for phase, key in keys.items()}

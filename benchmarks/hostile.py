@@ -1,12 +1,13 @@
-"""The hostile sweep: environments, files, flags, signals and limits that mean harm, and what comes of them.
+"""The hostile sweep: environments, files, flags, signals and limits that mean harm.
 
     python benchmarks/hostile.py [--only REGEX] [--jobs 2] [--patience 1] [--keep FOLDER]
 
-The cases are the tables of hostile_cases.py and hostile_files.py. Each is one command in a folder, a session and a
-temporary directory of its own, two at a time. Whatever the case, the command must end in time, leave no process and
-print no traceback; the canary file, which hostile code would make, must not be there; what fails says so in exactly
-one line that begins with `error: `; bad usage (exit code 2) leaves config.json and metrics.jsonl of a run as they
-were; and a training that succeeds has every iteration exactly once in metrics.jsonl.
+The cases are the tables of hostile_cases.py and hostile_files.py. Each is one command in a folder,
+a session and a temporary directory of its own, two at a time. Whatever the case, the command must
+end in time, leave no process and print no traceback; the canary file, which hostile code would
+make, must not be there; what fails says so in exactly one line that begins with `error: `; bad
+usage (exit code 2) leaves config.json and metrics.jsonl of a run as they were; and a training that
+succeeds has every iteration exactly once in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PROGRAMS = {
     **{name: ["-m", f"rl_dist.{name}"] for name in ("status", "checkpoint", "resume_check")},
 }
 SMALL = (
-    "--device cpu --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --eval_episodes 2 "
+    "--device cpu --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 "
+    "--eval_episodes 2 "
     "--validate_every 0 --checkpoint_every 1 --collective_timeout 20"
 )
 STEPS = 4 * 16  # of an iteration
@@ -48,14 +50,18 @@ FRESH = f"train --env Recall-v0 --run_dir {{run}} {SMALL} --total_steps {2 * STE
 LONG = FRESH.replace(f"--total_steps {2 * STEPS}", "--total_steps 100000000")
 RESUME = f"train --resume {{run}} --total_steps {4 * STEPS}"
 GO_ON = "train --resume {run} --total_steps {more}"  # two iterations more than there are
-STARTED_S, GONE_S = 60.0, 30.0  # until the first iteration; until the last process of a case has left
+# until the first iteration; until the last process of a case has left
+STARTED_S, GONE_S = 60.0, 30.0
 KINDS = ("hang", "traceback", "foreign code", "exit code", "words", "left behind", "state")
 PREPARED = {"one": FRESH, "two": f"{FRESH} --num_gpus 2"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One hostile command and what must come of it; {run}, {tmp}, {canary} and {more} are filled in."""
+    """One hostile command and what must come of it.
+
+    {run}, {tmp}, {canary} and {more} are filled in.
+    """
 
     group: str
     name: str
@@ -63,14 +69,17 @@ class Case:
     codes: tuple[int, ...] = (1,)  # allowed exit codes
     says: str = ""  # expression that stdout and stderr together must hold
     run: str = ""  # the prepared run that {run} is a copy of
-    alter: Callable[[Path, Path], None] | None = None  # changes {run} and {tmp} before; gets the canary's path, too
+    # changes {run} and {tmp} before; gets the canary's path, too
+    alter: Callable[[Path, Path], None] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     shell: str = ""  # what a shell does before it becomes the command
-    strike: str = ""  # once it trains: signals, seconds, remove and move; such as "TERM; 1.5; KILL group"
+    # once it trains: signals, seconds, remove and move; such as "TERM; 1.5; KILL group"
+    strike: str = ""
     twin: bool = False  # the command runs twice, in the same moment; one at least must succeed
     then: str = ""  # a second command, which must succeed
     check: Callable[[Path, Path], str] | None = None  # of {run} and {tmp} at the end: what is wrong
-    errors: int | None = 1  # lines that begin with `error: ` where the exit code is 1 or 2; None: any number
+    # lines that begin with `error: ` where the exit code is 1 or 2; None: any number
+    errors: int | None = 1
     within_s: float = 75.0
 
 
@@ -80,7 +89,10 @@ class Trial:
     patience = 1.0  # factor of the time that a case has, for a busy machine
 
     def __init__(self, case: Case, folder: Path, prepared: Path) -> None:
-        self.case, self.folder, self.run, self.canary = case, folder, folder / "run", folder / "canary"
+        self.case = case
+        self.folder = folder
+        self.run = folder / "run"
+        self.canary = folder / "canary"
         self.problems: list[tuple[str, str]] = []
         (folder / "temporary").mkdir(parents=True)
         if case.run:
@@ -135,13 +147,24 @@ class Trial:
         argv = [sys.executable, *PROGRAMS[program], *map(self._fill, words)]
         if self.case.shell:
             argv = ["bash", "-c", f'{self._fill(self.case.shell)}\nexec "$@"', "bash", *argv]
-        variables = {"PYTHONPATH": os.pathsep.join(map(str, (REPO, REPO / "tests"))), "OMP_NUM_THREADS": "1"}
+        variables = {
+            "PYTHONPATH": os.pathsep.join(map(str, (REPO, REPO / "tests"))),
+            "OMP_NUM_THREADS": "1",
+        }
         variables |= {"TMPDIR": str(self.folder / "temporary"), "CANARY": str(self.canary)}
         variables |= {name: self._fill(value) for name, value in self.case.variables.items()}
-        with open(self.folder / "output", "w+b") as output:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "cwd": self.folder}
+        with (self.folder / "output").open("w+b") as output:
+            streams = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": output,
+                "cwd": self.folder,
+            }
             environment = os.environ | variables
-            jobs = [subprocess.Popen(argv, env=environment, start_new_session=True, **streams) for _ in range(copies)]
+            jobs = [
+                subprocess.Popen(argv, env=environment, start_new_session=True, **streams)
+                for _ in range(copies)
+            ]
             deadline_s = time.monotonic() + self.case.within_s * self.patience
             try:
                 if strike:
@@ -159,7 +182,9 @@ class Trial:
         """Wait for the first checkpoint, then do what the steps say."""
         deadline_s = time.monotonic() + STARTED_S * self.patience
         saved = "checkpoints/iteration_*.pt"
-        while not list(self.run.glob(saved)) and job.poll() is None and time.monotonic() < deadline_s:
+        while (
+            not list(self.run.glob(saved)) and job.poll() is None and time.monotonic() < deadline_s
+        ):
             time.sleep(0.05)
         for step in (one.strip() for one in steps.split(";")):
             what, _, whom = step.partition(" ")
@@ -171,7 +196,9 @@ class Trial:
                 time.sleep(float(what))
             else:
                 with suppress(ProcessLookupError):
-                    (os.killpg if whom == "group" else os.kill)(job.pid, signal.Signals[f"SIG{what}"])
+                    (os.killpg if whom == "group" else os.kill)(
+                        job.pid, signal.Signals[f"SIG{what}"]
+                    )
 
     def _clear(self, job: subprocess.Popen[bytes]) -> None:
         """End what is left of a session: after a hang at once, else when it has had its time."""
@@ -231,14 +258,19 @@ def session_of(pid: int) -> list[psutil.Process]:
 def prepare(folder: Path) -> None:
     """Make the runs that cases start from."""
     for name, command in PREPARED.items():
-        problems = Trial(Case(group="", name=name, command=command, codes=(0,)), folder / name, folder).judge()
+        problems = Trial(
+            Case(group="", name=name, command=command, codes=(0,)), folder / name, folder
+        ).judge()
         if problems:
             raise SystemExit(f"the run {name!r}, from which cases start, failed: {problems}")
 
 
-def attempt(case: Case, number: int, folder: Path, keep: bool) -> tuple[float, list[tuple[str, str]]]:
+def attempt(
+    case: Case, number: int, folder: Path, keep: bool
+) -> tuple[float, list[tuple[str, str]]]:
     """Seconds and problems of one case."""
-    started_s, own = time.monotonic(), folder / f"case_{number:03d}"
+    started_s = time.monotonic()
+    own = folder / f"case_{number:03d}"
     try:
         problems = Trial(case, own, folder).judge()
     except Exception as error:  # of the sweep itself: the other cases go on
@@ -254,11 +286,15 @@ def table(results: Iterable[tuple[Case, list[tuple[str, str]]]]) -> str:
     counts: dict[str, Counter[str]] = {}
     for case, problems in results:
         for group in (case.group, "all"):
-            counts.setdefault(group, Counter()).update({"cases", "held" if not problems else "", *dict(problems)})
+            counts.setdefault(group, Counter()).update(
+                {"cases", "held" if not problems else "", *dict(problems)}
+            )
     columns = ("cases", "held", *KINDS)
     rows = ["".join([f"{'':<26}", *(f"{name:>13}" for name in columns)])]
-    for group in sorted(counts, key=lambda name: (name == "all", name)):
-        rows.append("".join([f"{group:<26}", *(f"{counts[group][name]:>13}" for name in columns)]))
+    rows += [
+        "".join([f"{group:<26}", *(f"{counts[group][name]:>13}" for name in columns)])
+        for group in sorted(counts, key=lambda name: (name == "all", name))
+    ]
     return "\n".join(rows)
 
 
@@ -268,27 +304,46 @@ def main() -> int:
     from hostile_cases import CASES
     from hostile_files import FILE_CASES
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose 'group: name' matches")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="cases whose 'group: name' matches"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of the time that a case has")
-    parser.add_argument("--keep", default="", metavar="FOLDER", help="keep the folders of all cases here")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor of the time that a case has"
+    )
+    parser.add_argument(
+        "--keep", default="", metavar="FOLDER", help="keep the folders of all cases here"
+    )
     args = parser.parse_args()
+    # a shell or nohup that puts this into the background ignores these, and every case would
+    # inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda signum, frame: sys.exit(128 + signum))
     Trial.patience = args.patience
-    cases = [case for case in (*CASES, *FILE_CASES) if re.search(args.only, f"{case.group}: {case.name}")]
+    cases = [
+        case for case in (*CASES, *FILE_CASES) if re.search(args.only, f"{case.group}: {case.name}")
+    ]
     started_s, results = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="hostile_", ignore_cleanup_errors=True) as temporary:
         folder = Path(args.keep or temporary).absolute()
         prepare(folder)
         with ThreadPoolExecutor(args.jobs) as pool:
-            waiting = {pool.submit(attempt, case, n, folder, bool(args.keep)): case for n, case in enumerate(cases)}
+            waiting = {
+                pool.submit(attempt, case, n, folder, bool(args.keep)): case
+                for n, case in enumerate(cases)
+            }
             for future in as_completed(waiting):
                 case, (seconds, problems) = waiting[future], future.result()
                 results.append((case, problems))
-                told = "; ".join(f"{kind}: {text}" for kind, text in problems)
-                print(f"{'BAD' if told else 'ok':<4}{seconds:5.1f} s  {case.group}: {case.name}  {told}", flush=True)
+                found = "; ".join(f"{kind}: {text}" for kind, text in problems)
+                line = f"{seconds:5.1f} s  {case.group}: {case.name}  {found}"
+                print(f"{'BAD' if found else 'ok':<4}{line}", flush=True)
     held = sum(not problems for _, problems in results)
-    print(f"\n{table(results)}\n\n{held} of {len(results)} cases held ({time.monotonic() - started_s:.0f} s)")
+    seconds = time.monotonic() - started_s
+    print(f"\n{table(results)}\n\n{held} of {len(results)} cases held ({seconds:.0f} s)")
     return 0 if held == len(results) else 1
 
 

@@ -11,11 +11,14 @@ from hostile import FRESH, GO_ON, LONG, RESUME, SMALL, STEPS, Case, iterations
 
 ENV = f"train --run_dir {{run}} {SMALL} --total_steps {3 * STEPS}"
 NAMED = r"environment misbehaving_envs:\w+-v0 number {number} at its step {step}: "
-DROP = "setpriv --bounding-set -dac_override,-dac_read_search,-fowner"  # root obeys permissions, too
+# root obeys permissions, too
+DROP = "setpriv --bounding-set -dac_override,-dac_read_search,-fowner"
 NO_FILES_OF_JOB = "rl_dist_*"
 
 
-def misbehaving(misdeed: str, number: int = 1, at: int = 20, stream: str = "environment", saved: bool = False) -> str:
+def misbehaving(
+    misdeed: str, number: int = 1, at: int = 20, stream: str = "environment", saved: bool = False
+) -> str:
     """Flags of an environment whose copy `number` does something at step `at` of its life."""
     kwargs = json.dumps({"misdeeds": {number: misdeed}, "at": at, "stream": stream})
     return f"--env misbehaving_envs:Misbehaving{'Saved' * saved}-v0 --env_kwargs '{kwargs}'"
@@ -45,18 +48,31 @@ def has_iterations(number: int) -> Callable[[Path, Path], str]:
 
 def deaths() -> Iterator[Case]:
     """Every way for a process to die, of every rank, on 1, 2 and 3 ranks, with and without restarts."""
-    three = SMALL.replace("--num_envs 4", "--num_envs 6").replace("--batch_size 4", "--batch_size 6")
+    three = SMALL.replace("--num_envs 4", "--num_envs 6").replace(
+        "--batch_size 4", "--batch_size 6"
+    )
     ranks = {1: (SMALL, (0,)), 2: (SMALL, (0, 3)), 3: (three, (3,))}
     for misdeed in ("exit 0", "exit 1", "exit 77", "SIGSEGV", "SIGKILL"):
         dearer = misdeed in ("exit 0", "SIGKILL")  # the others are no different there
         for size, (sizes, numbers) in ranks.items():
             for number in numbers if size < 3 or dearer else ():
-                command = f"{ENV.replace(SMALL, sizes)} --num_gpus {size} {misbehaving(misdeed, number)}"
-                words = rf"ended with code {misdeed[5:]}\b" if misdeed.startswith("exit") else misdeed
+                command = (
+                    f"{ENV.replace(SMALL, sizes)} --num_gpus {size} {misbehaving(misdeed, number)}"
+                )
+                words = (
+                    rf"ended with code {misdeed[5:]}\b" if misdeed.startswith("exit") else misdeed
+                )
                 where = "the main rank" if number == 0 else "another rank"
-                yield Case(group="1 deaths", name=f"{misdeed} on {where} of {size}", command=command, says=words)
+                yield Case(
+                    group="1 deaths",
+                    name=f"{misdeed} on {where} of {size}",
+                    command=command,
+                    says=words,
+                )
         for size in (1, 2) if dearer else (1,):
-            again = f"{ENV} --num_gpus {size} --max_restarts 1 {misbehaving(misdeed, 0, saved=True)}"
+            again = (
+                f"{ENV} --num_gpus {size} --max_restarts 1 {misbehaving(misdeed, 0, saved=True)}"
+            )
             yield Case(
                 group="1 deaths",
                 name=f"{misdeed} on rank 0 of {size}, restarted",
@@ -131,17 +147,40 @@ def environments() -> Iterator[Case]:
         says = problem if "descriptors" in misdeed else words
         command = f"{ENV} --env_timeout 2 {misbehaving(misdeed)}"
         yield Case(group="10 environments", name=misdeed, command=command, says=says)
-    for misdeed in ("raise", "interrupt", "huge reward", "terminated text", "info None", "close descriptors"):
+    for misdeed in (
+        "raise",
+        "interrupt",
+        "huge reward",
+        "terminated text",
+        "info None",
+        "close descriptors",
+    ):
         command = f"{ENV} --num_gpus 2 {misbehaving(misdeed, 3, 5, 'evaluation')} --eval_episodes 4"
         says = "judged " + NAMED.format(number=3, step=5)
-        yield Case(group="10 environments", name=f"{misdeed}, judged on rank 1 of 2", command=command, says=says)
+        yield Case(
+            group="10 environments",
+            name=f"{misdeed}, judged on rank 1 of 2",
+            command=command,
+            says=says,
+        )
     for misdeed in ("close stdout", "close descriptor 1", "set the clock", "end a thread"):
         for ranks in (1, 2):
             command = f"{ENV} --num_gpus {ranks} {misbehaving(misdeed)}"
-            yield Case(group="10 environments", name=f"{misdeed}, {ranks} ranks", command=command, codes=(0,))
+            yield Case(
+                group="10 environments",
+                name=f"{misdeed}, {ranks} ranks",
+                command=command,
+                codes=(0,),
+            )
     for misdeed in ("raise", "nan", "huge reward", "terminated text", "hang"):
         command = f"{ENV} --env_restarts 1 --env_timeout 2 {misbehaving(misdeed)}"
-        yield Case(group="10 environments", name=f"{misdeed}, made anew", command=command, codes=(0,), says="made anew")
+        yield Case(
+            group="10 environments",
+            name=f"{misdeed}, made anew",
+            command=command,
+            codes=(0,),
+            says="made again",
+        )
     yield Case(
         group="13 untried", name="descriptors used up", says="open files", shell="ulimit -n 256",
         command=f"{ENV} {misbehaving('use up descriptors')}", then="train --resume {run} --total_steps 128",
@@ -157,7 +196,9 @@ def module(text: str, name: str = "odd_env") -> Callable[[Path, Path], None]:
     return alter
 
 
-NO_TEMPORARY = module("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc/none']", "sitecustomize")
+NO_TEMPORARY = module(
+    "import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc/none']", "sitecustomize"
+)
 
 
 MODULES = [
@@ -200,8 +241,11 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DISKS: dict[str, dict[str, Any]] = {
     "a file of 4 KiB at most": {"shell": "ulimit -f 4", "says": "too large"},
-    "a file of 1000 KiB at most": {"shell": "ulimit -f 1000", "says": "cannot write checkpoint.*too large",
-                                   "command": FRESH.replace("--hidden_size 8", "--hidden_size 128")},
+    "a file of 1000 KiB at most": {
+        "shell": "ulimit -f 1000",
+        "says": "cannot write checkpoint.*too large",
+        "command": FRESH.replace("--hidden_size 8", "--hidden_size 128"),
+    },
     "stdout is full": {"shell": 'exec "$@" > /dev/full', "codes": (0,)},
     "nobody reads stdout": {"shell": 'exec "$@" > >(true)', "codes": (0,)},
     "stdout is closed": {"shell": 'exec "$@" >&-', "codes": (0,)},

@@ -19,7 +19,8 @@ from rl_dist.checkpoint.file import load_checkpoint, seal
 Alter = Callable[[Path, Path], None]
 NEWEST = "checkpoints/iteration_00000003.pt"  # a name for one that is newer than all
 CANARY = "import os\nopen(os.environ['CANARY'], 'w').close()\nfrom misbehaving_envs import *\n"
-LIMIT = "ulimit -v 8000000"  # a file of 40 GB that is read whole shall fail here, not fill this machine
+# a file of 40 GB that is read whole shall fail here, not fill this machine
+LIMIT = "ulimit -v 8000000"
 
 
 # ---- checkpoints with a right checksum
@@ -65,7 +66,9 @@ def put(value: Any, *keys: Any) -> Alter:
 
 def without(name: str) -> Alter:
     """Removes an entry of the state."""
-    return rewritten(lambda state, folder: {key: value for key, value in state.items() if key != name})
+    return rewritten(
+        lambda state, folder: {key: value for key, value in state.items() if key != name}
+    )
 
 
 def scaled(value: float, *keys: Any) -> Alter:
@@ -84,7 +87,9 @@ def configured(section: str, name: str, value: Any, *, also_file: bool = False) 
 
     def change(state: dict[str, Any], folder: Path) -> None:
         config = json.loads(state["config"])
-        text = value.replace("{canary}", str(folder / "canary")) if isinstance(value, str) else value
+        text = (
+            value.replace("{canary}", str(folder / "canary")) if isinstance(value, str) else value
+        )
         config.setdefault(section, {})[name] = text
         state["config"] = json.dumps(config)
         if also_file:
@@ -109,7 +114,9 @@ STATES: dict[str, Alter] = {
     "the policy is empty": put({}, "policy"),
     "the optimizer is a number": put(3, "optimizer"),
     "a weight of another shape": put(torch.zeros(3, 3), "policy", "actor_head.weight"),
-    "a weight of integers": put(torch.zeros(4, 8, dtype=torch.int64), "policy", "actor_head.weight"),
+    "a weight of integers": put(
+        torch.zeros(4, 8, dtype=torch.int64), "policy", "actor_head.weight"
+    ),
     "a weight that is text": put("much", "policy", "actor_head.weight"),
     "a weight too many": put(torch.zeros(2), "policy", "extra"),
     "a negative iteration": put(-5, "iteration"),
@@ -131,7 +138,7 @@ FIELDS: list[tuple[str, str, Any]] = [
     ("train", "total_steps", 1e400), ("train", "collective_timeout", "x"), ("ppo", "learning_rate", -1),
     ("ppo", "gamma", [1]), ("policy", "hidden_size", 10**7), ("policy", "policy", "os"), ("launch", "precision", "x"),
     ("launch", "num_gpus", 10**6), ("task", "env", 5), ("task", "env", "NoSuch-v0"), ("task", "env_kwargs", "{"),
-    ("data", "data", 7), ("no_such_section", "x", 1), ("train", "no_such_field", 1), ("speed", "compile", "yes"),
+    ("data", "data", 7), ("no_such_section", "x", 1), ("train", "no_such_field", 1), ("speed", "fused_adam", "yes"),
 ]  # fmt: skip
 
 
@@ -207,7 +214,7 @@ def named(name: str, make: Callable[[Path], Any]) -> Alter:
 
 def sparse(path: Path) -> None:
     """A file of 40 GB that takes no room."""
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(b"PK\x03\x04")
         file.truncate(40 * 10**9)
 
@@ -228,7 +235,9 @@ def listener(path: Path) -> None:
 
 def text(content: str | bytes) -> Callable[[Path], Any]:
     """A file with this content."""
-    return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda path: path.write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 KINDS: dict[str, Callable[[Path], Any]] = {
@@ -241,7 +250,8 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "an empty file": lambda path: path.touch(),
     "no checkpoint": text("hello"),
 }
-RESUMED, STARTED = {"command": RESUME, "codes": (0,)}, {"command": f"{RESUME} --num_gpus 2", "codes": (0,)}
+RESUMED = {"command": RESUME, "codes": (0,)}
+STARTED = {"command": f"{RESUME} --num_gpus 2", "codes": (0,)}
 ODD_FILES: list[tuple[str, str, Callable[[Path], Any], dict[str, Any]]] = [
     *((NEWEST, kind, make, RESUMED) for kind, make in KINDS.items()),
     *((NEWEST, kind, KINDS[kind], STARTED) for kind in ("a FIFO",)),
@@ -278,7 +288,11 @@ def bars(change: Callable[[Any], Any]) -> Alter:
     def alter(run: Path, folder: Path) -> None:
         frame = daily_bars().astype(object)
         changed = change(frame)
-        content = changed if isinstance(changed, str) else (frame if changed is None else changed).to_csv(index=False)
+        content = (
+            changed
+            if isinstance(changed, str)
+            else (frame if changed is None else changed).to_csv(index=False)
+        )
         (folder / "bars.csv").write_text(content)
 
     return alter
@@ -296,7 +310,9 @@ def cell(column: str, value: Any, row: int = 700) -> Alter:
 def times(factor: float) -> Callable[[Any], Any]:
     """All prices times a factor."""
     prices = ["open", "high", "low", "close", "adj_close"]
-    return lambda frame: frame.assign(**{name: frame[name].astype(float) * factor for name in prices})
+    return lambda frame: frame.assign(
+        **{name: frame[name].astype(float) * factor for name in prices}
+    )
 
 
 BARS: dict[str, Alter] = {

@@ -1,6 +1,6 @@
 """SlowSteps-v0: an environment whose steps take about a millisecond of computing, more or less.
 
-`--env benchmarks.slow_env:SlowSteps-v0` from the checkout: what rollouts cost, and their spread, decide.
+`--env benchmarks.slow_env:SlowSteps-v0` from the checkout: rollouts and their spread decide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class SlowSteps(gymnasium.Env):
         self._seen = np.zeros(4, np.float32)
         self._steps = 0
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
         """A fresh episode of 50 steps."""
         super().reset(seed=seed)
         self._steps = 0
@@ -38,4 +40,4 @@ class SlowSteps(gymnasium.Env):
         return self._seen, reward, False, self._steps >= 50, {"total": total}
 
 
-gymnasium.register("SlowSteps-v0", SlowSteps)
+gymnasium.register("SlowSteps-v0", f"{__name__}:SlowSteps")

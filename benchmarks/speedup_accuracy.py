@@ -1,12 +1,14 @@
-"""How right predictions are: throughput of 2 ranks, predicted from one-rank runs and measured, taking turns.
+"""Accuracy of predictions: throughput of 2 ranks, predicted from one-rank runs and measured.
 
-    python benchmarks/speedup_accuracy.py [--job default|slow_env|both] [--scaling strong|weak|both] [--rounds 5]
+    python benchmarks/speedup_accuracy.py [--job default|slow_env|both] [--scaling strong|weak|both]
 
-The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that do not communicate,
-and ranks that only reduce. The measured run trains on two ranks. Both are started once; then they take turns, the
-other being halted: what the machine does meanwhile hits both alike, if turns are long (a core of a shared host may
-change its speed by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One JSON line per job and
-scaling: the error of each round's prediction and their median. Machines are noisy: run it with nothing beside.
+The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that
+do not communicate, with shorter rollouts where it has them, and ranks that only reduce. The
+measured run trains on two ranks. Both are started once; then they take turns, the other being
+halted: what the machine does meanwhile hits both alike, if turns are long (a core of a shared host
+may change its speed by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One
+JSON line per job and scaling: the error of each round's prediction and their median. Run it with
+nothing beside.
 """
 
 from __future__ import annotations
@@ -24,25 +26,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 
 import torch
 
-from rl_dist.hardware.host_memory import available_cores
+from rl_dist.hardware.memory import available_cores
 from rl_dist.launch.short_run import SideBySide
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.calibration import share_flags
 from rl_dist.speedup.model import Communication, predict
-from rl_dist.speedup.rank_cost import gradient_bytes_of_log, work_of
+from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, shorter_rollout
 from rl_dist.speedup.reduction_bench import measure_reductions
 
 # The copies find benchmarks.slow_env wherever this was started.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH", "")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [sys.path[0], os.environ.get("PYTHONPATH", "")])
+)
 RANKS = 2
 JOBS = {
     "default": [],
     "slow_env": [
-        *("--env", "benchmarks.slow_env:SlowSteps-v0", "--num_envs", "8", "--num_steps", "64", "--bptt_steps", "16"),
-        *("--batch_size", "16", "--hidden_size", "64"),
+        "--env", "benchmarks.slow_env:SlowSteps-v0", "--num_envs", "8", "--num_steps", "64",
+        "--bptt_steps", "16", "--batch_size", "16", "--hidden_size", "64",
     ],
 }  # fmt: skip
-SIZES = {"default": (64, 128), "slow_env": (8, 16)}  # environments and slots that one rank alone has
+# sizes that one rank alone has
+SIZES = {
+    "default": {"num_envs": 64, "batch_size": 128, "num_steps": 128, "bptt_steps": 32},
+    "slow_env": {"num_envs": 8, "batch_size": 16, "num_steps": 64, "bptt_steps": 16},
+}
 
 
 def say(text: str) -> None:
@@ -52,9 +59,11 @@ def say(text: str) -> None:
 
 def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, Any]:
     """Errors of predicted against measured steps/s, by round."""
-    flags, (num_envs, batch_size) = JOBS[name], SIZES[name]
-    share, problem = share_flags(num_envs, batch_size, RANKS, scaling)
+    flags, sizes = JOBS[name], SIZES[name]
+    share, problem = share_flags(sizes["num_envs"], sizes["batch_size"], RANKS, scaling)
     assert not problem, problem
+    shorter = shorter_rollout(sizes, sizes["num_envs"])
+    share.append(f"--num_steps={sizes['num_steps'] // shorter}")
     threads = threads_per_rank(RANKS)
     alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
     together = SideBySide([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
@@ -67,21 +76,29 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
         first = together.measure(1)[0][0]
         together.halt()
         iterations = max(3, round(turn_s / seconds_of(first)))
-        num_bytes = gradient_bytes_of_log(alone.running[0].log())
+        num_bytes = alone.running[0].gradient_bytes()
         talk = measure_reductions(RANKS, [num_bytes], threads=threads)
         communication = Communication(gradient_s=talk.gradients_s[num_bytes], small_s=talk.small_s)
         for _ in range(rounds):
             records = {}
             for side in (alone, together) if len(found) % 2 else (together, alone):
                 side.go_on()
-                records[side] = side.measure(iterations)
+                records[side] = side.measure(iterations * (shorter if side is alone else 1))
                 side.halt()
-            prediction = predict(work_of(records[alone]), RANKS, communication)
-            measured = harmonic_mean([record["time/sps"] for record in records[together][0]])  # steps over time
+            prediction = predict(
+                rank_cost_of(records[alone]).lengthened(shorter), RANKS, communication
+            )
+            # steps over time
+            measured = harmonic_mean([record["time/sps"] for record in records[together][0]])
             error = prediction.steps_per_s / measured - 1
-            found.append({"predicted": prediction.steps_per_s, "measured": measured, "error": error})
-            say(f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured {measured:,.0f} "
-                f"({error:+.1%}); {split(prediction.shares)}; {own(records[together][0])}")  # fmt: skip
+            found.append(
+                {"predicted": prediction.steps_per_s, "measured": measured, "error": error}
+            )
+            say(
+                f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured "
+                f"{measured:,.0f} ({error:+.1%}); {split(prediction.shares)}; "
+                f"{own(records[together][0])}"
+            )
     errors = [entry["error"] for entry in found]
     return {
         "job": name, "scaling": scaling, "ranks": RANKS, "threads": threads, "rounds": rounds,
@@ -106,24 +123,44 @@ def split(shares: dict[str, float]) -> str:
 
 def own(records: list[dict[str, Any]]) -> str:
     """Parts of the measured time, of the mean rank."""
-    parts = {"collect": "time/collect_s", "own update": "time/update_own_s", "gradient wait": "time/gradient_wait_s"}
+    parts = {
+        "collect": "time/collect_s",
+        "own update": "time/update_own_s",
+        "gradient wait": "time/gradient_wait_s",
+    }
     total = fmean(map(seconds_of, records))
     means = {
-        name: fmean(sum(rank[key] for rank in record["ranks"]) / len(record["ranks"]) for record in records)
+        name: fmean(
+            sum(rank[key] for rank in record["ranks"]) / len(record["ranks"]) for record in records
+        )
         for name, key in parts.items()
     }
-    return "measured " + ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in means.items())
+    return "measured " + ", ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in means.items()
+    )
 
 
 def main() -> int:
     """Entry of the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--job", choices=(*JOBS, "both"), default="both")
     parser.add_argument("--scaling", choices=("strong", "weak", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--turn_s", type=float, default=15.0, help="seconds of each turn (default: 15)")
+    parser.add_argument(
+        "--turn_s", type=float, default=15.0, help="seconds of each turn (default: 15)"
+    )
     args = parser.parse_args()
-    print(json.dumps({"torch": torch.__version__, "cores": available_cores(), "date": time.strftime("%Y-%m-%d")}))
+    print(
+        json.dumps(
+            {
+                "torch": torch.__version__,
+                "cores": available_cores(),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+        )
+    )
     for job in JOBS if args.job == "both" else (args.job,):
         for scaling in ("strong", "weak") if args.scaling == "both" else (args.scaling,):
             started_s = time.monotonic()

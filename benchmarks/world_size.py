@@ -1,24 +1,27 @@
-"""The same short job on 1, 2 and 4 CPU ranks: learning curves on top of each other, and how far parameters part.
+"""The same short job on 1, 2 and 4 CPU ranks: learning curves, and differences of parameters.
 
-    python benchmarks/world_size.py [--env CartPole-v1] [--iterations 60] [--out runs/world_size.png]
+    python benchmarks/world_size.py [--env CartPole-v1] [--iterations 60] [--out PICTURE]
 
-Rounding differs with the number of ranks, and training amplifies it. How much is shown by the control: one rank
-again, with one weight of the untrained policy moved by one rounding step. Prints one JSON line per run.
+Rounding differs with the number of ranks, and training amplifies it. How much is shown by the
+control: one rank again, with one weight of the untrained policy moved by one rounding step. Prints
+one JSON line per run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from main_job import command_line
 
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
@@ -43,15 +46,12 @@ class Recorder(NullWriter):
         self.returns: list[float] = []
         self.parameters: list[torch.Tensor] = []
 
-    def write(self, record: dict, *, done: float) -> None:
+    def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Remember this iteration."""
-        self.returns.append(record["episode/return"] if record["episode/return"] is not None else float("nan"))
-        self.parameters.append(torch.cat([p.detach().flatten().double() for p in self.training.policy.parameters()]))
-
-
-def make_env(env_id: str, num_envs: int, first_env: int):
-    """This rank's environments."""
-    return make_vector_env(env_id, num_envs, first_global_index=first_env)
+        value = record["episode/return"]
+        self.returns.append(float("nan") if value is None else value)
+        flat = [p.detach().flatten().double() for p in self.training.policy.parameters()]
+        self.parameters.append(torch.cat(flat))
 
 
 def train_once(args: argparse.Namespace, precision: str, out: str, name: str) -> int:
@@ -59,23 +59,31 @@ def train_once(args: argparse.Namespace, precision: str, out: str, name: str) ->
     world = open_world("cpu")
     torch.set_num_threads(1)
     job = Job(
-        train=TrainConfig(num_envs=args.num_envs, batch_size=args.num_envs * 2, num_steps=64, bptt_steps=16,
-                          total_steps=args.iterations * args.num_envs * 64, checkpoint_every=10**9, seed=args.seed),
+        train=TrainConfig(
+            num_envs=args.num_envs,
+            batch_size=args.num_envs * 2,
+            num_steps=64,
+            bptt_steps=16,
+            total_steps=args.iterations * args.num_envs * 64,
+            checkpoint_every=10**9,
+            seed=args.seed,
+        ),
         policy=PolicyConfig(policy=args.policy, hidden_size=args.hidden_size),
         ppo=PPOConfig(learning_rate=args.learning_rate),
-        make_env=functools.partial(make_env, args.env),
+        make_env=lambda num_envs, first: make_vector_env(args.env, num_envs, env_offset=first),
         run_dir=Path(out, "run"),
         dtype=PRECISIONS[precision],
-    )  # fmt: skip
+    )
     training = Training(job, world)
     if name == CONTROL:
         with torch.no_grad():
             weight = training.policy.critic_head.weight
-            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(float("inf"), dtype=weight.dtype))
+            weight[0, 0] = torch.nextafter(weight[0, 0], weight.new_tensor(float("inf")))
     recorder = Recorder(training)
     train(training, recorder, StopFlag())
-    if world.main:
-        record = {"returns": torch.tensor(recorder.returns), "parameters": torch.stack(recorder.parameters)}
+    if world.is_main_process:
+        returns, parameters = torch.tensor(recorder.returns), torch.stack(recorder.parameters)
+        record = {"returns": returns, "parameters": parameters}
         torch.save(record, Path(out, f"{precision} {name}.pt"))
     close_world(world)
     return 0
@@ -84,41 +92,50 @@ def train_once(args: argparse.Namespace, precision: str, out: str, name: str) ->
 def record_all(args: argparse.Namespace, out: str) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
     """Records by precision and run."""
     runs = {f"{ranks} rank{'s' * (ranks > 1)}": ranks for ranks in RANKS} | {CONTROL: 1}
+    records: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for precision in PRECISIONS:
+        records[precision] = {}
         for name, ranks in runs.items():
             if code := launch(train_once, (args, precision, out, name), ranks):
                 raise SystemExit(code)
-    return {
-        precision: {name: torch.load(Path(out, f"{precision} {name}.pt"), weights_only=True) for name in runs}
-        for precision in PRECISIONS
-    }
+            file = Path(out, f"{precision} {name}.pt")
+            records[precision][name] = torch.load(file, weights_only=True)
+    return records
 
 
 def differences(records: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The largest difference of a parameter from that of one rank, by run and iteration."""
     alone = records["1 rank"]["parameters"]
-    return {name: (r["parameters"] - alone).abs().amax(1) for name, r in records.items() if name != "1 rank"}
+    return {
+        name: (r["parameters"] - alone).abs().amax(1)
+        for name, r in records.items()
+        if name != "1 rank"
+    }
 
 
 def draw(records: dict[str, dict[str, dict[str, torch.Tensor]]], path: Path, title: str) -> None:
     """Learning curves above, differences below, a column per precision."""
-    figure, axes = plt.subplots(2, len(records), figsize=(11, 7), layout="constrained", sharex=True, squeeze=False)
+    shape: dict[str, Any] = {"figsize": (11, 7), "layout": "constrained", "sharex": True}
+    figure, axes = plt.subplots(2, len(records), **shape)
     for column, (precision, runs) in enumerate(records.items()):
         curves, gaps = axes[0, column], axes[1, column]
         for number, (name, record) in enumerate(runs.items()):
-            iterations = torch.arange(1, len(record["returns"]) + 1)
-            style = {
-                "color": COLORS[name],
-                "linestyle": ("-", "--", ":", "-.")[number],
-                "linewidth": 3.5 - 0.8 * number,
-            }
             ended = ~record["returns"].isnan()  # without iterations in which no episode ended
-            curves.plot(iterations[ended], record["returns"][ended], label=name, **style)
+            style: dict[str, Any] = {"color": COLORS[name], "label": name}
+            curves.plot(
+                1 + ended.nonzero()[:, 0],
+                record["returns"][ended],
+                linestyle=("-", "--", ":", "-.")[number],
+                linewidth=3.5 - 0.8 * number,
+                **style,
+            )
         for name, gap in differences(runs).items():
-            style = {"linewidth": 3, "alpha": 0.7} if name == CONTROL else {"linewidth": 1.5}
-            gaps.plot(range(1, len(gap) + 1), gap.clamp(min=1e-17), color=COLORS[name], label=name, **style)
+            style = {"color": COLORS[name], "label": name}
+            width = 3.0 if name == CONTROL else 1.5
+            gaps.plot(range(1, len(gap) + 1), gap.clamp(min=1e-17), linewidth=width, **style)
         curves.set(title=f"{title}, {precision}", ylabel="return of training episodes")
-        gaps.set(xlabel="iteration", ylabel="largest parameter difference from 1 rank", yscale="log", ylim=(1e-17, 10))
+        gaps.set(xlabel="iteration", ylabel="largest parameter difference from 1 rank")
+        gaps.set(yscale="log", ylim=(1e-17, 10))
         for axis in (curves, gaps):
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
@@ -130,7 +147,7 @@ def draw(records: dict[str, dict[str, dict[str, torch.Tensor]]], path: Path, tit
 
 def main() -> None:
     """Train, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--policy", default="mlp", choices=("clstm", "mlp"))
     parser.add_argument("--iterations", type=int, default=60)
@@ -146,12 +163,16 @@ def main() -> None:
         returns = runs["1 rank"]["returns"].nan_to_num()
         for name, gap in differences(runs).items():
             part = (runs[name]["returns"].nan_to_num() != returns).nonzero()
-            print(json.dumps({
-                "precision": precision, "run": name,
-                "parameter_difference": {i: f"{gap[i - 1]:.1e}" for i in (1, 3, 10, 30, len(gap)) if i <= len(gap)},
+            shown = [i for i in (1, 3, 10, 30, len(gap)) if i <= len(gap)]
+            means = [float(runs[n]["returns"].nanmean()) for n in ("1 rank", name)]
+            line = {
+                "precision": precision,
+                "run": name,
+                "parameter_difference": {i: f"{gap[i - 1]:.1e}" for i in shown},
                 "first_iteration_with_another_return": int(part[0]) + 1 if len(part) else None,
-                "mean_return": [round(float(r["returns"].nanmean()), 2) for r in (runs["1 rank"], runs[name])],
-            }), flush=True)  # fmt: skip
+                "mean_return": [round(mean, 2) for mean in means],
+            }
+            print(json.dumps(line), flush=True)
     draw(records, Path(args.out), f"{args.env}, {args.policy}")
     print(f"picture: {args.out}")
 

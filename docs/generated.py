@@ -6,11 +6,9 @@ so no page can be stale.
 """
 
 import contextlib
-import dataclasses
 import io
 import re
 import sys
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,12 @@ import check_gpu_setup
 import rl_dist
 from agents.evaluate import command as evaluate
 from agents.pretrain import command as pretrain
-from agents.run.choice import PAPER, QUICK, TRADING, add_run_flags
-from agents.run.config import SECTIONS, load_agent
+from agents.run.choice import PRESETS, add_run_flags
+from agents.run.config import SECTIONS
 from agents.run.metric_table import METRICS
+from agents.run.saved import load_agent
 from rl_dist.checkpoint import command as checkpoint
-from rl_dist.config import is_flag
+from rl_dist.config import Declaration, declarations
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.resume_check import command as resume_check
 from rl_dist.speedup import command as speedup
@@ -45,7 +44,10 @@ COMMANDS: dict[str, Callable[[], Any]] = {
 }
 SHORT_HELP = list(COMMANDS)[1:6]  # the others list all training flags, which have a table
 OWN_SECTIONS = {
-    "python -m agents.pretrain": {n: c for n, c in pretrain.SECTIONS.items() if n not in SECTIONS}
+    "python -m agents.pretrain": (
+        {name: cls for name, cls in pretrain.SECTIONS.items() if name not in SECTIONS},
+        pretrain.DEFAULTS,
+    )
 }
 API = {"load_agent": load_agent} | {name: getattr(rl_dist, name) for name in rl_dist.__all__}
 TITLES = {
@@ -78,7 +80,7 @@ def generate(name: str) -> str:
     return {
         "flags": lambda: _stacked("flags", flag_tables(SECTIONS)),
         "run_flags": run_flags,
-        "own_flags": lambda: _stacked("flags", flag_tables(OWN_SECTIONS[rest])),
+        "own_flags": lambda: _stacked("flags", flag_tables(*OWN_SECTIONS[rest])),
         "presets": preset_table,
         "metrics": lambda: _stacked("metrics", metric_table()),
         "signals": signal_rows,
@@ -88,48 +90,23 @@ def generate(name: str) -> str:
     }[kind]()
 
 
-def flag_tables(sections: Mapping[str, type[Any]]) -> str:
+def flag_tables(sections: Mapping[str, type[Any]], defaults: Mapping[str, Any] = {}) -> str:
     """Return a heading and a table for each section of flags."""
     parts = []
     for name, section in sections.items():
-        hints = typing.get_type_hints(section)
-        rows = [
-            _flag_row(entry, hints[entry.name])
-            for entry in filter(is_flag, dataclasses.fields(section))
-        ]
-        parts.append(
-            f"### {TITLES.get(name, name)}\n\n"
-            + _table(("flag", "default", "allowed", "meaning"), rows)
-        )
+        flags = [item for item in declarations(section).values() if item.is_flag]
+        rows = [_flag_row(item, defaults.get(item.name, item.default)) for item in flags]
+        table = _table(("flag", "default", "allowed", "meaning"), rows)
+        parts.append(f"### {TITLES.get(name, name)}\n\n{table}")
     return "\n\n".join(parts)
 
 
-def _flag_row(entry: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
-    metadata = entry.metadata
-    is_switch = hint is bool
-    flag = f"`--{entry.name}`" + (f", `--no-{entry.name}`" if is_switch else "")
-    default = {"True": "on", "False": "off", "": "unset", "None": "none"}.get(
-        str(entry.default), f"{entry.default}"
-    )
-    unit = "" if isinstance(entry.default, str) else metadata.get("unit", "")
-    return flag, f"{default} {unit}".strip(), _allowed(metadata, hint), metadata.get("help", "")
-
-
-def _allowed(metadata: Mapping[str, Any], hint: Any) -> str:
-    """Return the values that a flag takes: choices, a range or a type."""
-    words = "".join(f", `{word}`" for word in metadata.get("words") or {})
-    if metadata.get("choices"):
-        return ", ".join(f"`{choice}`" for choice in metadata["choices"]) + words
-    if metadata.get("range"):
-        low, high = metadata["range"]
-        return f"{low:g} to {high:g}{words}"
-    kinds = {
-        bool: "on or off",
-        int: "whole number",
-        float: "number",
-        str: metadata.get("unit") or "text",
-    }
-    return kinds.get(hint, "text") + words
+def _flag_row(item: Declaration, default: Any) -> tuple[str, ...]:
+    flag = f"`--{item.name}`" + (f", `--no-{item.name}`" if item.kind is bool else "")
+    kinds = {bool: "on or off", int: "whole number", float: "number", str: item.unit or "text"}
+    allowed = ", ".join(f"`{choice}`" for choice in item.choices) or item.range or kinds[item.kind]
+    allowed += "".join(f", `{word}`" for word in item.words)
+    return flag, item.shown(default), allowed, item.help
 
 
 def run_flags() -> str:
@@ -156,26 +133,15 @@ class _Recorder:
 
 def preset_table() -> str:
     """Return the table of the defaults that a task or a preset replaces."""
-    declared = {
-        entry.name: entry.default
-        for section in SECTIONS.values()
-        for entry in dataclasses.fields(section)
-    }
-    sets = {"`StockTrading-v0`": TRADING, "`--quick`": QUICK, "`--preset paper`": PAPER}
-    names = sorted(set().union(*sets.values()), key=list(declared).index)
+    heads = ("flag", "declared", *PRESETS)
     rows = [
-        (
-            f"`--{name}`",
-            _shown(declared[name]),
-            *(_shown(each.get(name, "")) for each in sets.values()),
-        )
-        for name in names
+        (f"`--{item.name}`", item.shown(item.default))
+        + tuple(item.shown(item.presets[name]) if name in item.presets else "" for name in PRESETS)
+        for section in SECTIONS.values()
+        for item in declarations(section).values()
+        if item.presets
     ]
-    return _table(("flag", "declared", *sets), rows)
-
-
-def _shown(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    return _table(heads, rows)
 
 
 def metric_table() -> str:

@@ -1,4 +1,4 @@
-"""The worlds: registers ours with Gymnasium, makes batches of any environment."""
+"""Registers our environments with Gymnasium, makes batches of any of them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
+import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from envs.vector.faults import is_own_fault, one_line
+from envs.vector.faults import is_own_fault
+from rl_dist.errors import one_line
 from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
 
-if TYPE_CHECKING:  # torch and pandas are loaded when a factory is called, not when ids are registered
+# torch and pandas are loaded when a factory is called, not when ids are registered
+if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
-VECTORIZATIONS = ("auto", "sync", "native")
 
 _LOGGER = logging.getLogger(__name__)
 _ENTRY_POINTS = {
-    TRADING_ID: ("envs.trading.environment:StockTradingEnv", "envs.trading.environment:make_trading_vector_env"),
-    "Recall-v0": ("envs.memory_tasks.recall:RecallEnv", "envs.memory_tasks.recall:RecallVectorEnv"),
+    TRADING_ID: ("trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
+    "Recall-v0": ("memory_tasks.recall:RecallEnv", "memory_tasks.recall:RecallVectorEnv"),
     "CartPolePositions-v1": (
-        "envs.memory_tasks.cartpole_positions:CartPolePositionsEnv",
-        "envs.memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
+        "memory_tasks.cartpole_positions:CartPolePositionsEnv",
+        "memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
     ),
 }
 for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
     if _env_id not in gymnasium.registry:
-        gymnasium.register(_env_id, entry_point=_single, vector_entry_point=_batch)
+        gymnasium.register(
+            _env_id, entry_point=f"envs.{_single}", vector_entry_point=f"envs.{_batch}"
+        )
 
 
 def make_vector_env(
     env_id: str,
     num_envs: int,
     *,
-    first_global_index: int = 0,
+    env_offset: int = 0,
     seed: int = 1,
     stream: int = ENVIRONMENT_STREAM,
     device: str = "cpu",
@@ -49,37 +53,48 @@ def make_vector_env(
 ) -> TorchVectorEnv:
     """Make a batch of any Gymnasium id or `module:id` but the trading one.
 
-    The batch is environments first_global_index, ... of the run; `seed` and `stream` give the seeds of a
-    first reset without seeds. `vectorization` "auto" uses a native vector environment if it takes one seed
-    per environment and autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it,
-    logs what is given up and lists it in `given_up`. `beat` says that work goes on; `guard`: env_timeout,
-    env_restarts, end and kind of TorchVectorEnv.
+    The batch is environments env_offset, ... of the run; `seed` and `stream` give the seeds
+    of a first reset without seeds. `vectorization` "auto" uses a native vector environment if it
+    takes one seed per environment and autoreset SAME_STEP, else steps one after the other ("sync");
+    "native" forces it, logs what is given up and lists it in `given_up`. `beat` reports that work
+    goes on; `guard`: env_timeout, env_restarts, end and kind of TorchVectorEnv.
 
     Raises:
-        ValueError: an unknown id, environment arguments it does not take, unsupported spaces, or bad sizes.
+        ValueError: an unknown id, arguments it does not take, or unsupported spaces.
     """
     from envs.vector.adapter import TorchVectorEnv
 
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-    if vectorization not in VECTORIZATIONS:
-        raise ValueError(f"vectorization must be one of {', '.join(VECTORIZATIONS)}, got {vectorization!r}")
     if env_id.rsplit(":", 1)[-1] == TRADING_ID:
-        raise ValueError(f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading.task")
-    default_seeds = stream_seeds(seed, stream, first_global_index, num_envs)
+        raise ValueError(
+            f"{TRADING_ID} needs market data: make it with gymnasium.make_vec or envs.trading.task"
+        )
     spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
-    native, takes_seed_list = False, True
-    if vectorization != "sync":
-        native, takes_seed_list = _probe_native(spec, kwargs, forced=vectorization == "native")
+    forced = vectorization == "native"
+    native = vectorization != "sync" and spec.vector_entry_point is not None
+    takes_seed_list = True
+    if forced and not native:
+        raise ValueError(f"environment {spec.id} has no native vector environment: choose 'sync'")
+    if native:
+        try:
+            probe = _construct(spec, 2, kwargs, True, beat)
+        except ValueError as error:
+            if forced:
+                raise
+            _LOGGER.info("%s: using one environment after the other", error)
+            native = False
+        else:
+            same_step = probe.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+            takes_seed_list = _takes_seed_list(probe)
+            native = forced or (same_step and takes_seed_list)
     return TorchVectorEnv(
-        _construct(spec, num_envs, kwargs, native=native, beat=beat),
+        _construct(spec, num_envs, kwargs, native, beat),
         env_id=env_id,
-        first_global_index=first_global_index,
-        default_seeds=default_seeds,
+        env_offset=env_offset,
+        default_seeds=stream_seeds(seed, stream, env_offset, num_envs),
         device=device,
-        force_native=native and vectorization == "native",
-        takes_seed_list=takes_seed_list,
+        force_native=forced,
+        takes_seed_list=takes_seed_list or not native,
         beat=beat,
         **guard,
     )
@@ -92,61 +107,58 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
         if module:
             importlib.import_module(module)
         return gymnasium.spec(name)
-    except (ImportError, TypeError) as error:  # TypeError: a relative name
-        raise ValueError(f"environment {env_id!r}: {error}: check its module and the Python path") from error
     except gymnasium.error.Error as error:
         close = difflib.get_close_matches(name, gymnasium.registry, n=3)
-        cure = f"did you mean {' or '.join(close)}?" if close else "give a Gymnasium id or module:id"
-        raise ValueError(f"unknown environment {env_id!r}: {cure}") from error
+        fix = f"did you mean {' or '.join(close)}?" if close else "give a Gymnasium id or module:id"
+        raise ValueError(f"unknown environment {env_id!r}: {fix}") from error
     except BaseException as error:
         if not is_own_fault(error):
             raise
-        raise ValueError(f"environment {env_id!r}: its module raised {one_line(error)}") from error
+        raise ValueError(
+            f"environment {env_id!r}: its module raised {one_line(error)}: "
+            "check it and the Python path"
+        ) from error
 
 
 def _construct(
     spec: gymnasium.envs.registration.EnvSpec,
     num_envs: int,
     kwargs: dict[str, Any],
-    *,
     native: bool,
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[], None],
 ) -> VectorEnv[Any, Any, Any]:
-    """Build a native or a SAME_STEP SyncVectorEnv; whatever its code raises becomes one ValueError line."""
+    """Build a native or a SAME_STEP SyncVectorEnv; what its code raises becomes a ValueError."""
+
     def make() -> gymnasium.Env[Any, Any]:
         beat()
-        return gymnasium.make(spec, disable_env_checker=True, **kwargs)  # ours checks every step anyway
+        # ours checks every step anyway
+        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
 
     try:
         if native:
-            return gymnasium.make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+            return gymnasium.make_vec(
+                spec, num_envs, vectorization_mode="vector_entry_point", **kwargs
+            )
         return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     except BaseException as error:
         if not is_own_fault(error):
             raise
         given = f" with {kwargs}" if kwargs else ""
-        raise ValueError(f"environment {spec.id}{given} cannot be made: {one_line(error)}") from error
+        raise ValueError(
+            f"environment {spec.id}{given} cannot be made: {one_line(error)}"
+        ) from error
 
 
-def _probe_native(
-    spec: gymnasium.envs.registration.EnvSpec, kwargs: dict[str, Any], *, forced: bool
-) -> tuple[bool, bool]:
-    """Return whether to use the native vector environment, and whether reset takes one seed for each."""
-    from envs.vector.adapter import seeds_are_per_environment
+def _takes_seed_list(env: VectorEnv[Any, Any, Any]) -> bool:
+    """Try whether a native batch of two takes one seed for each; closes it.
 
-    if spec.vector_entry_point is None:
-        if forced:
-            raise ValueError(f"environment {spec.id} has no native vector environment: choose 'sync'")
-        return False, True
+    Environments whose seeds are exchanged must exchange their first observations.
+    """
     try:
-        probe = _construct(spec, 2, kwargs, native=True)
-    except ValueError as error:
-        if forced:
-            raise
-        _LOGGER.info("%s: using one environment after the other", error)
-        return False, True
-    same_step = probe.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
-    takes_seed_list = seeds_are_per_environment(probe)
-    if forced or (same_step and takes_seed_list):
-        return True, takes_seed_list
-    return False, True
+        first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
+        second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]
+    except Exception:  # environments are foreign code and refuse a list in many ways
+        return False
+    finally:
+        env.close()
+    return np.array_equal(first, second[::-1])

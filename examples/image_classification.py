@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rl_dist.config import flag, parse_flags
+from rl_dist.config import Text, configuration, parse_flags, setting
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
@@ -32,15 +32,20 @@ CLASSES = ("disc", "ring", "cross", "stripes")
 SIZE = 16  # pixels each way
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class ExampleConfig:
     """What is particular to this example."""
 
-    num_gpus: int = flag(-1, "ranks, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one", "ranks")
-    device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
-    batch_size: int = flag(64, "images in a batch, total over all ranks", "images")
-    learning_rate: float = flag(1e-2, "Adam's learning rate")
-    json: str = flag("", "write the test figures to this file", "path")
+    num_gpus: int = setting(-1, "ranks", within=(-1, None), main=True)
+    """ranks: one per GPU, -1 = all; on a CPU that many processes, -1 = one."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", main=True)
+    """Where to train."""
+    batch_size: int = setting(64, "images", within=(1, None), main=True)
+    """Images in a batch, total over all ranks."""
+    learning_rate: float = setting(1e-2, within=(0, None), main=True)
+    """Step size of Adam."""
+    json: Text = setting("", "path", main=True)
+    """Write the test figures to this file."""
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
@@ -50,7 +55,9 @@ def make_images(count: int, seed: int) -> TensorDataset:
     centre = torch.rand(count, 2, 1, 1, generator=generator) * 4 - 2 + SIZE / 2
     radius = torch.rand(count, 1, 1, generator=generator) * 2 + 4
     grid = torch.arange(SIZE, dtype=torch.float32)
-    dy, dx = (grid[:, None] - centre[:, 0]).abs(), (grid[None, :] - centre[:, 1]).abs()  # each [count, SIZE, SIZE]
+    # each [count, SIZE, SIZE]
+    dy = (grid[:, None] - centre[:, 0]).abs()
+    dx = (grid[None, :] - centre[:, 1]).abs()
     distance = (dy.square() + dx.square()).sqrt()
     shapes = torch.stack(
         [
@@ -61,7 +68,9 @@ def make_images(count: int, seed: int) -> TensorDataset:
         ],
         dim=1,
     )
-    images = shapes[torch.arange(count), labels] + 0.6 * torch.randn(count, SIZE, SIZE, generator=generator)
+    images = shapes[torch.arange(count), labels] + 0.6 * torch.randn(
+        count, SIZE, SIZE, generator=generator
+    )
     return TensorDataset(images.unsqueeze(1), labels)
 
 
@@ -82,7 +91,8 @@ def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
     module = strategy.wrap(make_network().to(world.device))
     optimizer = torch.optim.Adam(strategy.parameters, lr=config.learning_rate)
     loader = partial(DataLoader, batch_size=config.batch_size)
-    criterion, metrics = nn.CrossEntropyLoss(), {"accuracy": accuracy}
+    criterion = nn.CrossEntropyLoss()
+    metrics = {"accuracy": accuracy}
     result = fit(
         module,
         loader(make_images(1024, seed=1), shuffle=True),
@@ -94,10 +104,13 @@ def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
         config=fitting,
     )
     figures = evaluate(module, loader(make_images(1001, seed=3)), criterion, strategy, metrics)
-    if world.main:
-        print(f"test, {figures['samples']:.0f} images: accuracy {figures['accuracy']:.4f}, loss {figures['loss']:.4f}")
+    if world.is_main_process:
+        shown = f"accuracy {figures['accuracy']:.4f}, loss {figures['loss']:.4f}"
+        print(f"test, {figures['samples']:.0f} images: {shown}")
         if config.json:
-            Path(config.json).write_text(json.dumps(figures | {"best_epoch": result.best_epoch}), encoding="utf-8")
+            Path(config.json).write_text(
+                json.dumps(figures | {"best_epoch": result.best_epoch}), encoding="utf-8"
+            )
     close_world(world)
     return 128 + result.signum if result.signum else 0
 
@@ -105,8 +118,8 @@ def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
 def main() -> int:
     """Entry of the example; returns the exit code."""
     sections = {"fit": FitConfig, "example": ExampleConfig}
-    parsed = parse_flags(sections, description=(__doc__ or "").partition("\n")[0])
-    parsed = parsed.with_defaults({"epochs": 5, "patience": 2})
+    text = (__doc__ or "").partition("\n")[0]
+    parsed = parse_flags(sections, description=text, defaults={"epochs": 5, "patience": 2})
     fitting, config = (parsed.configs[name] for name in sections)
     try:
         resolved = resolve(LaunchConfig(num_gpus=config.num_gpus, device=config.device))

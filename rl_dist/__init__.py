@@ -1,18 +1,18 @@
 """Distributed runtime: ranks, collectives, metrics, checkpoints; nothing of RL.
 
-The functions below may be imported from here; what they need is loaded when they are first asked for.
+The names below may be imported from here; what they need is loaded when first asked for.
 
-    from rl_dist import Strategy, StrategyConfig, evaluate, fit, get_gpu_info, launch_distributed_training
+    from rl_dist import Strategy, StrategyConfig, evaluate, fit, launch_distributed_training
 """
 
-import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 try:
-    os.getcwd()
-except OSError:  # torch's libraries would end this process while they are loaded, in words of their own
+    Path.cwd()
+except OSError:  # while torch's libraries are loaded they would end the process in their own words
     sys.stderr.write("error: the current directory no longer exists: change to another one\n")
     sys.exit(2)
 
@@ -20,7 +20,7 @@ _HOMES = {
     "get_gpu_info": "hardware.report",
     "print_gpu_info": "hardware.report",
     "get_multi_gpu_status": "telemetry.monitor",
-    "clear_gpu_memory": "hardware.out_of_memory",
+    "clear_gpu_memory": "hardware.memory",
     "estimate_training_speedup": "speedup.command",
     "print_training_speedup_estimates": "speedup.command",
     "launch_distributed_training": "launch.training_process",

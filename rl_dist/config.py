@@ -1,85 +1,215 @@
-"""Command-line flags out of dataclasses: one per field, flat over all sections."""
+"""Declared fields: configurations, and the command-line flags made of them.
+
+    @configuration
+    class Sizes:
+        batch_size: int = setting(128, "sequences", within=(1, 10**7))
+        '''Sequences per minibatch.'''
+
+Default, unit, range, choices and help of a field stand there and nowhere else. pydantic refuses
+other types, numbers out of range or not finite, and unknown names; here its errors become one line.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
-import math
+import functools
+import inspect
+import itertools
 import re
 import reprlib
 import sys
-import types
+import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
-from rl_dist.errors import CommandParser
+import pydantic
+from pydantic import ConfigDict, StringConstraints, ValidationError
+
+from rl_dist.errors import CommandParser, UserError, report_to_caller
 
 T = TypeVar("T")
-_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_NO_TEXT = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")  # control characters, bytes that are no UTF-8
-_LARGEST = 2**63  # of all numbers: more counts or measures nothing
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+# no control characters, and no bytes that are not UTF-8
+Text = Annotated[str, StringConstraints(pattern="^[\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]*$")]
+LARGEST = 2**63  # of all numbers: more counts or measures nothing
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_KINDS = {  # by the first word of pydantic's name for the error
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a number",
+    "string": "text",
+}
+_ON_OFF = dict.fromkeys(("true", "yes", "on", "1"), True)
+_ON_OFF |= dict.fromkeys(("false", "no", "off", "0"), False)
+# flags of older versions without effect: configurations that hold them stay readable
+REMOVED = {"compile", "cudnn_autotune"}
 
 
-def flag(
-    default: T,
-    help_text: str,
-    unit: str = "",
-    choices: tuple[T, ...] = (),
-    words: Mapping[str, T] | None = None,
-    *,
-    stored: bool = True,
-) -> T:
-    """A dataclass field that becomes a flag.
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """All that is known of a field, for checks, flags, dialogues and documents."""
 
-    Args:
-        words: stand for some of its values.
-        stored: False: no file holds its value, see `rl_dist.checkpoint.saved_config`.
-    """
-    metadata: dict[str, Any] = {"help": help_text, "unit": unit, "words": words or {}, "stored": stored}
-    return dataclasses.field(default=default, metadata=metadata | ({"choices": choices} if choices else {}))
+    default: Any
+    unit: str = ""
+    # the least and the largest value; None: any
+    within: tuple[float | None, float | None] = (None, None)
+    # words of a command line that stand for some of its values
+    words: Mapping[str, Any] = field(default_factory=dict)
+    # other defaults, by what sets them, such as "--quick"
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    derived: str = ""  # what the default comes to, where it stands for a derived value
+    main: bool = False  # --help shows it; --help_all shows all
+    stored: bool = True  # or files only say whether it differed from the default
+    is_flag: bool = True
+    # known once the class exists
+    owner: type = object
+    name: str = ""
+    kind: type = str  # bool, int, float or str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def help(self) -> str:
+        """The docstring below the field."""
+        return _docstrings(self.owner).get(self.name, "")
+
+    @property
+    def range(self) -> str:
+        """The least and the largest value, where there are any."""
+        least, largest = self.within
+        if largest is None:
+            return "" if least is None else f"at least {least}"
+        return f"{least}..{largest}"
+
+    def shown(self, value: Any) -> str:
+        """Return a value as users read it."""
+        if self.derived and value == self.default:
+            return self.derived
+        text = {"True": "on", "False": "off", "": "unset"}.get(str(value), str(value))
+        return f"{text} {self.unit}" if self.unit and self.kind is not str else text
+
+    def help_line(self, default: Any) -> str:
+        """Return the help of the flag, with its default, range and presets."""
+        notes = [f"default: {self.shown(default)}"]
+        notes += [f"{name}: {self.shown(value)}" for name, value in self.presets.items()]
+        notes += [f"range: {self.range}"] if self.range else []
+        return f"{self.help} ({'; '.join(notes)})"
+
+    def value_of(self, text: str) -> Any:
+        """Return the value of a word of a command line; what is no value stays as it is."""
+        words = _ON_OFF if self.kind is bool else self.words
+        if text.lower() in words:
+            return words[text.lower()]
+        if self.kind in (int, float):
+            with suppress(ValueError):
+                return int(text)
+            with suppress(ValueError):
+                number = float(text)
+                return int(number) if self.kind is int and number.is_integer() else number
+        return text
+
+    def add_to(self, group: Any, help_line: str) -> None:
+        """Add the flag to a parser, which collects its value as text."""
+        kind = "TEXT" if self.kind is str else self.kind.__name__.upper()
+        options: dict[str, Any] = {"metavar": "|".join([kind, *self.words])}
+        if self.choices:
+            options = {"metavar": "{" + ",".join(self.choices) + "}"}
+        elif self.kind is bool:  # --x is --x=true
+            options = {"metavar": "true|false", "nargs": "?", "const": "true"}
+        text = help_line.replace("%", "%%")
+        group.add_argument(f"--{self.name}", default=argparse.SUPPRESS, help=text, **options)
+
+
+def setting(default: T, unit: str = "", **options: Any) -> T:
+    """Return a field that becomes a flag; options: see `Declaration`."""
+    declared = Declaration(default=default, unit=unit, **options)
+    limits: dict[str, float] = {}
+    if type(default) in (int, float):
+        least, largest = declared.within
+        limits["ge"] = -LARGEST if least is None else least
+        limits["le"] = LARGEST if largest is None else largest
+    return dataclasses.field(default=default, metadata={"declared": declared, **limits})
 
 
 def recorded(default: T) -> T:
-    """A field that is no flag: what the run itself found, kept in config.json."""
-    return dataclasses.field(default=default, metadata={"recorded": True})
+    """Return a field that is no flag: config.json keeps what a run itself found."""
+    declared = Declaration(default=default, is_flag=False)
+    return dataclasses.field(default=default, metadata={"declared": declared})
 
 
-def is_flag(entry: dataclasses.Field[Any]) -> bool:
-    """Whether a field of a config stands on the command line."""
-    return not entry.metadata.get("recorded", False)
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
+def configuration(cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass whose values are checked.
 
-
-def is_stored(entry: dataclasses.Field[Any]) -> bool:
-    """Whether files hold the value of a field."""
-    return bool(entry.metadata.get("stored", True))
-
-
-def check_types(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Compare values of fields of a config with what the fields are for.
-
-    Raises:
-        ValueError: names the field: no such one, another type, no finite number, no text, or not among the choices.
+    A value that does not fit raises a ValueError of one line, also with `dataclasses.replace`.
     """
-    entries, hints = {entry.name: entry for entry in dataclasses.fields(cls)}, typing.get_type_hints(cls)
-    for name, value in values.items():
-        if name not in entries:
-            raise ValueError(f"there is no {name!r:.80}")
-        kind, optional = _kind(hints[name])
-        if value is None and optional:
-            continue
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        if fits and kind in (int, float):
-            fits = -_LARGEST <= value <= _LARGEST  # so no NaN
-        if not fits or (kind is str and _NO_TEXT.search(value)):
-            raise ValueError(f"{name} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
-        choices = entries[name].metadata.get("choices")
-        if choices and value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {reprlib.repr(value)}")
+    built: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)(cls)
+    checked_init = built.__init__
+
+    @functools.wraps(checked_init)
+    def init(self: Any, **values: Any) -> None:
+        try:
+            checked_init(self, **values)
+        except ValidationError as error:
+            raise _one_line(built, error) from None
+
+    built.__init__ = init
+    return built
+
+
+def _one_line(cls: type[Any], error: ValidationError) -> ValueError:
+    """Return the first of the errors: what the field must be, and what it got."""
+    first = error.errors(include_url=False)[0]
+    context = first.get("ctx", {})
+    if "error" in context:  # raised by __post_init__
+        return context["error"]
+    name = str(first["loc"][0])
+    if first["type"] == "unexpected_keyword_argument":
+        return UserError(f"there is no {name!r:.80}")
+    expected = _KINDS.get(first["type"].partition("_")[0], first["msg"])
+    if first["type"] == "literal_error":
+        expected = "one of " + context["expected"].replace("'", "").replace(" or ", ", ")
+    elif context.keys() & {"ge", "le"}:
+        declared = cls.__dataclass_fields__[name].metadata["declared"]
+        expected = declared.range or f"a number up to {LARGEST:g}"
+    return UserError(f"{name} must be {expected}, got {reprlib.repr(first['input'])}")
+
+
+def declarations(cls: type[Any]) -> dict[str, Declaration]:
+    """Return what the fields of a section declare, by name."""
+    hints = typing.get_type_hints(cls)
+    return {
+        item.name: dataclasses.replace(
+            item.metadata["declared"],
+            owner=cls,
+            name=item.name,
+            kind=hints[item.name] if hints[item.name] in (bool, int, float) else str,
+            choices=typing.get_args(hints[item.name]),
+        )
+        for item in dataclasses.fields(cls)
+    }
+
+
+@functools.cache
+def _docstrings(cls: Any) -> dict[str, str]:
+    """Return the docstrings below the fields of a class; reading the source takes a while."""
+    tree: Any = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    return {
+        ast.unparse(item.target): " ".join(ast.literal_eval(below.value).split()).rstrip(".")
+        for item, below in itertools.pairwise(tree.body[0].body)
+        if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
+
+
+def preset(sections: Mapping[str, type[Any]], name: str) -> dict[str, Any]:
+    """Return the defaults of a preset, by field."""
+    items = [item for cls in sections.values() for item in declarations(cls).values()]
+    return {item.name: item.presets[name] for item in items if name in item.presets}
 
 
 @dataclass(frozen=True)
@@ -91,74 +221,38 @@ class ParsedFlags:
     extra: argparse.Namespace  # values of the flags that `extra` added
 
     def with_defaults(self, values: Mapping[str, Any]) -> ParsedFlags:
-        """The same with other defaults: `values` fill the fields that were not given.
+        """Return the same with other defaults, of the fields that were not given.
 
         Raises:
-            ValueError: an unknown name, or a value that a section refuses.
+            ValueError: a section refuses a value.
         """
-        owners = {f.name: s for s, config in self.configs.items() for f in dataclasses.fields(config)}
-        unknown = sorted(set(values) - set(owners))
-        if unknown:
-            raise ValueError(f"{unknown[0]} is no field of {', '.join(self.configs)}")
+        return self._changed({n: v for n, v in values.items() if n not in self.given}, self.given)
+
+    def _changed(self, values: Mapping[str, Any], given: set[str]) -> ParsedFlags:
+        """Return the same with other values, and other flags given."""
         configs = {}
-        for section, config in self.configs.items():
-            mine = {n: v for n, v in values.items() if owners[n] == section and n not in self.given}
-            configs[section] = dataclasses.replace(config, **mine)
-        return dataclasses.replace(self, configs=configs)
+        for heading, config in self.configs.items():
+            own = values.keys() & declarations(type(config)).keys()
+            configs[heading] = dataclasses.replace(config, **{name: values[name] for name in own})
+        return dataclasses.replace(self, configs=configs, given=given)
 
     def answered(self, name: str, text: str) -> ParsedFlags:
-        """The same as if `--name text` had been given, too; no on/off flag.
+        """Return the same as if `--name text` had been given, too.
 
         Raises:
             ValueError: the command line would be refused.
         """
-        section, entry = self._field(name)
-        kind, optional = _kind(typing.get_type_hints(type(self.configs[section]))[name])
-        assert kind is not bool, f"{name} takes no value"
-        try:
-            value = _converter(kind, optional, entry.metadata.get("words", {}))(text)
-        except ValueError:
-            raise ValueError(f"{name} must be a{'n' * (kind is int)} {kind.__name__}, got {text!r}") from None
-        choices = entry.metadata.get("choices")
-        if choices and value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {text!r}")
-        return self._replaced(section, name, value, self.given | {name})
+        return self._changed({name: self.declaration(name).value_of(text)}, self.given | {name})
 
-    def forgotten(self, name: str) -> ParsedFlags:
-        """The same as if `--name` had not been given."""
-        section, entry = self._field(name)
-        return self._replaced(section, name, entry.default, self.given - {name})
-
-    def choices(self, name: str) -> tuple[Any, ...]:
-        """The values that a flag can take; (): not a matter of choice."""
-        return self._field(name)[1].metadata.get("choices") or ()
-
-    def named(self, name: str) -> Any:
-        """The value of a flag, if the command line has it; else None."""
-        section, _ = self._field(name)
-        return getattr(self.configs[section], name) if name in self.given else None
+    def declaration(self, name: str) -> Declaration:
+        """Return what the field of a flag declares."""
+        owner = next(config for config in self.configs.values() if hasattr(config, name))
+        return declarations(type(owner))[name]
 
     def words(self) -> list[str]:
-        """The flags given, as words of a command line."""
-        found = []
-        for config in self.configs.values():
-            for entry in dataclasses.fields(config):
-                if entry.name in self.given:
-                    found += _words(entry.name, getattr(config, entry.name))
-        return found
-
-    def _field(self, name: str) -> tuple[str, dataclasses.Field[Any]]:
-        """The section of a flag, and its field there."""
-        return next(
-            (section, entry)
-            for section, config in self.configs.items()
-            for entry in dataclasses.fields(config)
-            if entry.name == name
-        )
-
-    def _replaced(self, section: str, name: str, value: Any, given: set[str]) -> ParsedFlags:
-        config = dataclasses.replace(self.configs[section], **{name: value})
-        return dataclasses.replace(self, configs=self.configs | {section: config}, given=given)
+        """Return the flags given, as words of a command line."""
+        values = {n: v for config in self.configs.values() for n, v in vars(config).items()}
+        return [f"--{name}={value}" for name, value in values.items() if name in self.given]
 
 
 def parse_flags(
@@ -169,18 +263,21 @@ def parse_flags(
     epilog: str = "",
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
     prog: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> ParsedFlags:
     """Parse `argv` into one instance per section.
 
     Bad input prints one line and exits with 2.
 
     Args:
-        sections: dataclass by heading. Fields are int, float, str or bool, optionally None;
-            metadata: "help", "unit", "choices".
+        sections: sections by heading.
         argv: without the program's name; None is the process's own.
         extra: adds further flags to the parser, first in --help and returned in `.extra`.
         prog: the command's name in --help; by default the script's.
+        defaults: of this command, instead of those declared.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    defaults = defaults or {}
     parser = CommandParser(
         prog=prog,
         usage="%(prog)s [--flag value ...]",
@@ -189,172 +286,102 @@ def parse_flags(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--help_all", action="help", help="show the other flags, too, by section")
     if extra:
         extra(parser)
-    owners = _add_fields(parser, sections)
-    known = vars(_parse_known(parser, list(sys.argv[1:] if argv is None else argv)))
-    configs = {}
-    for section, cls in sections.items():
-        values = {name: known.pop(name) for name in list(known) if owners.get(name) == section}
-        known[f"given {section}"] = set(values)
+    asked = {word.replace("-", "_") for word in argv} & {"_h", "__help", "__help_all"}
+    for heading, cls in sections.items():
+        group = parser.add_argument_group(heading)
+        for item in filter(lambda item: item.is_flag, declarations(cls).values()):
+            shown = "__help_all" in asked or (asked and item.main)
+            default = defaults.get(item.name, item.default)
+            item.add_to(group, item.help_line(default) if shown else argparse.SUPPRESS)
+    known = vars(_parse_known(parser, argv))
+    configs: dict[str, Any] = {}
+    given: set[str] = set()
+    for heading, cls in sections.items():
+        own = declarations(cls)
+        texts = {name: known.pop(name) for name in own if name in known}
+        values = {name: value for name, value in defaults.items() if name in own}
+        values |= {name: own[name].value_of(text) for name, text in texts.items()}
         try:
-            check_types(cls, values)
-            configs[section] = cls(**values)
+            configs[heading] = cls(**values)
         except ValueError as error:
             parser.error(str(error))
-    given: set[str] = set().union(*(known.pop(f"given {section}") for section in sections))
+        given |= texts.keys()
     return ParsedFlags(configs=configs, given=given, extra=argparse.Namespace(**known))
 
 
-def _words(name: str, value: Any) -> list[str]:
-    """One flag as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    text = "none" if value is None else str(value)
-    return [f"--{name}={text}"] if text.startswith("-") or not text else [f"--{name}", text]
-
-
-def _add_fields(parser: argparse.ArgumentParser, sections: Mapping[str, type[Any]]) -> dict[str, str]:
-    """Add one flag per field; returns the section of each field."""
-    owners: dict[str, str] = {}
-    for section, cls in sections.items():
-        group = parser.add_argument_group(section)
-        hints = typing.get_type_hints(cls)
-        for entry in filter(is_flag, dataclasses.fields(cls)):
-            assert entry.name not in owners, f"{entry.name} is in {owners[entry.name]} and in {section}"
-            owners[entry.name] = section
-            _add_field(group, entry, hints[entry.name])
-    return owners
-
-
-def _add_field(group: Any, entry: dataclasses.Field[Any], hint: Any) -> None:
-    kind, optional = _kind(hint)
-    options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": _help(entry)}
-    if kind is bool:
-        names = [f"--{entry.name}", f"--no-{entry.name}"]
-        group.add_argument(*names, action=_OnOff, nargs=0, **options)
-        return
-    choices = entry.metadata.get("choices")
-    words = entry.metadata.get("words", {})
-    metavar = "{" + ",".join(map(str, choices)) + "}" if choices else "|".join([kind.__name__.upper(), *words])
-    convert = _converter(kind, optional, words)
-    group.add_argument(f"--{entry.name}", type=convert, choices=choices, metavar=metavar, **options)
-
-
-class _OnOff(argparse.Action):
-    """`--name` is True, `--no-name` is False."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
-
-
-def _kind(hint: Any) -> tuple[type, bool]:
-    """The plain type of an annotation and whether None is allowed."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        plain = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        assert len(plain) == 1 and len(typing.get_args(hint)) == 2, f"no flag can be made of {hint}"
-        return plain[0], True
-    assert hint in (int, float, str, bool), f"no flag can be made of {hint}"
-    return hint, False
-
-
-def _help(entry: dataclasses.Field[Any]) -> str:
-    assert entry.default is not dataclasses.MISSING, f"{entry.name} needs a default"
-    words = {"None": "none", "": "unset", "True": "on", "False": "off"}
-    shown = words.get(str(entry.default), str(entry.default))
-    counted = entry.metadata.get("unit") and not isinstance(entry.default, str)
-    unit = f" {entry.metadata['unit']}" if counted else ""
-    return f"{entry.metadata.get('help', '')} (default: {shown}{unit})".strip().replace("%", "%%")
-
-
-def _converter(kind: type, optional: bool, words: Mapping[str, Any]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        if text.lower() in words:
-            return words[text.lower()]
-        if optional and text.lower() in ("none", "off"):
-            return None
-        if kind is str:
-            return text
-        number = float(text)
-        if not math.isfinite(number):
-            raise ValueError(text)
-        if kind is float:
-            return number
-        if number != int(number):
-            raise ValueError(text)
-        return int(number) if "e" in text.lower() or "." in text else int(text)
-
-    convert.__name__ = kind.__name__  # argparse names it: "invalid int value"
-    return convert
-
-
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
-    options = {name[2:].replace("-", "_"): name for name in parser._option_string_actions if name[:2] == "--"}
-    namespace, unknown = parser.parse_known_args(_canonical(argv, options))
-    if unknown and unknown[0].startswith("-"):
-        name = unknown[0].split("=")[0]
-        near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), options, n=1)
-        hint = f" (did you mean {options[near[0]]}?)" if near else ", see --help"
+    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
+    flags = parser._option_string_actions
+    namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
+    for word in unknown:
+        name = word.split("=")[0]
+        if not name.startswith("-"):
+            parser.error(f"unexpected argument {word!r}: values follow a flag, see --help")
+        near = difflib.get_close_matches(name, flags, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ", see --help_all"
+        report_to_caller(unknown_flag=name.lstrip("-"))
         parser.error(f"unknown flag {name}{hint}")
-    if unknown:
-        parser.error(f"unexpected argument {unknown[0]!r}: values follow a flag, see --help")
     return namespace
 
 
-def _canonical(argv: list[str], options: Mapping[str, str]) -> list[str]:
-    """Dashes or underscores in names, negative numbers and `--flag=true` as argparse wants them."""
-    tokens: list[str] = []
-    for token in argv:
-        name, equals, value = token.partition("=")
-        option = options.get(name[2:].replace("-", "_")) if name.startswith("--") else None
-        on_off = option and f"--no-{option[2:]}" in options.values()
-        if option and on_off and equals and value.lower() in _TRUE + _FALSE:
-            option = option if value.lower() in _TRUE else f"--no-{option[2:]}"
-            equals = value = ""
-        if option:
-            tokens.append(option + equals + value)
-        elif _NUMBER.match(token) and tokens and tokens[-1] in options.values():
-            tokens[-1] += "=" + token  # argparse takes -1e-3 for a flag
-        else:
-            tokens.append(token)
-    return tokens
+def _canonical(word: str, flags: Mapping[str, Any]) -> str:
+    """Return a word with underscores in the name of its flag; --no-x is --x=false."""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    name = name[2:].replace("-", "_")
+    if name.startswith("no_") and f"--{name[3:]}" in flags:
+        return f"--{name[3:]}=false"
+    return f"--{name}{equals}{value}"
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """What files hold of a config of sections: plain values by section and name."""
-    sections = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    return {
-        name: {
-            item.name: getattr(section, item.name) if is_stored(item) else getattr(section, item.name) != item.default
-            for item in dataclasses.fields(section)
-        }
-        for name, section in sections.items()
-    }
+    """Return what files hold of a configuration: values by section and name."""
+    saved = {heading: dict(vars(values)) for heading, values in vars(config).items()}
+    for heading, values in vars(config).items():
+        for name, item in _not_stored(type(values)).items():
+            saved[heading][name] = getattr(values, name) != item.default
+    return saved
 
 
 def read_sections(sections: Mapping[str, type[Any]], saved: Any) -> dict[str, Any]:
-    """The sections of `saved_form`; what is not stored is at its default.
+    """Return the sections of `saved_form`; what is not stored is at its default.
 
     Raises:
-        ValueError: it is no such form, or holds a name or value that this version refuses; one line.
+        ValueError: it is no such form, or holds what this version refuses; one line.
     """
     built = {}
     try:
-        for name, values in saved.items() if isinstance(saved, dict) else [("", None)]:
-            if not isinstance(values, dict) or name not in sections:
-                raise ValueError(f"{name!r:.80} is no section of it")
-            stored = {key: value for key, value in values.items() if key not in _not_stored(sections[name])}
-            check_types(sections[name], stored)
-            built[name] = sections[name](**stored)
+        for heading, values in saved.items() if isinstance(saved, dict) else [("", None)]:
+            if not isinstance(values, dict) or heading not in sections:
+                raise ValueError(f"{heading!r:.80} is no section of it")
+            cls = sections[heading]
+            ignored = REMOVED | _not_stored(cls).keys()
+            built[heading] = cls(**{n: v for n, v in values.items() if n not in ignored})
     except ValueError as error:
         raise ValueError(f"the saved configuration does not fit this version: {error}") from None
     return built
 
 
-def given_once(sections: Mapping[str, type[Any]], saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Flags that were given when it was saved, and are not stored."""
-    return {item for name, values in saved.items() for item in _not_stored(sections[name]) if values.get(item)}
+def given_once(
+    sections: Mapping[str, type[Any]], saved: Mapping[str, Mapping[str, Any]]
+) -> set[str]:
+    """Return the flags that were given when it was saved, and are not stored."""
+    return {
+        name
+        for heading, values in saved.items()
+        for name in _not_stored(sections[heading])
+        if values.get(name)
+    }
 
 
-def _not_stored(section: type[Any]) -> set[str]:
-    return {item.name for item in dataclasses.fields(section) if not is_stored(item)}
+def removed_flags(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Return the flags of REMOVED that were set when a configuration was saved."""
+    return {name for values in saved.values() for name in REMOVED if values.get(name)}
+
+
+def _not_stored(cls: type[Any]) -> dict[str, Declaration]:
+    return {name: item for name, item in declarations(cls).items() if not item.stored}

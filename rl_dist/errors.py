@@ -6,8 +6,8 @@ import argparse
 import errno
 import functools
 import hashlib
+import json
 import os
-import re
 import signal
 import sys
 import time
@@ -16,27 +16,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no bad usage: it may be mended while a run waits
+# a variable: an existing file in which a program that starts one of ours expects what came of it
+RESULT_FILE = "RL_DIST_RESULT_FILE"
+# a disk that is full may be mended while a run waits
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}  # to this user
 
-FIRST_RANK_S = 10.0  # for the first rank of a machine to say what the others see as well
+FIRST_RANK_S = 10.0  # for the first rank of a machine to print what the others see as well
+_CLOSED = "choose a place that you may use"
 _WRONG_KIND = "move away what lies there, or name another place"
-_CURES = {
+_USER_FIXES = {
+    errno.ENOENT: "",
     errno.ENAMETOOLONG: "choose a shorter name",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _CLOSED),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), _WRONG_KIND),
+    **dict.fromkeys((errno.EINVAL, errno.ELOOP), _WRONG_KIND),
+}
+_MACHINE_FIXES = {
     errno.EMFILE: "allow more open files, such as by ulimit -n 1024",
     errno.ENFILE: "this machine has too many open files: close some",
     errno.ENOSPC: "make room",
-    errno.EACCES: "choose a place that you may use",
-    errno.EPERM: "choose a place that you may use",
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP), _WRONG_KIND),
 }
-_MISTAKES = {errno.ENOENT, *_CURES} - {errno.EMFILE, errno.ENFILE, errno.ENOSPC}  # of the user, not of the machine
 
 
-class _Outliving:
-    """A stream whose reader may go away before the program: from then on, what is written is lost.
+class _OutlivingStream:
+    """A stream that drops what is written once its reader has gone.
 
     Ctrl-C in a shell also ends the `tee` that reads our lines; a checkpoint must still be saved.
     """
@@ -63,18 +67,32 @@ class _Outliving:
 def outlive_readers() -> None:
     """Let stdout and stderr of this process go nowhere once nobody reads them."""
     for name in ("stdout", "stderr"):
-        if not isinstance(getattr(sys, name), _Outliving):
-            setattr(sys, name, _Outliving(getattr(sys, name) or open(os.devnull, "w")))  # noqa: SIM115  # None: closed
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115  # None: closed
+        if not isinstance(stream, _OutlivingStream):
+            setattr(sys, name, _OutlivingStream(stream))
 
 
 def explained(error: ValueError | OSError) -> tuple[str, int]:
-    """What the user or the system did wrong, in one line, and the exit code."""
+    """Return an error of the user or the system in one line, and the exit code."""
     if isinstance(error, ValueError):
         return " ".join(str(error).split()), getattr(error, "exit_code", 2)
-    what = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-    cure = f"; {_CURES[error.errno]}" if error.errno in _CURES else ""
-    told = f"{what}: {error.strerror or error}{cure}".removeprefix(": ")
-    return " ".join(told.split()), 2 if error.errno in _MISTAKES else 1
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    fix = (_USER_FIXES | _MACHINE_FIXES).get(error.errno or 0)
+    parts = [f"{path}: " if path else "", error.strerror or str(error), f"; {fix}" if fix else ""]
+    return " ".join("".join(parts).split()), 2 if error.errno in _USER_FIXES else 1
+
+
+def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
+    """Return an error on one line of at most about `limit` characters.
+
+    Args:
+        named: with its type in front; without, only where there is no message.
+    """
+    message = " ".join(str(error).split())
+    shown = message if len(message) <= limit else message[:limit] + "..."
+    if named and shown:
+        return f"{type(error).__name__}: {shown}"
+    return shown or type(error).__name__
 
 
 def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
@@ -86,37 +104,49 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
             return main(*args, **options)
         except (ValueError, OSError) as error:
             message, code = explained(error)
-            tell_once(f"error: {message}")
+            print_error_once(f"error: {message}")
             return code
 
     return command
 
 
-def tell_once(line: str) -> None:
+def report_to_caller(**facts: str) -> None:
+    """Leave facts to the program that started this one, if it named a file.
+
+    Args:
+        facts: run_dir, error, unknown_flag.
+    """
+    path = os.environ.get(RESULT_FILE)
+    if not path:
+        return
+    with suppress(OSError, ValueError):
+        known = json.loads(Path(path).read_text() or "{}")
+        Path(path).write_text(json.dumps(known | facts))
+
+
+def print_error_once(line: str) -> None:
     """Print an error on stderr, under torchrun once on a machine.
 
-    Ranks mostly see the same flags, files and numbers. The first one tells, and marks what it told; the others wait
-    for that mark. What only one of them sees is told a little later, and never lost: torchrun may end a rank because
-    the first one broke off for want of it.
+    Ranks mostly see the same flags, files and numbers. The first one prints, then marks what it
+    printed; the others wait for that mark. What only one of them sees is printed a little later,
+    and never lost: torchrun may end a rank because the first one broke off for want of it.
     """
-    mark, first = _mark_of(line), os.environ.get("LOCAL_RANK", "0") == "0"
-    if mark and not first and _is_told(mark):
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # in a folder of this start of the ranks
+    name = f"printed_{hashlib.sha256(line.encode()).hexdigest()}"
+    mark = Path(own).parent.parent / name if own else None
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if mark and not is_first and _appears(mark):
         return
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
-    if mark and first:
+    report_to_caller(error=line.removeprefix("error: "))
+    if mark and is_first:
         with suppress(OSError):
             mark.touch()
 
 
-def _mark_of(line: str) -> Path | None:
-    """A file, among those that torchrun makes for this start of the machine's ranks; None: it makes none."""
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    return Path(own).parent.parent / f"told_{hashlib.sha256(line.encode()).hexdigest()}" if own else None
-
-
-def _is_told(mark: Path) -> bool:
-    """Wait for the mark, or until torchrun ends this process, which then leaves by itself."""
+def _appears(mark: Path) -> bool:
+    """Wait for a file, or until torchrun ends this process, which then leaves by itself."""
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: ended.append(signum))
     try:
@@ -136,26 +166,34 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
+class UnknownFlagError(UserError):
+    """A flag that the training script does not have."""
+
+    def __init__(self, message: str, flag: str) -> None:
+        super().__init__(message)
+        self.flag = flag
+
+
 def unwritable(what: str, error: OSError) -> UserError:
-    """What to tell the user of a file or folder that cannot be written."""
-    told = f"{what} cannot be written: {error.strerror or error}"
+    """Return the error of a file or folder that cannot be written."""
+    message = f"{what} cannot be written: {error.strerror or error}"
     if error.errno not in FULL_DISK:
-        return UserError(told)
-    return UserError(f"{told}; make room, then go on with --resume", exit_code=1)
+        return UserError(message)
+    return UserError(f"{message}; make room, then go on with --resume", exit_code=1)
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, whatever their kind; exit code 2."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words that are text."""
+        """Parse words, all of which must be text."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
-            if _SURROGATE.search(word):
+            if word != word.encode(errors="replace").decode():
                 self.error(f"{word!r} is no text in UTF-8: use other names")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print and exit."""
-        tell_once("error: " + " ".join(message.split()))
+        print_error_once("error: " + " ".join(message.split()))
         sys.exit(2)

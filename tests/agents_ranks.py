@@ -1,4 +1,4 @@
-"""Small training jobs, and what the ranks of the agents tests run; spawned processes must be able to import it."""
+"""Small training jobs, and what ranks of the agents tests run; processes import it."""
 
 import functools
 import os
@@ -19,22 +19,26 @@ from agents.ppo import PPOConfig, ppo_loss
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
-from envs.trading.config import TradingConfig
-from envs.trading.environment import TradingVectorEnv, first_tradable_day
+from envs.trading.environment import TradingVectorEnv
+from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Span
-from envs.trading.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
-from rl_dist.process_group.hashes import parameter_hash
+from envs.trading.simulated_market import simulate_markets, world_seeds
+from envs.trading_config import SimulatedMarketConfig, TradingConfig
+from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, open_writer
 
-NUM_ENVS, NUM_STEPS, ITERATIONS = 8, 16, 10
+NUM_ENVS = 8
+NUM_STEPS = 16
+ITERATIONS = 10
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
 WITH_FILES = "trading, clstm"  # the job that two ranks train with a real writer
 # The gradient is always clipped: clipping it before its reduction would show.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
 STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=2e-3, clip_vloss=True)
-CLSTM, MLP = PolicyConfig(hidden_size=8), PolicyConfig(hidden_size=8, policy="mlp")
+CLSTM = PolicyConfig(hidden_size=8)
+MLP = PolicyConfig(hidden_size=8, policy="mlp")
 WINDOW = PolicyConfig(hidden_size=8, feature_window=3)
 
 
@@ -68,19 +72,28 @@ SINGLE = {
 }
 NORMALIZED_BY_NOTHING = {"normalize_obs": False, "normalize_rewards": False}
 RAW = replace(CLIPPED, norm_adv=False)
-TERSE, LENGTHY = {"num_steps": 1, "bptt_steps": 1}, {"num_steps": 64}
+TERSE = {"num_steps": 1, "bptt_steps": 1}
+LENGTHY = {"num_steps": 64}
 BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
 OPTIONS = {
     "trading, window": Case("trading", WINDOW),
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
     "trading, KL stop": Case("trading", CLSTM, STOPPING),
     "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),
-    "trading, slots of one step": Case("trading", CLSTM, options={"bptt_steps": 1}, batch_size=64),
-    "trading, strata of 2, slots as long as rollouts": Case("trading", CLSTM, batch_size=4, options={"bptt_steps": 16}),
+    "trading, sequences of one step": Case(
+        "trading", CLSTM, options={"bptt_steps": 1}, batch_size=64
+    ),
+    "trading, strata of 2, sequences as long as rollouts": Case(
+        "trading", CLSTM, batch_size=4, options={"bptt_steps": 16}
+    ),
     "cartpole, window, KL stop": Case("cartpole", WINDOW, STOPPING),
     "cartpole, nothing normalised": Case("cartpole", MLP, RAW, options=NORMALIZED_BY_NOTHING),
-    "cartpole, never clipped": Case("cartpole", CLSTM, replace(CLIPPED, max_grad_norm=1e6, clip_vloss=True)),
-    "cartpole, warm-up, annealed by episodes": Case("cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES),
+    "cartpole, never clipped": Case(
+        "cartpole", CLSTM, replace(CLIPPED, max_grad_norm=1e6, clip_vloss=True)
+    ),
+    "cartpole, warm-up, annealed by episodes": Case(
+        "cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES
+    ),
     "brief, clstm": Case("brief", CLSTM, iterations=ITERATIONS),
     "brief, mlp, strata of 2": Case("brief", MLP, batch_size=4),
     "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options=LENGTHY),
@@ -88,8 +101,12 @@ OPTIONS = {
     "brief, rollouts of one step": Case("brief", CLSTM, batch_size=4, options=TERSE),
 }
 TWELVE = {  # environments, which powers of two do not divide
-    "twelve, cartpole, strata of 4": Case("cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}),
-    "twelve, trading, strata of 2": Case("trading", MLP, batch_size=6, options={"num_envs": 12, "num_steps": 12}),
+    "twelve, cartpole, strata of 4": Case(
+        "cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}
+    ),
+    "twelve, trading, strata of 2": Case(
+        "trading", MLP, batch_size=6, options={"num_envs": 12, "num_steps": 12}
+    ),
 }
 TWELVE_AT_LENGTH = {
     f"twelve, {task}, {policy.policy}, strata of 2": Case(
@@ -99,7 +116,11 @@ TWELVE_AT_LENGTH = {
     for policy in (CLSTM, MLP)
 }
 WEAK = Case(
-    "recall", CLSTM, batch_size=8, iterations=4, options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"}
+    "recall",
+    CLSTM,
+    batch_size=8,
+    iterations=4,
+    options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"},
 )
 CASES = JOBS | CARTPOLE | SINGLE | OPTIONS | TWELVE | TWELVE_AT_LENGTH | {"weak": WEAK}
 
@@ -139,22 +160,25 @@ class Brief(gymnasium.Env):
     def step(self, action):
         self.left -= 1
         self.place[:2] += 0.3 * action
-        ended, cut = self.left == 0, bool(self.np_random.random() < 0.1)
+        ended = self.left == 0
+        cut = bool(self.np_random.random() < 0.1)
         return self.seen(), -float(abs(self.place).sum()), ended, cut and not ended, {}
 
 
 gymnasium.register("Brief-v0", entry_point=Brief)
 
 
-def make_env(task, num_envs, first_env):
-    """Trading with episodes of 7 days, Recall with episodes of 5 steps (no multiples of a slot of 4), or others."""
+def make_env(task, num_envs, env_offset):
+    """Trading with episodes of 7 days, Recall of 5 steps (no multiples of a sequence of 4), ..."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
-        return TradingVectorEnv(num_envs, markets=markets, span=span, train_span=span, config=config)
+        return TradingVectorEnv(
+            num_envs, markets=markets, span=span, train_span=span, config=config
+        )
     env_id = {"recall": "Recall-v0", "cartpole": "CartPole-v1", "brief": "Brief-v0"}[task]
     env_kwargs = {"delay": 3} if task == "recall" else {}
-    return make_vector_env(env_id, num_envs, first_global_index=first_env, env_kwargs=env_kwargs)
+    return make_vector_env(env_id, num_envs, env_offset=env_offset, env_kwargs=env_kwargs)
 
 
 @functools.cache
@@ -164,11 +188,17 @@ def scratch():
 
 
 def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_options):
-    """A job of CASES; mostly 8 environments, rollouts of 16 steps, slots of 4, and so 32 slots."""
+    """A job of CASES; mostly 8 environments, rollouts of 16 steps, 32 sequences of 4."""
     case = CASES[name]
-    sizes = {"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, "bptt_steps": 4, "batch_size": case.batch_size}
+    sizes = {
+        "num_envs": NUM_ENVS,
+        "num_steps": NUM_STEPS,
+        "bptt_steps": 4,
+        "batch_size": case.batch_size,
+    }
     options = sizes | case.options | train_options
-    num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)  # trained by two ranks
+    # trained by two ranks
+    num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)
     steps = (iterations or case.iterations) * num_envs * options["num_steps"]
     options = {"total_steps": steps, "checkpoint_every": 1000} | options
     return Job(
@@ -197,9 +227,14 @@ class Recording(Training):
 
     def __init__(self, job, world):
         super().__init__(job, world)
-        self.rollouts, self.parameters, self.losses, self.rates = [], [], [], []
+        self.rollouts = []
+        self.parameters = []
+        self.losses = []
+        self.rates = []
         self.hashes: list[str] = []
-        self.ppo.optimizer.register_step_post_hook(lambda *_: self.hashes.append(parameter_hash(self.policy)))
+        self.ppo.optimizer.register_step_post_hook(
+            lambda *_: self.hashes.append(parameter_hash(self.policy))
+        )
 
     def collect(self, lifetime_step):
         rollout = super().collect(lifetime_step)
@@ -216,7 +251,8 @@ class Recording(Training):
     def record(self):
         """What the tests compare; the rollout that fills the normalisers comes first."""
         return {
-            "obs": torch.stack([rollout.obs for rollout in self.rollouts]),  # [iterations + 1, T, B, F]
+            # [iterations + 1, T, B, F]
+            "obs": torch.stack([rollout.obs for rollout in self.rollouts]),
             "actions": torch.stack([rollout.actions for rollout in self.rollouts]),
             "rewards": torch.stack([rollout.rewards for rollout in self.rollouts]),
             "ends": torch.stack([rollout.episode_end for rollout in self.rollouts]),
@@ -224,22 +260,27 @@ class Recording(Training):
             "hashes": self.hashes,
             "losses": self.losses,
             "rates": self.rates,
-            "moments": self.obs_normalizer.state_dict() | {"count_of_rewards": self.reward_normalizer.moments.count},
+            "moments": self.obs_normalizer.state_dict()
+            | {"count_of_rewards": self.reward_normalizer.moments.count},
         }
 
 
 def record_of(name, world, run_dir=None, **options):
     """Train a job and return what it did; with `run_dir`, its metrics and checkpoints lie there."""
     job = make_job(name, run_dir or "nowhere", **options)  # where nothing is saved, see below
-    writer = open_writer(run_dir, world, job.train.total_steps, "steps") if run_dir else NullWriter()
+    writer = (
+        open_writer(run_dir, world, job.train.total_steps, "steps") if run_dir else NullWriter()
+    )
     saved: list[int] = []
 
     def save_checkpoint(directory, state, *, iteration, **options):
         saved.append(iteration)
         if run_dir:
-            original(directory, state, iteration=iteration, **options)
+            return original(directory, state, iteration=iteration, **options)
+        return Path(directory, f"iteration_{iteration}.pt")
 
-    original, training = agents.trainer.save_checkpoint, Recording(job, world)
+    original = agents.trainer.save_checkpoint
+    training = Recording(job, world)
     with mock.patch.object(agents.trainer, "save_checkpoint", save_checkpoint):
         train(training, writer, StopFlag())
     writer.close()
@@ -249,14 +290,18 @@ def record_of(name, world, run_dir=None, **options):
 def train_all(out_dir, names_by_size):
     """Train the named cases on as many ranks as each of the sizes says, the largest first.
 
-    A process costs more than its training here, so smaller worlds are not launched anew: the variables that
-    the launcher sets are set again, the generation because it names the file where ranks meet. SIZE_rank_N.pt
-    tell the tests what every rank did.
+    A process costs more than its training here, so the same processes form the smaller worlds, too:
+    the launcher's variables are set again, the generation because it names the file where ranks
+    meet. SIZE_rank_N.pt shows the tests what every rank did.
     """
     for generation, (size, names) in enumerate(names_by_size.items()):
         if int(os.environ["RANK"]) >= size:
             break
-        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RESTART_COUNT=str(generation))
+        os.environ.update(
+            WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(size),
+            TORCHELASTIC_RESTART_COUNT=str(generation),
+        )
         train_in_world(Path(out_dir), names)
     return 0
 
@@ -267,7 +312,11 @@ def train_in_world(out_dir, names):
     records = {}
     for name in names:
         with_files = world.size == 2 and name in (WITH_FILES, "weak")
-        options = {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 5} if with_files else {}
+        options = (
+            {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 5}
+            if with_files
+            else {}
+        )
         records[name] = record_of(name, world, **options)
     if world.size == 2 and WITH_FILES in names:
         records["gradient"] = gradient_probe(world, out_dir / "gradient")

@@ -1,4 +1,7 @@
-"""Steps that run out of memory, and what two ranks find with them; spawned processes must be able to import it."""
+"""Steps that run out of memory, and what two ranks find with them.
+
+Spawned processes must be able to import it.
+"""
 
 import errno
 import time
@@ -11,7 +14,9 @@ from rl_dist.process_group.world import close_world, open_world
 EXHAUSTED = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     MemoryError(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
+    ),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("std::bad_alloc"),
@@ -34,16 +39,19 @@ def limited(cap, error=EXHAUSTED[0]):
 def search(folder):
     """Rank 1 has less memory, rank 0 is slower."""
     world = open_world("cpu", timeout_s=30)
-    step, tried = limited(10**9 if world.main else 300)
+    step, tried = limited(10**9 if world.is_main_process else 300)
     largest = largest_batch_size(step, range(1, 4097), world)
 
     def timed(size):
         step(size)
-        until = time.perf_counter() + (0.02 if world.main else 0.001)
+        until = time.perf_counter() + (0.02 if world.is_main_process else 0.001)
         while time.perf_counter() < until:
             pass
 
     choice = fastest_batch_size(timed, [16, 64, 256, 512], world)
     paces = [point.samples_per_s for point in choice.points]
-    torch.save({"largest": largest, "size": choice.size, "paces": paces, "tried": tried}, f"{folder}/{world.rank}.pt")
+    torch.save(
+        {"largest": largest, "size": choice.size, "paces": paces, "tried": tried},
+        f"{folder}/{world.rank}.pt",
+    )
     close_world(world)

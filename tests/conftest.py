@@ -1,17 +1,24 @@
 """For every test."""
 
 import gc
+import resource
+import signal
+import subprocess
 
 import pytest
 import torch
 from filelock import FileLock
 
-# The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is busy.
+# The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is
+# busy.
 torch.set_num_threads(1)
+# A shell starts background jobs with SIGINT ignored, and every training of a test would inherit
+# that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """The first test that looks at what two ranks did waits for all that they do, on any machine."""
+    """Let the first test that looks at what two ranks did wait for all that they do."""
     for item in items:
         if "ranks_folder" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(900), append=False)
@@ -38,12 +45,15 @@ def on_two_ranks(folder, names):
 
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
-    """What two ranks did for all the files to be tested, in one launch, whichever process asks first."""
+    """What two ranks did for all the files to be tested, in one launch."""
     from two_ranks import EXERCISES
 
-    asking = {item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames}
+    asking = {
+        item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames
+    }
     shared = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):  # one of pytest-xdist's processes, each of which has a folder in it
+    # one of pytest-xdist's processes, each of which has a folder in it
+    if hasattr(request.config, "workerinput"):
         shared = shared.parent
     folder = shared / "two_ranks"
     with FileLock(shared / "two_ranks.lock"):
@@ -61,3 +71,33 @@ def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
     alone = tmp_path_factory.mktemp("alone")  # another file's exercise has failed, or this one
     assert on_two_ranks(alone, [name]) == 0
     return alone / name
+
+
+@pytest.fixture
+def limits():
+    """Lets the system refuse this process's longer files (None: no more): a real error, no root."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def limit(num_bytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+
+    yield limit
+    limit(None)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a file system of a size such as 64k."""
+    folder = tmp_path / "disk"
+
+    def mount(size):
+        folder.mkdir()
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True
+        )
+        if made.returncode:
+            pytest.skip("needs root, to mount a small file system")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", folder], capture_output=True)

@@ -1,4 +1,4 @@
-"""An environment that ends its process, registered as `dying_envs:Dying-v0`; DIE says how, DIE_RANK where."""
+"""An environment that ends the process of rank DIE_RANK in the way DIE: `dying_envs:Dying-v0`."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ class Dying(Walk):
     """In the first life of its rank, the first environment ends the process at its 40th step."""
 
     def step(self, action):
-        here = (os.environ.get("RANK", "0"), restart_count()) == (os.environ.get("DIE_RANK", "0"), 0)
-        if here and self.life == 40:
+        here = os.environ.get("RANK", "0") == os.environ.get("DIE_RANK", "0")
+        if here and not restart_count() and self.life == 40:
             way = os.environ["DIE"]
             if way.startswith("SIG"):
                 os.kill(os.getpid(), signal.Signals[way])

@@ -1,8 +1,8 @@
 """train_distributed.py with one rank that ends at a chosen instant of its first start.
 
-The test hook: spawned ranks import this script again, so that they, too, get the changes below. The
-variable DIE says where, on which rank, in which iteration and how; with DIE_FOLDER the rank first
-writes the file `here` there and waits for the file `go`.
+Spawned ranks import this script again, so that they, too, get the changes below. The variable DIE
+names the place, the rank, the iteration and the end; with DIE_FOLDER the rank first writes the file
+`here` there and waits for the file `go`.
 """
 
 import os
@@ -17,7 +17,9 @@ from rl_dist.errors import UserError
 from rl_dist.launch.launcher import restart_count
 
 WHERE, RANK, ITERATION, HOW = os.environ["DIE"].split()
-collect, update, state = Training.collect, Training.update, Training.state
+collect = Training.collect
+update = Training.update
+state = Training.state
 
 
 def die(*_):
@@ -64,14 +66,16 @@ def dying_update(training, rollout):
 
 def dying_state(training):
     """In the middle of a checkpoint: written, but not yet under its name; or not yet gathered."""
-    if is_time(training, "checkpoint") and training.world.main:
+    if is_time(training, "checkpoint") and training.world.is_main_process:
         os.fsync = die
     elif is_time(training, "checkpoint"):
         die()
     return state(training)
 
 
-Training.collect, Training.update, Training.state = dying_collect, dying_update, dying_state
+Training.collect = dying_collect
+Training.update = dying_update
+Training.state = dying_state
 
 if __name__ == "__main__":
     sys.exit(train_distributed.main())

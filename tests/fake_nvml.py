@@ -13,7 +13,8 @@ class FakeNvml:
     """Answers as pynvml does; a value that is an exception is raised.
 
     Args:
-        gpus: what they answer, by function name without `nvmlDeviceGet`, beside "UUID" and "PciBusId"; one that is
+        gpus: what they answer, by function name without `nvmlDeviceGet`, beside "UUID" and
+            "PciBusId"; one that is
             an exception is a GPU that does not answer at all.
         failing: raised by nvmlInit.
     """
@@ -42,7 +43,9 @@ class FakeNvml:
         return self._handle(lambda number, gpu: isinstance(gpu, dict) and gpu.get("UUID") == uuid)
 
     def nvmlDeviceGetHandleByPciBusId(self, bus_id):
-        return self._handle(lambda number, gpu: isinstance(gpu, dict) and gpu.get("PciBusId") == bus_id)
+        return self._handle(
+            lambda number, gpu: isinstance(gpu, dict) and gpu.get("PciBusId") == bus_id
+        )
 
     def _handle(self, matches):
         for number, gpu in enumerate(self.gpus):
@@ -57,7 +60,9 @@ class FakeNvml:
             raise AttributeError(name)
 
         def answer(handle, *args):
-            value = self.gpus[handle].get(name.removeprefix("nvmlDeviceGet"), NVMLError("Not Supported"))
+            value = self.gpus[handle].get(
+                name.removeprefix("nvmlDeviceGet"), NVMLError("Not Supported")
+            )
             if isinstance(value, Exception):
                 raise value
             return value

@@ -1,4 +1,4 @@
-"""What the ranks of the fault tests run; as a script: faults_ranks.py MODE OUT_DIR, on two ranks."""
+"""The ranks of the fault tests; as a script, on two ranks: faults_ranks.py MODE OUT_DIR."""
 
 import functools
 import os
@@ -17,7 +17,12 @@ from agents.trainer import train
 from envs import make_vector_env
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
-from rl_dist.process_group.collectives import DesyncError, agree_max, gather_json, sum_over_ranks
+from rl_dist.process_group.collectives import (
+    DesyncError,
+    all_gather_json,
+    all_reduce_max,
+    all_reduce_sum,
+)
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
 
@@ -46,12 +51,13 @@ def run(job, world, kind=Recording):
 
 
 def restart_job(run_dir, env_id="Misbehaving-v0", at=20, env_restarts=1, iterations=3):
-    """Environments of which five misbehave in a step; their step 20 is the fourth of iteration 2."""
+    """Five environments misbehave in a step; their step 20 is the fourth of iteration 2."""
 
-    def make_env(num_envs, first_env):
+    def make_env(num_envs, env_offset):
         kwargs = {"misdeeds": MISDEEDS, "at": at}
         options = {"env_kwargs": kwargs, "env_timeout": 0.5, "env_restarts": env_restarts}
-        return make_vector_env(f"misbehaving_envs:{env_id}", num_envs, first_global_index=first_env, **options)
+        options["env_offset"] = env_offset
+        return make_vector_env(f"misbehaving_envs:{env_id}", num_envs, **options)
 
     return replace(make_job(JOB, run_dir, iterations=iterations), make_env=make_env)
 
@@ -61,7 +67,8 @@ def restarts(world, folder):
     training, records, error = run(restart_job(folder), world)
     counts = [record["env/restarts"] for record in records]
     rollout = training.rollouts[2]  # the first only fills the normalisers
-    ends = {"truncated": rollout.truncated, "terminated": rollout.terminated, "plain rewards": rollout.rewards}
+    ends = {"truncated": rollout.truncated, "terminated": rollout.terminated}
+    ends["plain rewards"] = rollout.rewards
     return training.record() | ends | {"error": error, "counts": counts}
 
 
@@ -93,7 +100,8 @@ def bad_steps(world, folder):
     with poisoned(world, 7, 1000):
         job = make_job(JOB, folder, iterations=5, ppo=ppo, checkpoint_every=1)
         training, records, error = run(job, world)
-    return {"error": error, "records": len(records), "last": training.parameters[-1], "hashes": training.hashes}
+    last = training.parameters[-1]
+    return {"error": error, "records": len(records), "last": last, "hashes": training.hashes}
 
 
 def moved(training, what):
@@ -104,7 +112,7 @@ def moved(training, what):
 
 
 def drift(world, folder, what="parameter", **options):
-    """Something changes on rank 1, by a hair, in iteration 1; returns the error and when it came."""
+    """Something changes on rank 1, by a hair, in iteration 1."""
 
     class Drifting(Recording):
         def update(self, rollout):
@@ -118,7 +126,7 @@ def drift(world, folder, what="parameter", **options):
 
 
 def kl_stop(world, folder):
-    """The second step of six is bad on one rank; the estimate of every step is above the target, half of it is not."""
+    """The second step of six is bad on one rank; every estimate is above the target, not half."""
     with poisoned(world, 2, 3):
         poisoned_loss = agents.ppo.ppo_loss
 
@@ -127,9 +135,11 @@ def kl_stop(world, folder):
             return parts._replace(approx_kl=torch.full_like(parts.approx_kl, 0.03))
 
         with mock.patch.object(agents.ppo, "ppo_loss", loss):
-            job = make_job(JOB, folder, iterations=2, ppo=PPOConfig(update_epochs=3, target_kl=0.02))
+            ppo = PPOConfig(update_epochs=3, target_kl=0.02)
+            job = make_job(JOB, folder, iterations=2, ppo=ppo)
             training, records, error = run(job, world)
-    return {"error": error, "steps": [record["optim/steps"] for record in records], "hashes": training.hashes}
+    steps = [record["optim/steps"] for record in records]
+    return {"error": error, "steps": steps, "hashes": training.hashes}
 
 
 def slow_collect(world, folder):
@@ -138,7 +148,8 @@ def slow_collect(world, folder):
 
     class Slow(Recording):
         def collect(self, lifetime_step):
-            with mock.patch.object(self.env, "step", functools.partial(slowly, self.env.step, world.rank == 1)):
+            step = functools.partial(slowly, self.env.step, world.rank == 1)
+            with mock.patch.object(self.env, "step", step):
                 return super().collect(lifetime_step)
 
     return {"error": run(job, world, Slow)[2]}
@@ -150,19 +161,20 @@ def slowly(call, slow, *args):
 
 
 def slow_update(world, folder):
-    """Rank 0 takes ten times as long for its own part of the update; both wait for the reduction."""
+    """Rank 0 takes ten times as long for its part of the update; both wait for the reduction."""
     job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
-    with mock.patch.object(agents.ppo, "ppo_loss", functools.partial(slowly, ppo_loss, 12 * (world.rank == 0))):
+    loss = functools.partial(slowly, ppo_loss, 12 * (world.rank == 0))
+    with mock.patch.object(agents.ppo, "ppo_loss", loss):
         return {"error": run(job, world)[2]}
 
 
 def other_call(world, folder, before="update"):
-    """Rank 1 makes one collective call more in iteration 2: before the update, or within its third step."""
+    """Rank 1 makes one more collective call in iteration 2: before the update, or within it."""
 
     class Other(Recording):
         def update(self, rollout):
             if before == "update" and world.rank == 1 and self.iteration == 2:
-                agree_max(0, world)
+                all_reduce_max(0, world)
             return super().update(rollout)
 
     calls = [0]
@@ -170,7 +182,7 @@ def other_call(world, folder, before="update"):
     def loss(*args):
         calls[0] += 1
         if before == "step" and world.rank == 1 and calls[0] == 7:
-            agree_max(0, world)
+            all_reduce_max(0, world)
         return ppo_loss(*args)
 
     with mock.patch.object(agents.ppo, "ppo_loss", loss):
@@ -196,7 +208,7 @@ SCENARIOS = {
 
 
 def survived(out_dir):
-    """All faults after which this process goes on, one after the other; the tests judge what came of them."""
+    """All faults after which this process goes on, one after the other."""
     world = open_world("cpu", timeout_s=60)
     results = {"pid": os.getpid()}
     for name, scenario in SCENARIOS.items():
@@ -204,7 +216,7 @@ def survived(out_dir):
         results[name] = scenario(world, Path(out_dir, name))
     close_logging()
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
-    agree_max(0, world)  # nobody leaves before the others have read what he sent
+    all_reduce_max(0, world)  # nobody leaves before the others have read what he sent
     close_world(world)
     return 0
 
@@ -214,10 +226,10 @@ def deadlock(out_dir):
     world = open_world("cpu", timeout_s=10)
     setup_logging(out_dir, world.rank)
     world.backend = "without announcements"
-    world.enter("update")
+    world.set_phase("update")
     if world.rank == 1:
-        gather_json("text", world)
-    agree_max(0, world)
+        all_gather_json("text", world)
+    all_reduce_max(0, world)
     return 0
 
 
@@ -226,14 +238,14 @@ def absent(out_dir):
     world = open_world("cpu", timeout_s=6)
     setup_logging(out_dir, world.rank)
     Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
-    world.enter("collect")
+    world.set_phase("collect")
     for _ in range(15 if world.rank == 1 else 0):
-        world.beat()
+        world.heartbeat()
         time.sleep(1.0)
-    sum_over_ranks({"steps": 1.0}, world)
+    all_reduce_sum({"steps": 1.0}, world)
     Path(out_dir, f"waited_{world.rank}").touch()
     time.sleep(1000.0 * world.rank)
-    sum_over_ranks({"gradients": 1.0}, world)
+    all_reduce_sum({"gradients": 1.0}, world)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Environments that misbehave, registered as `faulty_envs:ID`, and a well-behaved one of known returns."""
+"""Environments that return NaN or print, and one of known returns, as `faulty_envs:ID`."""
 
 import os
 
@@ -7,13 +7,15 @@ import numpy as np
 
 
 class Walk(gymnasium.Env):
-    """Rewards 1 a step; ends after `length` steps; at step `nan_at` of a life the observation is NaN."""
+    """Rewards 1 a step, `length` steps long; at step `nan_at` of a life it observes NaN."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, length=9, nan_at=0):
-        self.length, self.nan_at, self.life = length, nan_at, 0
+        self.length = length
+        self.nan_at = nan_at
+        self.life = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

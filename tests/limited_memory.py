@@ -1,7 +1,8 @@
-"""Real work under a real limit of memory: `limited_memory.py search`, or `limited_memory.py train MIB FLAGS ...`.
+"""Real work under a limit of memory: `limited_memory.py search`, or `... train MIB FLAGS`.
 
-The limit is on this process's address space. It is counted from what it takes once everything is imported; in a
-training from what it takes when the first update begins, so that it is the update that has too little.
+The limit is on this process's address space. It is counted from what it takes once everything is
+imported; in a training from what it takes when the first update begins, so that it is the update
+that has too little.
 """
 
 import resource
@@ -11,8 +12,8 @@ import psutil
 import torch
 from torch import nn
 
-from rl_dist.hardware.out_of_memory import free_memory_bytes
-from rl_dist.parallel.batch_size import largest_batch_size
+from rl_dist.hardware.memory import free_memory_bytes
+from rl_dist.parallel import batch_size
 
 
 def limit_memory(more_mib):
@@ -21,7 +22,10 @@ def limit_memory(more_mib):
 
 
 def search():
-    """Print the bytes that are free, and the largest batch of an LSTM that fits; it and smaller ones then run."""
+    """Print the bytes that are free, and the largest batch of an LSTM that fits.
+
+    It and smaller ones then run.
+    """
     torch.set_num_threads(1)
     model = nn.LSTM(64, 256)
 
@@ -31,8 +35,10 @@ def search():
 
     step(1)
     limit_memory(128)
-    print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")  # the limit is of this process
-    largest = largest_batch_size(step, range(8, 100_000, 8), headroom=0.8)
+    # the limit is of this process
+    print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
+    batch_size.HEADROOM = 0.7  # allocator and oneDNN keep some for themselves
+    largest = batch_size.largest_batch_size(step, range(8, 100_000, 8))
     step(largest)
     try:
         step(2 * largest)

@@ -1,4 +1,4 @@
-"""An environment that misbehaves once in its life, registered as `misbehaving_envs:Misbehaving-v0`."""
+"""An environment that misbehaves once in its life, `misbehaving_envs:Misbehaving-v0`."""
 
 import ctypes
 import itertools
@@ -45,7 +45,8 @@ def end_a_thread():
 
 def set_the_clock():
     """Let it jump years, forward and back, from now on."""
-    real, jumps = time.time, itertools.cycle((0.0, 3e8, -3e8, 7200.0, -7200.0))
+    real = time.time
+    jumps = itertools.cycle((0.0, 3e8, -3e8, 7200.0, -7200.0))
     time.time = lambda: real() + next(jumps)
 
 
@@ -82,9 +83,10 @@ RETURNS = {
 
 
 class Misbehaving(gymnasium.Env):
-    """Observes (random walk, age). Environments of seed 1 do what `misdeeds` says of their global number.
+    """Observes (random walk, age); with seed 1 does what `misdeeds` says of its global number.
 
-    One made anew has another seed, and behaves. With the stream "evaluation" it is the judged ones that misbehave.
+    One made again has another seed, and behaves. With the stream "evaluation" it is those of
+    evaluation that misbehave.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -92,8 +94,10 @@ class Misbehaving(gymnasium.Env):
 
     def __init__(self, misdeeds=None, at=20, length=7, stream="environment"):
         self.at, self.length = at, length
-        number = {"environment": seeding.ENVIRONMENT_STREAM, "evaluation": seeding.EVALUATION_STREAM}[stream]
-        self.by_seed = {seeding.stream_seeds(1, number, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()}
+        number = getattr(seeding, f"{stream.upper()}_STREAM")
+        self.by_seed = {
+            seeding.stream_seeds(1, number, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()
+        }
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -134,7 +138,10 @@ class Saved(Misbehaving):
         return own | {"generator": pack_generator(self.np_random)}
 
     def set_state(self, state):
-        self.life, self.age, self.walk, self.misdeed = state["life"], state["age"], state["walk"], None
+        self.life = state["life"]
+        self.age = state["age"]
+        self.walk = state["walk"]
+        self.misdeed = None
         unpack_generator(self.np_random, state["generator"])
 
 

@@ -1,7 +1,8 @@
-"""Things that may lie where a file of a run is expected, and none of them may hang or kill who reads it."""
+"""Things that may lie where a file of a run is expected; none may hang or kill who reads it."""
 
 import os
 import socket
+from pathlib import Path
 
 SPARSE_BYTES = 40 * 2**30
 
@@ -12,7 +13,7 @@ def sparse(path):
 
 
 def bound_socket(path):
-    here = os.getcwd()
+    here = Path.cwd()
     os.chdir(path.parent)  # a socket's path has at most 107 bytes
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)

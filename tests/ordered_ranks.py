@@ -1,4 +1,4 @@
-"""What several ranks do to show that a first step is like every other; spawned processes must be able to import it."""
+"""Several ranks show that a first step is like every other; spawned processes import this."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,32 +24,39 @@ STRATEGIES = {
     "compressed": {"gradient_compression": "bf16"},
     "hybrid": {"mode": "hybrid"},
 }
-TRAININGS = {"ddp": FORMS["ddp"], "hybrid": StrategyConfig(mode="hybrid"), "pipeline": FORMS["pipeline"]}
+TRAININGS = {
+    "ddp": FORMS["ddp"],
+    "hybrid": StrategyConfig(mode="hybrid"),
+    "pipeline": FORMS["pipeline"],
+}
 
 
 def first_steps(world, dtype, parts, **options):
     """Gradients of three equal steps of a fresh strategy, [3, numbers of this rank]."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 7)).to(dtype)
-    inputs = torch.randn(parts, 4, 40, dtype=dtype, generator=torch.Generator().manual_seed(world.rank))
+    layers = [nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 7)]
+    generator = torch.Generator().manual_seed(world.rank)
+    inputs = torch.randn(parts, 4, 40, dtype=dtype, generator=generator)
     strategy = Strategy(StrategyConfig(**({"mode": "ddp"} | options)), world)
-    module, found = strategy.wrap(net), []
+    module = strategy.wrap(nn.Sequential(*layers).to(dtype))
+    found = []
     optimizer = torch.optim.SGD(strategy.parameters, lr=0.0)
     for _ in range(3):
         optimizer.zero_grad()
         for number, part in enumerate(inputs, 1):
             with strategy.accumulating(last=number == parts):
                 strategy.backward(module(part).square().mean())
-        gradients = [getattr(p.grad, "_local_tensor", p.grad).flatten() for p in strategy.parameters]
-        found.append(torch.cat(gradients))
+        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in strategy.parameters]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
         strategy.step(optimizer)
     return torch.stack(found)
 
 
 def exercise(out_dir):
-    """Reduce, train and fit; the results go to rank_N.pt for the tests to judge."""
-    world, out = open_world("cpu", timeout_s=60), Path(out_dir)
-    forms = {"": (torch.float32, 1), ", fp64": (torch.float64, 1), ", in parts": (torch.float32, 2)}
+    """Reduce, train and fit; the results go to rank_N.pt."""
+    world = open_world("cpu", timeout_s=60)
+    out = Path(out_dir)
+    forms = {"": (torch.float32, 1), ", fp64 in parts": (torch.float64, 2)}
     results = {
         f"{name}{form}": first_steps(world, *how, **options)
         for name, options in STRATEGIES.items()
@@ -57,15 +64,19 @@ def exercise(out_dir):
         if "static" not in name or how[1] == 1  # torch refuses no_sync in its first step
     }
     for name, strategy in TRAININGS.items():
-        if name != "pipeline" or world.size % 2 == 0:
-            sizes = {"num_envs": 12, "batch_size": 12, "iterations": 2, "checkpoint_every": 1, "dtype": torch.float32}
-            job = replace(make_job("recall, clstm", out / name, **sizes), strategy=strategy)
-            whole = run(job, world)
-            resumed = run(replace(job, run_dir=out / f"{name}, again"), world, out / name / "checkpoints" / HALF)
-            results[f"training, {name}"] = torch.stack([whole["parameters"], resumed["parameters"]])
+        if name == "pipeline" and world.size % 2:
+            continue
+        sizes = {"num_envs": 12, "batch_size": 12, "iterations": 2, "checkpoint_every": 1}
+        job = make_job("recall, clstm", out / name, dtype=torch.float32, **sizes)
+        job = replace(job, strategy=strategy)
+        whole = run(job, world)
+        again = replace(job, run_dir=out / f"{name}, again")
+        resumed = run(again, world, out / name / "checkpoints" / HALF)
+        results[f"training, {name}"] = torch.stack([whole["parameters"], resumed["parameters"]])
     Fitted(world, out / "fit", net=make_net(dropout=0.3), epochs=1)
     resumed = Fitted(world, out / "fit", net=make_net(dropout=0.3), resume=True)
     fits = (Fitted(world, net=make_net(dropout=0.3)), resumed)
-    results["fit"] = torch.stack([torch.cat([w.flatten() for w in fit.weights.values()]) for fit in fits])
+    weights = [torch.cat([weight.flatten() for weight in fit.weights.values()]) for fit in fits]
+    results["fit"] = torch.stack(weights)
     torch.save(results, out / f"rank_{world.rank}.pt")
     close_world(world)

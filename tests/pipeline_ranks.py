@@ -1,6 +1,7 @@
 """What the ranks of the pipeline tests run; spawned processes must be able to import it."""
 
 import copy
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,7 @@ from agents_ranks import make_job, parameters_of
 from agents.ppo import PPOConfig
 from agents.trainer import Training, train
 from rl_dist.parallel.config import StrategyConfig
-from rl_dist.process_group.collectives import gather_json
-from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -35,7 +35,9 @@ UNCLIPPED = PPOConfig(max_grad_norm=1e6, update_epochs=1, norm_adv=False)
 def training_of(name, form, world, run_dir="", **options):
     """A training of CASES with one of FORMS; one rank always trains alone."""
     job = make_job(name, run_dir, iterations=options.pop("iterations", 2), **options)
-    return Training(replace(job, strategy=FORMS[form] if world.size > 1 else StrategyConfig()), world)
+    return Training(
+        replace(job, strategy=FORMS[form] if world.size > 1 else StrategyConfig()), world
+    )
 
 
 def trained(training):
@@ -49,31 +51,35 @@ def trained(training):
 
     training.update = remember
     train(training, NullWriter(), StopFlag())
-    return {"parameters": parameters_of(training), "losses": losses, "hash": parameter_hash(training.policy)}
+    return {
+        "parameters": parameters_of(training),
+        "losses": losses,
+        "hash": parameter_hash(training.policy),
+    }
 
 
 def first_minibatch(training):
     """The first minibatch of a first rollout, as the update makes it."""
     found = []
 
-    class Enough(Exception):
+    class EnoughError(Exception):
         pass
 
     def probe(minibatch):
         found.append(minibatch)
-        raise Enough
+        raise EnoughError
 
     training.warm_up_normalizers()
     training.ppo.step, step = probe, training.ppo.step
     try:
         training.update(training.collect(training.job.train.num_steps))
-    except Enough:
+    except EnoughError:
         training.ppo.step = step
     return found[0]
 
 
 def gradient_of(form, world):
-    """The gradient of a first minibatch by parameter name, as this rank's optimizer gets it, and its norm."""
+    """The gradient of a first minibatch by parameter name, and its norm, on this rank."""
     training = training_of("trading, clstm", form, world, ppo=UNCLIPPED)
     _, norm, stepped = training.ppo.step(first_minibatch(training))
     named = training.policy.named_parameters()
@@ -83,7 +89,10 @@ def gradient_of(form, world):
 
 
 def resumed_curves(world):
-    """Parameters after 2 iterations: in one go, and resumed after the first with the same form or the other one."""
+    """Parameters after 2 iterations.
+
+    In one go, and resumed after the first with the same form or the other one.
+    """
     found = {"whole": trained(training_of("trading, clstm", "pipeline", world))["parameters"]}
     states = {}
     for form in FORMS:
@@ -112,21 +121,20 @@ def stop_after(training, iterations):
 
 
 def share(state, world):
-    """The main process's state on every rank, through a file."""
-    path = Path(world_dir, f"state_{share.calls}.pt")
-    share.calls += 1
-    if world.main:
-        torch.save(state, path)
-    gather_json(0, world)
-    return torch.load(path, weights_only=True)
-
-
-share.calls = 0
-world_dir = ""
+    """The main process's state on every rank."""
+    buffer = io.BytesIO()
+    torch.save(state if world.is_main_process else None, buffer)
+    data = [buffer.getvalue().hex() if world.is_main_process else ""]
+    return torch.load(
+        io.BytesIO(bytes.fromhex(all_gather_json(data, world)[0][0])), weights_only=True
+    )
 
 
 def poisoned(world):
-    """A loss that is inf on one rank only: who stepped, before and after it, and the parameters' hashes."""
+    """A loss that is inf on one rank only.
+
+    Who stepped, before and after it, and the parameters' hashes.
+    """
     training = training_of("trading, clstm", "pipeline", world, ppo=UNCLIPPED)
     minibatch = first_minibatch(training)
     hashes, stepped = [parameter_hash(training.policy)], []
@@ -141,9 +149,10 @@ def poisoned(world):
 
 
 def exercise(out_dir, labels, everything):
-    """Train the curves of these labels; with `everything` also what else the tests judge, to SIZE_rank_N.pt."""
-    global world_dir
-    world_dir = out_dir
+    """Train the curves of these labels.
+
+    With `everything` also what else the tests judge, to SIZE_rank_N.pt.
+    """
     world = open_world("cpu", timeout_s=60)
     results = {}
     for label in labels:

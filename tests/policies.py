@@ -6,7 +6,8 @@ from gymnasium import spaces
 
 from agents.policy import Policy, PolicyConfig
 
-BOX, DISCRETE = spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(3)
+BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
+DISCRETE = spaces.Discrete(3)
 FORMS = {
     "clstm": PolicyConfig(hidden_size=8),
     "window of 1": PolicyConfig(hidden_size=8, feature_window=1),
@@ -28,7 +29,11 @@ def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
     generator = torch.Generator().manual_seed(seed)
     width = NUM_OBS * max(policy.config.feature_window, 1)
     obs = torch.randn(num_steps, num_envs, width, dtype=torch.float64, generator=generator)
-    state = torch.randn(num_envs, policy.num_states, policy.config.hidden_size, generator=generator).double()
+    state = torch.randn(
+        num_envs, policy.num_states, policy.config.hidden_size, generator=generator
+    ).double()
     starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
-    noise = torch.randn(num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator)
+    noise = torch.randn(
+        num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator
+    )
     return obs, state, starts, noise

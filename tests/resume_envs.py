@@ -1,4 +1,4 @@
-"""A user's environments, in a module of their own: `--env resume_envs:Drift-v0`, and one that cannot be saved."""
+"""A user's environments: `--env resume_envs:Drift-v0`, and one that cannot be saved."""
 
 import gymnasium
 import numpy as np
@@ -9,7 +9,7 @@ SIZE = 2  # of the observation
 
 
 class Forgetful(gymnasium.Env):
-    """A random walk that the action pushes; it starts anywhere and ends when it has gone too far."""
+    """A random walk that the action pushes; it starts anywhere and ends too far away."""
 
     action_space = gymnasium.spaces.Discrete(2)
 
@@ -34,7 +34,11 @@ class Drift(Forgetful):
     """The same with the protocol of envs/vector/snapshots.py."""
 
     def get_state(self):
-        return {"position": self.position, "age": self.age, "generator": pack_generator(self.np_random)}
+        return {
+            "position": self.position,
+            "age": self.age,
+            "generator": pack_generator(self.np_random),
+        }
 
     def set_state(self, state):
         self.position, self.age = state["position"], state["age"]

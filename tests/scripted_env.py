@@ -1,26 +1,30 @@
-"""A tensor vector environment that follows a script, so that a test knows every number in advance."""
+"""A tensor vector environment that follows a script: a test knows every number in advance."""
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-TERMINATED, TRUNCATED, BOTH = (True, False), (False, True), (True, True)
+TERMINATED = (True, False)
+TRUNCATED = (False, True)
+BOTH = (True, True)
 
 
 class ScriptedEnv(VectorEnv):
     """Environment b plays the episodes of script b, (length, how it ends), over and over.
 
     Observation: (number of the environment, number of its episode, age, 1). The reward of a step is
-    100 * environment + 10 * episode + age before it; the plain reward is twice that. `received` keeps the
-    actions.
+    100 * environment + 10 * episode + age before it; the plain reward is twice that. `received`
+    keeps the actions.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
     can_snapshot = False
 
     def __init__(self, scripts, action_space=None, plain=True):
-        self.scripts, self.num_envs, self.plain = scripts, len(scripts), plain
+        self.scripts = scripts
+        self.num_envs = len(scripts)
+        self.plain = plain
         self.device = torch.device("cpu")
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.single_action_space = action_space or spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -39,9 +43,14 @@ class ScriptedEnv(VectorEnv):
         self.received.append(actions.clone())
         rewards = (100.0 * torch.arange(self.num_envs) + 10.0 * self.episode + self.age).double()
         self.age = self.age + 1
-        current = [script[int(e) % len(script)] for script, e in zip(self.scripts, self.episode, strict=True)]
+        current = [
+            script[int(e) % len(script)]
+            for script, e in zip(self.scripts, self.episode, strict=True)
+        ]
         over = [age >= length for age, (length, _) in zip(self.age.tolist(), current, strict=True)]
-        flags = [end if ended else (False, False) for ended, (_, end) in zip(over, current, strict=True)]
+        flags = [
+            end if ended else (False, False) for ended, (_, end) in zip(over, current, strict=True)
+        ]
         terminated, truncated = torch.tensor(flags).unbind(1)
         final_obs = self._observe()
         ended = terminated | truncated

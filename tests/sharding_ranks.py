@@ -4,6 +4,7 @@ import copy
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from agents_ranks import make_job
@@ -16,8 +17,7 @@ from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.collectives import agree_max, check_in_sync
-from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 
 NUM_SLOTS, LENGTH = 8, 4  # of all ranks together
@@ -26,16 +26,23 @@ HALF = "iteration_00000001.pt"
 
 
 def make_policy(seed=0):
-    """A small cascade whose sizes no number of ranks divides; the critic's head has fewer rows than ranks."""
+    """A small cascade whose sizes no number of ranks divides.
+
+    The critic's head has fewer rows than ranks.
+    """
     torch.manual_seed(seed)
     return Policy(PolicyConfig(hidden_size=5), 3, Box(-1.0, 1.0, (3,))).double()
 
 
 def batch(rank=0, size=1, number=0):
-    """A rank's share of slots; episode starts fall so that ranks call their LSTMs differently often."""
+    """A rank's share of slots.
+
+    Episode starts fall so that ranks call their LSTMs differently often.
+    """
     generator = torch.Generator().manual_seed(number)
     normal = {"dtype": torch.float64, "generator": generator}
-    obs, actions = torch.randn(LENGTH, NUM_SLOTS, 3, **normal), torch.randn(LENGTH, NUM_SLOTS, 3, **normal)
+    obs = torch.randn(LENGTH, NUM_SLOTS, 3, **normal)
+    actions = torch.randn(LENGTH, NUM_SLOTS, 3, **normal)
     state = torch.randn(NUM_SLOTS, 6, 5, **normal)
     starts = torch.zeros(LENGTH, NUM_SLOTS, dtype=torch.bool)
     starts[1, 0] = starts[2, 1] = starts[3, 1] = starts[0, 2] = True
@@ -46,7 +53,9 @@ def batch(rank=0, size=1, number=0):
 
 def loss_of(module, parts):
     evaluation = module(*parts)
-    return (evaluation.values.square() - 0.1 * evaluation.logprobs + 0.01 * evaluation.entropy).mean()
+    return (
+        evaluation.values.square() - 0.1 * evaluation.logprobs + 0.01 * evaluation.entropy
+    ).mean()
 
 
 def whole(tensor):
@@ -62,7 +71,9 @@ def train_steps(strategy, module, optimizer, place, count=3, first=0, parts=1):
         for part in range(parts):
             mine = slice(part * obs.shape[1] // parts, (part + 1) * obs.shape[1] // parts)
             with strategy.accumulating(last=part == parts - 1):
-                loss = loss_of(module, (obs[:, mine], actions[:, mine], state[mine], starts[:, mine]))
+                loss = loss_of(
+                    module, (obs[:, mine], actions[:, mine], state[mine], starts[:, mine])
+                )
                 strategy.backward(loss / parts)
         gradient = gradient or [whole(parameter.grad) for parameter in strategy.parameters]
         norm, stepped = strategy.step(optimizer, MAX_GRAD_NORM)
@@ -73,7 +84,8 @@ def train_steps(strategy, module, optimizer, place, count=3, first=0, parts=1):
 
 def prepared(mode, world, seed=0, **options):
     """A strategy, its bare and its wrapped policy, and the optimizer."""
-    strategy, policy = Strategy(StrategyConfig(mode=mode, **options), world), make_policy(seed)
+    strategy = Strategy(StrategyConfig(mode=mode, **options), world)
+    policy = make_policy(seed)
     module = strategy.wrap(policy)
     return strategy, policy, module, torch.optim.Adam(strategy.parameters, lr=0.01)
 
@@ -83,7 +95,11 @@ def trained(mode, world, parts=1, **options):
     strategy, policy, module, optimizer = prepared(mode, world, seed=world.rank, **options)
     start = parameter_hash(policy)
     record = train_steps(strategy, module, optimizer, (world.rank, world.size), parts=parts)
-    record |= {"start": start, "stats": strategy.stats(), "hash": parameter_hash(policy)}
+    record |= {"start": start, "hash": parameter_hash(policy)}
+    if strategy.shards:
+        shards = [parameter.to_local() for parameter in strategy.parameters]
+        size = sum(shard.numel() * shard.element_size() for shard in shards)
+        record |= {"mesh": list(strategy.shards.mesh.shape), "shard_bytes": size}
     record |= {"module": strategy.module_state(), "optimizer": strategy.optimizer_state(optimizer)}
     record["parameters"] = [parameter.detach().clone() for parameter in policy.parameters()]
     return record, (strategy, policy, module, optimizer)
@@ -94,10 +110,9 @@ def probe(out_dir, shard_size=0):
     world = open_world("cpu", timeout_s=60)
     ddp, _ = trained("ddp", world)
     hybrid, parts = trained("hybrid", world, shard_size=shard_size)
-    results = {"ddp": ddp, "hybrid": hybrid} | act(parts[1]) | skip(world, *parts)
-    results["in sync"] = in_sync(parts[1], world)
+    results = {"ddp": ddp, "hybrid": hybrid, "acted": act(parts[1])} | skip(world, *parts)
     results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)
-    results |= {"refused": refusal(world), "refused optimizer": optimizer_refusal(world)}
+    results["refused optimizer"] = optimizer_refusal(world)
     results["trainings"] = trainings(world, Path(out_dir), shard_size)
     results["other calls"] = other_calls(world, shard_size)  # the last: a reduction stays undone
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
@@ -105,15 +120,10 @@ def probe(out_dir, shard_size=0):
 
 
 def act(policy):
-    """Single steps and whole sequences of the bare policy, as collecting and judging do."""
+    """Single steps and whole sequences of the bare policy, as collecting and evaluating do."""
     obs, _, state, starts = batch()
-    lstm = policy.feature_core
-    return {
-        "acted": policy.act(obs[0], state, starts[0])[:3],
-        "sequence": [output.detach() for output in policy.network(obs, state)[0]],
-        "flat weights": [torch.equal(a, b) for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True)],
-        "fresh state": policy.initial_state(2),
-    }
+    sequence = [output.detach() for output in policy.network(obs, state)[0]]
+    return [*policy.act(obs[0], state, starts[0])[:3], *sequence]
 
 
 def skip(world, strategy, policy, module, optimizer):
@@ -127,41 +137,28 @@ def skip(world, strategy, policy, module, optimizer):
     return {"skipped": not stepped and parameter_hash(policy) == before and strategy.skipped == 1}
 
 
-def in_sync(policy, world):
-    """What the sync check says: of healthy ranks, and of one that changed its copy."""
-    check_in_sync(dict(policy.named_parameters()), world)
-    try:
-        with torch.no_grad():
-            policy.critic_head.bias.add_(float(world.rank == 1))
-        check_in_sync(dict(policy.named_parameters()), world)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def resume(world, hybrid, shard_size):
     """Two more steps: going on, from whole states in hybrid, and from the same states in ddp."""
-    place, results = (world.rank, world.size), {}
-    for name, mode, options in (("again", "hybrid", {"shard_size": shard_size}), ("as ddp", "ddp", {})):
-        strategy, policy, module, optimizer = prepared(mode, world, seed=99, **options)
-        states = copy.deepcopy((hybrid["module"], optimizer, hybrid["optimizer"]))
-        strategy.load(states[0], optimizer, states[2])
-        train_steps(strategy, module, optimizer, place, count=2, first=3)
+    results = {}
+    for name, mode in (("again", "hybrid"), ("as ddp", "ddp"), ("uninterrupted", "hybrid")):
+        size, first = (shard_size if mode == "hybrid" else 0), (0 if name == "uninterrupted" else 3)
+        strategy, policy, module, optimizer = prepared(
+            mode, world, seed=99 if first else 0, shard_size=size
+        )
+        if first:
+            weights, state = copy.deepcopy((hybrid["module"], hybrid["optimizer"]))
+            strategy.load(weights, optimizer, state)
+        steps = {"count": 5 - first, "first": first}
+        train_steps(strategy, module, optimizer, (world.rank, world.size), **steps)
         results[name] = [parameter.detach().clone() for parameter in policy.parameters()]
-    strategy, policy, module, optimizer = prepared("hybrid", world, shard_size=shard_size)
-    train_steps(strategy, module, optimizer, place, count=5)
-    results["uninterrupted"] = [parameter.detach().clone() for parameter in policy.parameters()]
     return results
 
 
 def accumulate(world, shard_size):
     """Steps in parts, and how often gradients travelled."""
-    told = world.gradients_ready
-    calls = []
-    world.gradients_ready = lambda: (calls.append(1), told())[1]
-    record, _ = trained("hybrid", world, parts=2, shard_size=shard_size)
-    world.gradients_ready = told
-    return {"in parts": record, "reductions": len(calls)}
+    with mock.patch.object(world, "gradients_ready", wraps=world.gradients_ready) as calls:
+        record, _ = trained("hybrid", world, parts=2, shard_size=shard_size)
+    return {"in parts": record, "reductions": calls.call_count}
 
 
 def other_calls(world, shard_size):
@@ -169,7 +166,7 @@ def other_calls(world, shard_size):
     strategy, _, module, _ = prepared("hybrid", world, shard_size=shard_size)
     try:
         if world.rank == 1:
-            agree_max(0, world)
+            all_reduce_max(0, world)
         else:
             strategy.backward(loss_of(module, batch(world.rank, world.size)))
     except UserError as error:
@@ -177,30 +174,24 @@ def other_calls(world, shard_size):
     return ""
 
 
-def hang(out_dir):
-    """Rank 1 does not come to the second reduction of gradients."""
+def hang(place):
+    """Rank 1 does not come to a second reduction, or to a forward pass that has to gather."""
     world = open_world("cpu", timeout_s=6)
     strategy, _, module, optimizer = prepared("hybrid", world)
-    world.enter("update")
-    train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
-    time.sleep(1000.0 * world.rank)
-    train_steps(strategy, module, optimizer, (world.rank, world.size), count=1)
-
-
-def hang_before_forward(out_dir):
-    """Rank 1 does not come to a forward pass whose parameters a backward pass without a step left sharded."""
-    world = open_world("cpu", timeout_s=6)
-    strategy, _, module, _ = prepared("hybrid", world)
-    world.enter("update")
+    world.set_phase("update")
+    mine = batch(world.rank, world.size)
     with strategy.accumulating():
-        strategy.backward(loss_of(module, batch(world.rank, world.size)))
+        strategy.backward(loss_of(module, mine))
+    if place == "gradient reduction":
+        strategy.step(optimizer)
     time.sleep(1000.0 * world.rank)
-    module(*batch(world.rank, world.size))
+    strategy.backward(loss_of(module, mine))
 
 
 def optimizer_refusal(world):
-    """What is said of an optimizer that was made before sharding, of parameters that are no longer trained."""
-    policy, strategy = make_policy(), Strategy(StrategyConfig(mode="hybrid"), world)
+    """The refusal of an optimizer made before sharding, of parameters no longer trained."""
+    policy = make_policy()
+    strategy = Strategy(StrategyConfig(mode="hybrid"), world)
     early = torch.optim.Adam(policy.parameters(), lr=0.01)
     module = strategy.wrap(policy)
     with strategy.accumulating():
@@ -212,18 +203,12 @@ def optimizer_refusal(world):
     return ""
 
 
-def refusal(world):
-    try:
-        Strategy(StrategyConfig(mode="hybrid", shard_size=world.size + 1), world)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def job(run_dir, mode="hybrid", **options):
     """A small training in a mode, with a checkpoint every iteration."""
     strategy = StrategyConfig(mode=mode, **options)
-    return replace(make_job("recall, clstm", run_dir, iterations=2, checkpoint_every=1), strategy=strategy)
+    return replace(
+        make_job("recall, clstm", run_dir, iterations=2, checkpoint_every=1), strategy=strategy
+    )
 
 
 def run(job, world, resume_from=""):
@@ -234,12 +219,14 @@ def run(job, world, resume_from=""):
     train(training, writer, StopFlag())
     kept = ("loss/policy", "loss/value", "optim/grad_norm", "episode/return")
     records = [{key: record[key] for key in kept} for record in writer.records]
-    parameters = torch.cat([parameter.detach().flatten() for parameter in training.policy.parameters()])
+    parameters = torch.cat(
+        [parameter.detach().flatten() for parameter in training.policy.parameters()]
+    )
     return {"parameters": parameters, "records": records, "hash": parameter_hash(training.policy)}
 
 
 def trainings(world, out, shard_size):
-    """Whole trainings: in hybrid, from its first iteration on in hybrid and ddp, and from ddp's in hybrid."""
+    """Whole trainings: hybrid, resumed in hybrid and in ddp, and one of ddp resumed in hybrid."""
     half = f"checkpoints/{HALF}"
 
     def hybrid(name, resume_from=""):

@@ -1,4 +1,4 @@
-"""What two ranks do for the tests of precision, speed and accumulation; spawned processes must be able to import it."""
+"""What two ranks do for the tests of precision, speed and accumulation; must be importable."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,10 +11,9 @@ from agents_ranks import Recording, make_job
 
 import agents.ppo
 from agents.trainer import train
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.speed import SpeedConfig
+from rl_dist.parallel.config import SpeedConfig, StrategyConfig
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.collectives import check_in_sync, sum_over_ranks
+from rl_dist.process_group.collectives import all_reduce_sum, check_in_sync
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -22,11 +21,21 @@ SINGLE = torch.float32
 NAME = "brief, clstm"  # actions in a box, episodes shorter than slots
 
 
-def job_of(name=NAME, *, fused_adam="auto", compile=False, precision="auto", compression="none", backend="", **options):
+def job_of(
+    name=NAME,
+    *,
+    fused_adam="auto",
+    precision="auto",
+    compression="none",
+    backend="",
+    **options,
+):
     """A small job of `agents_ranks`, two iterations long unless told otherwise."""
     job = make_job(name, **{"iterations": 2} | options)
-    strategy = StrategyConfig(precision=precision, gradient_compression=compression, backend=backend)
-    return replace(job, strategy=strategy, speed=SpeedConfig(fused_adam=fused_adam, compile=compile))
+    strategy = StrategyConfig(
+        precision=precision, gradient_compression=compression, backend=backend
+    )
+    return replace(job, strategy=strategy, speed=SpeedConfig(fused_adam=fused_adam))
 
 
 def trained(world, *args, **options):
@@ -57,7 +66,9 @@ def overflowing_once(rank):
     def loss(*args):
         calls[0] += 1
         parts = original(*args)
-        return parts._replace(total=parts.total * torch.inf) if rank == 1 and calls[0] == 3 else parts
+        return (
+            parts._replace(total=parts.total * torch.inf) if rank == 1 and calls[0] == 3 else parts
+        )
 
     original = agents.ppo.ppo_loss
     return mock.patch("agents.ppo.ppo_loss", loss)
@@ -85,7 +96,7 @@ def exercise(out_dir):
         found[name] = {
             "record": {key: training.record()[key] for key in ("parameters", "hashes", "losses")},
             "sent": dict(sent),
-            "gradient_bytes": training.ppo.strategy.stats()["gradient_bytes"],
+            "gradient_bytes": training.ppo.strategy.gradient_bytes,
             "bad_in_a_row": training.ppo.bad_in_a_row,
         }
     found["closed"] = close_a_group(world)
@@ -95,16 +106,16 @@ def exercise(out_dir):
 
 
 def close_a_group(world):
-    """Rank 1 fails before it closes; returns whether the group was there, and what the world's still adds up."""
+    """Rank 1 fails before it closes; return if the group was there, and what the world adds up."""
     strategy = Strategy(StrategyConfig(backend="gloo"), world)
     strategy.wrap(torch.nn.Linear(2, 2))
     group = strategy.group
     seen = [dist.get_backend(group), dist.get_world_size(group)]
-    if world.main:
+    if world.is_main_process:
         strategy.close()
         strategy.close()
         seen.append(strategy.group is None)
-    seen.append(float(sum_over_ranks({"x": 1.0}, world)["x"]))
-    if not world.main:
+    seen.append(float(all_reduce_sum({"x": 1.0}, world)["x"]))
+    if not world.is_main_process:
         strategy.close()
     return seen

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import torch
-from rl_dist_ranks import loss_of, make_module
+from rl_dist_ranks import make_module
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.choice import Trying, fastest, first_working
+from rl_dist.parallel.choice import Candidate, Hardware, choose_strategy, measure_mode
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import close_world, open_world
@@ -19,12 +19,12 @@ def nothing():
 
 
 def sleeping(seconds):
-    """A mode whose gradient step takes so long, by its name."""
-    return lambda mode: Trying(nothing, nothing, step=lambda: time.sleep(seconds[mode]))
+    """A mode whose gradient step takes so long."""
+    return lambda mode: Candidate(nothing, nothing, step=lambda: time.sleep(seconds))
 
 
 def ddp_or_not(world):
-    """Starts ddp for real; "full" is out of memory on rank 1, "broken" cannot be set up on rank 0."""
+    """Start ddp; "full" is out of memory on rank 1, "broken" cannot be set up on rank 0."""
 
     def out_of_memory():
         if world.rank == 1:
@@ -39,14 +39,14 @@ def ddp_or_not(world):
 
         def backward(last):
             with strategy.accumulating(last):
-                strategy.backward(loss_of(strategy.module, world.rank))
+                strategy.backward(strategy.module(torch.ones(4, 3).double()).square().mean())
 
         def step():
             backward(last=True)
             strategy.step(optimizer)
 
         alone = out_of_memory if mode == "full" else lambda: backward(last=False)
-        return Trying(lambda: strategy.wrap(module), alone, step)
+        return Candidate(lambda: strategy.wrap(module), alone, step)
 
     return start
 
@@ -55,15 +55,14 @@ def choose(out_dir):
     """Let two ranks choose, where modes fail on one of them only."""
     world = open_world("cpu", timeout_s=30)
     start = ddp_or_not(world)
-    slow = {"ddp": 0.001, "hybrid": 0.001 if world.rank else 0.08}  # one slow rank keeps all waiting
-    found = {
-        "fitting": vars(fastest(["full", "ddp"], start, world)),
-        "stepped down": vars(first_working(["broken", "full", "ddp"], start, world)),
-        "slowest rank": vars(fastest(["hybrid", "ddp"], sleeping(slow), world)),
-    }
-    try:
-        first_working(["broken", "full"], start, world)
-    except UserError as error:
-        found["none"] = {"reason": str(error), "exit_code": error.exit_code}
+    found = {mode: vars(measure_mode(mode, start, world)) for mode in ("full", "broken", "ddp")}
+    slow = sleeping(0.001 if world.rank else 0.08)
+    found["slow on rank 0"] = vars(measure_mode("ddp", slow, world, steps=1))
+    auto, hardware = StrategyConfig(mode="auto"), Hardware(world.size)
+    modes = {"ddp": start, "hybrid": slow}
+    chosen = choose_strategy(
+        auto, hardware, lambda mode: measure_mode(mode, modes[mode], world, steps=1)
+    )
+    found["chosen"] = vars(chosen)
     Path(out_dir, f"{world.rank}.json").write_text(json.dumps(found))
     close_world(world)

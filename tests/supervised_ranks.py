@@ -1,4 +1,7 @@
-"""Small supervised jobs, and what two ranks of the tests do with them; spawned processes must be able to import it."""
+"""Small supervised jobs, and what two ranks of the tests do with them.
+
+Spawned processes must be able to import it.
+"""
 
 import math
 from pathlib import Path
@@ -9,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.hashes import parameter_hash
+from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
 from rl_dist.supervised.fit import BatchError, FitConfig, accuracy, evaluate, fit
 
@@ -45,7 +48,9 @@ class Raising(Dataset):
 def make_net(dropout=0.0, batch_norm=False):
     torch.manual_seed(3)
     norm = [nn.BatchNorm1d(8)] if batch_norm else []
-    return nn.Sequential(nn.Linear(FEATURES, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)).double()
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
+    ).double()
 
 
 class NanOnce:
@@ -62,26 +67,23 @@ class NanOnce:
 class Fitted:
     """One fit with everything that can be resumed: Adam, a scheduler, dropout, accumulation."""
 
-    def __init__(
-        self, world, run_dir=None, *, epochs=3, resume=False, batch_size=12, net=None, mode="default", **options
-    ):
+    def __init__(self, world, run_dir=None, *, epochs=3, batch_size=12, net=None, mode="default",
+                 train=None, criterion=CRITERION, config=None, **options):  # fmt: skip
         self.net = net or make_net()
         self.strategy = Strategy(StrategyConfig(mode=mode), world)
         self.module = self.strategy.wrap(self.net)
         self.optimizer = torch.optim.Adam(self.strategy.parameters, lr=0.05)
-        config = {"epochs": epochs, "grad_accumulation": 2, "progress": False} | options.pop("config", {})
-        given = {"validation": DataLoader(blobs(31, 1), batch_size=batch_size), "metrics": METRICS} | options
-        train = given.pop("train", None) or DataLoader(blobs(67), batch_size=batch_size, shuffle=True)
+        settings = {"epochs": epochs, "grad_accumulation": 2, "progress": False} | (config or {})
+        validation = DataLoader(blobs(31, 1), batch_size=batch_size)
+        given = {"validation": validation, "metrics": METRICS, "run_dir": run_dir} | options
         self.result = fit(
             self.module,
-            train,
+            train or DataLoader(blobs(67), batch_size=batch_size, shuffle=True),
             self.optimizer,
-            given.pop("criterion", CRITERION),
+            criterion,
             self.strategy,
             scheduler=torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7),
-            config=FitConfig(**config),
-            run_dir=run_dir,
-            resume=resume,
+            config=FitConfig(**settings),
             **given,
         )
 
@@ -91,7 +93,10 @@ class Fitted:
 
 
 def exercise(out_dir):
-    """Fit, resume, evaluate and fail on this rank; the results go to rank_N.pt for the tests to judge."""
+    """Fit, resume, evaluate and fail on this rank.
+
+    The results go to rank_N.pt for the tests to judge.
+    """
     world = open_world("cpu", timeout_s=30)
     out_dir = Path(out_dir)
     plain = Fitted(world)
@@ -112,11 +117,16 @@ def exercise(out_dir):
     for mode, epochs in (("default", 1), (shared, 2), ("default", 3)):
         across = Fitted(world, out_dir / "across", epochs=epochs, mode=mode, resume=True)
     alike = Fitted(world, out_dir / "sharded", mode=shared)
-    workers = {"num_workers": 1, "collate_fn": lambda batch: default_collate(batch)}  # which cannot be pickled
+    # which cannot be pickled
+    workers = {"num_workers": 1, "collate_fn": lambda batch: default_collate(batch)}
     loaded = Fitted(world, train=DataLoader(blobs(67), batch_size=12, shuffle=True, **workers))
     bad = Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
     results |= {"across": across.weights, "sharded": alike.weights, "loaded": loaded.weights}
-    results |= {"skipped": bad.strategy.skipped, "bad": bad.weights, "bad_history": bad.result.history}
+    results |= {
+        "skipped": bad.strategy.skipped,
+        "bad": bad.weights,
+        "bad_history": bad.result.history,
+    }
     results["batch_norm"] = Fitted(world, out_dir / "norm", net=make_net(batch_norm=True)).weights
     try:
         raising = DataLoader(Raising(41, 19, 40), batch_size=8)  # one in each rank's half
@@ -128,7 +138,7 @@ def exercise(out_dir):
 
 
 def fail_on_one_rank(out_dir):
-    """Fit on data of which only rank 1 meets the sample that cannot be loaded, in the third batch."""
+    """Fit on data whose sample that cannot be loaded only rank 1 meets, in its third batch."""
     world = open_world("cpu", timeout_s=30)
     Fitted(world, train=DataLoader(Raising(48, 17), batch_size=8), validation=None)
 

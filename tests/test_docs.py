@@ -12,7 +12,7 @@ import pytest
 
 from agents.run.choice import add_run_flags
 from agents.run.config import SECTIONS
-from rl_dist.config import parse_flags
+from rl_dist.config import declarations, parse_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
@@ -46,22 +46,16 @@ def fences(text):
 def commands(path):
     """The commands of a text that start our programs, as words without variables."""
     for line in fences(path.read_text()):
-        words = (
-            shlex.split(line, comments=True)
-            if re.match(r"(PYTHONPATH=\S+ )?(python|make|torchrun) ", line)
-            else []
-        )
-        words = words[1:] if words and words[0].startswith("PYTHONPATH=") else words
-        if words and words[-1] == "&":
-            words.pop()
-        if words and (words[0] != "torchrun" or TRAINING in words):
-            yield words
+        if re.match(r"(PYTHONPATH=\S+ )?(python|make|torchrun) ", line):
+            words = shlex.split(line.removesuffix("&"), comments=True)
+            words = words[words[0].startswith("PYTHONPATH=") :]
+            if words[0] != "torchrun" or TRAINING in words:
+                yield words
 
 
-def of_all(texts):
-    return [
-        pytest.param(words, id=" ".join(words)[:60]) for path in texts for words in commands(path)
-    ]
+ALL_COMMANDS = [
+    pytest.param(words, id=" ".join(words)[:60]) for path in TEXTS for words in commands(path)
+]
 
 
 def test_the_readme_is_short():
@@ -75,22 +69,19 @@ def test_relative_links_and_images_exist(path):
     assert [target for target in local if target and not (path.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("words", of_all(TEXTS))
+@pytest.mark.parametrize("words", ALL_COMMANDS)
 def test_commands_have_flags_that_exist(words):
     if words[0] == "make":
         check_make(words[1:])
     elif TRAINING in words:
         check_training(words[words.index(TRAINING) + 1 :])
-    elif words[1] == "-c":
-        return
-    else:
+    elif words[1] != "-c":
         check_other(words)
 
 
 def check_training(argv):
-    parse_flags(
-        SECTIONS, argv, description="", extra=add_run_flags
-    )  # exits where a flag or a value is wrong
+    """Exits where a flag or a value is wrong."""
+    parse_flags(SECTIONS, argv, description="", extra=add_run_flags)
 
 
 def check_make(words):
@@ -121,29 +112,21 @@ def flags_of(command):
         text = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=True).stdout
     own = set(re.findall(r"--\w+", text))
     passes_on = "training flags" in text or TRAINING in text
-    training = {
-        f"--{name}" for section in SECTIONS.values() for name in section.__dataclass_fields__
-    }
-    return own | training if passes_on else own
+    names = [name for section in SECTIONS.values() for name in declarations(section)]
+    return own | {f"--{name}" for name in names} if passes_on else own
 
 
 def test_the_tree_of_the_readme_exists():
-    folder, missing = Path(), []
+    folder = ROOT
     lines = (ROOT / "README.md").read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(TREE_STARTS))
     for line in lines[start : lines.index("```", start)]:
-        names = [
-            word
-            for word in re.split(r"\s{2,}|(?<=/) ", line.strip())
-            if re.fullmatch(r"[\w.]+/|\w+\.py", word)
-        ]
-        inner = line.startswith("  ")
-        if not inner and names[:1] and names[0].endswith("/"):
-            folder = Path(names[0])
-        missing += [
-            name for name in names if not (ROOT / (folder if inner else "") / name).exists()
-        ]
-    assert missing == []
+        words = re.split(r"\s{2,}|(?<=/) ", line.strip())
+        names = [word for word in words if re.fullmatch(r"[\w.]+/|\w+\.py", word)]
+        inside = folder if line.startswith("  ") else ROOT
+        assert [name for name in names if not (inside / name).exists()] == []
+        if inside == ROOT and names and names[0].endswith("/"):
+            folder = ROOT / names[0]
 
 
 def test_every_mark_of_the_pages_becomes_text():
@@ -155,37 +138,24 @@ def test_every_mark_of_the_pages_becomes_text():
 def test_the_tables_hold_every_flag_with_its_default():
     text = generated().generate("flags")
     for name, section in SECTIONS.items():
-        for entry in filter(generated().is_flag, section.__dataclass_fields__.values()):
-            assert f"`--{entry.name}`" in text, name
+        for item in declarations(section).values():
+            assert not item.is_flag or f"`--{item.name}`" in text, name
     assert re.search(r"`--batch_size` \| 128 ", text)
 
 
 def test_guarantees_name_tests_that_exist():
     named = set(re.findall(r"\b(test_\w+)\b(?!\.py)", (ROOT / "docs/guarantees.md").read_text()))
-    tests = "\n".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
-    known = set(re.findall(r"def (test_\w+)", tests)) | {
-        path.stem for path in ROOT.glob("tests/**/test_*.py")
-    }
-    assert sorted(named - known) == []
+    paths = list(ROOT.glob("tests/**/*.py"))
+    known = set(re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in paths)))
+    assert sorted(named - known - {path.stem for path in paths}) == []
 
 
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
-    argv = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(tmp_path),
-    ]
+    argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+    elsewhere = r"<(?:script|img|link|iframe)[^>]*(?:src|href)=\"(https?:[^\"]+)"
     for page in tmp_path.rglob("*.html"):
-        loaded = re.findall(
-            r"<(?:script|img|link|iframe)[^>]*(?:src|href)=\"(https?:[^\"]+)", page.read_text()
-        )
-        assert loaded == [], page.name
+        assert re.findall(elsewhere, page.read_text()) == [], page.name

@@ -1,161 +1,196 @@
-"""Flags out of dataclasses: what is typed is what the config holds, or one clear line."""
+"""Declared fields: what is typed, saved or passed is what a section holds, or one clear line."""
 
-from dataclasses import dataclass, field
+import argparse
+import json
+import math
+import pickle
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import pytest
 
-from rl_dist.config import flag, parse_flags
+from rl_dist import config
+from rl_dist.config import Text, configuration, recorded, setting
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class Learning:
-    learning_rate: float = field(default=3e-4, metadata={"help": "step size at 100 %", "unit": "1"})
-    target_kl: float | None = field(default=None, metadata={"help": "stop above this"})
-    num_envs: int = field(default=64, metadata={"help": "environments", "unit": "environments"})
-    anneal_lr: bool = field(default=True, metadata={"help": "let the step size fall"})
+    learning_rate: float = setting(3e-4, "1", main=True)
+    """Step size at 100 %."""
+    num_envs: int = setting(
+        64, "envs", within=(1, 2**62 + 1), words={"auto": 1}, presets={"--quick": 8}, main=True
+    )
+    """Environments
+    of all ranks."""
+    window: int = setting(0, derived="all of them", main=True)
+    anneal_lr: bool = setting(True, main=True)
+    """Let the step size fall."""
 
     def __post_init__(self):
-        if self.num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {self.num_envs}")
+        if self.window > self.num_envs:
+            raise ValueError(f"window {self.window} must not exceed num_envs {self.num_envs}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class Place:
-    run_dir: str = field(default="", metadata={"help": "where to write"})
-    device: str = field(default="auto", metadata={"help": "where to run", "choices": ("auto", "cpu")})
+    run_dir: Text = setting("")
+    """Where to write."""
+    device: Literal["auto", "cpu"] = setting("auto", main=True)
+    """Where to run."""
+    command: Text = setting("", stored=False)
+    chosen: Literal["auto", "cpu", ""] = recorded("")
 
 
-def parse(*argv, sections=None, **options):
-    sections = sections or {"learning": Learning, "place": Place}
-    return parse_flags(sections, argv, description="Trains.", epilog="examples:\n  train --quick", **options)
+SECTIONS = {"learning": Learning, "place": Place}
 
 
-def fails(capsys, *argv):
-    with pytest.raises(SystemExit) as leaving:
-        parse(*argv)
-    captured = capsys.readouterr()
-    assert leaving.value.code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    return captured.err
+@dataclass
+class Run:
+    learning: Learning = field(default_factory=Learning)
+    place: Place = field(default_factory=Place)
 
 
-def test_without_flags_everything_is_at_its_default():
-    parsed = parse()
-    assert parsed.configs == {"learning": Learning(), "place": Place()}
-    assert parsed.given == set()
+def parse(*argv, sections=SECTIONS, **options):
+    return config.parse_flags(sections, argv, description="", epilog="examples", **options)
 
 
-def test_values_go_to_their_section_and_type_and_are_remembered_as_given():
-    parsed = parse("--num_envs", "8", "--learning_rate=1e-3", "--target_kl", "0.02", "--run_dir", "a-b/--c")
-    assert parsed.configs["learning"] == Learning(num_envs=8, learning_rate=1e-3, target_kl=0.02)
+def learning(*argv):
+    return parse(*argv).configs["learning"]
+
+
+def test_values_go_to_their_section_and_are_remembered_as_given():
+    assert parse().configs == {"learning": Learning(), "place": Place()}
+    assert parse("--num_envs", "64").given == {"num_envs"}  # though it is the default
+    parsed = parse("--num-envs", "8", "--learning_rate=1e-3", "--run-dir", "a-b/--c")
+    assert parsed.configs["learning"] == Learning(num_envs=8, learning_rate=1e-3)
     assert parsed.configs["place"] == Place(run_dir="a-b/--c")
-    assert parsed.given == {"num_envs", "learning_rate", "target_kl", "run_dir"}
-
-
-def test_a_value_equal_to_the_default_counts_as_given():
-    assert parse("--num_envs", "64").given == {"num_envs"}
-
-
-def test_a_word_stands_for_a_value_beside_numbers(capsys):
-    @dataclass(frozen=True, kw_only=True)
-    class Sizes:
-        batch_size: int = flag(128, "slots", words={"auto": 0})
-
-    values = [parse(f"--batch_size={text}", sections={"sizes": Sizes}) for text in ("auto", "AUTO", "0", "64")]
-    assert [parsed.configs["sizes"].batch_size for parsed in values] == [0, 0, 0, 64]
-    assert values[0].given == {"batch_size"}
-    with pytest.raises(SystemExit):
-        parse("--batch_size", "largest", sections={"sizes": Sizes})
-    assert "invalid int value: 'largest'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        parse("--help", sections={"sizes": Sizes})
-    assert "--batch_size INT|auto" in capsys.readouterr().out
-
-
-def test_dashes_and_underscores_are_the_same():
-    assert parse("--num-envs=8", "--run-dir", "x").configs == parse("--num_envs", "8", "--run_dir=x").configs
+    assert parsed.given == {"num_envs", "learning_rate", "run_dir"}
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("argv", "name", "value"),
     [
-        ("--anneal_lr", True),
-        ("--no-anneal_lr", False),
-        ("--no-anneal-lr", False),
-        ("--no_anneal_lr", False),
-        ("--anneal_lr=false", False),
-        ("--anneal-lr=true", True),
+        (["--num_envs", "auto"], "num_envs", 1),
+        (["--num_envs", "1e3"], "num_envs", 1000),
+        (["--num_envs", str(2**62 + 1)], "num_envs", 2**62 + 1),
+        (["--learning_rate", "-1e-3"], "learning_rate", -1e-3),
+        (["--learning_rate", "3"], "learning_rate", 3.0),
+        (["--no-anneal_lr"], "anneal_lr", False),
+        (["--no_anneal-lr"], "anneal_lr", False),
+        (["--anneal_lr=false"], "anneal_lr", False),
+        (["--anneal-lr=on"], "anneal_lr", True),
+        (["--anneal_lr", "--window=0"], "anneal_lr", True),
     ],
 )
-def test_switches_are_turned_on_and_off(flag, value):
-    parsed = parse(flag)
-    assert parsed.configs["learning"].anneal_lr is value
-    assert parsed.given == {"anneal_lr"}
-
-
-def test_numbers_may_be_written_in_any_usual_form():
-    learning = parse("--num_envs", "1e3", "--learning_rate", "-1e-3", "--target_kl", "none").configs["learning"]
-    assert (learning.num_envs, learning.learning_rate, learning.target_kl) == (1000, -1e-3, None)
-    assert parse("--num_envs", str(2**62 + 1)).configs["learning"].num_envs == 2**62 + 1
-
-
-def test_an_unknown_flag_is_one_line_with_the_nearest_name(capsys):
-    assert fails(capsys, "--num_env", "8") == "error: unknown flag --num_env (did you mean --num_envs?)\n"
-    assert "did you mean --learning_rate?" in fails(capsys, "--learning-rat=1")
-    assert fails(capsys, "--zzz") == "error: unknown flag --zzz, see --help\n"
+def test_values_may_be_written_in_any_usual_form(argv, name, value):
+    found = getattr(learning(*argv), name)
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num_envs", "many"], "num_envs: invalid int value: 'many'"),
-        (["--num_envs", "1.5"], "invalid int value"),
-        (["--learning_rate", "nan"], "invalid float value"),
+        (["--num_envs", "many"], "num_envs must be a whole number, got 'many'"),
+        (["--num_envs", "1.5"], "num_envs must be a whole number, got 1.5"),
+        (["--num_envs", "-3"], f"num_envs must be 1..{2**62 + 1}, got -3"),
+        (["--learning_rate", "nan"], "learning_rate must be a number, got nan"),
+        (["--learning_rate", "1e30"], "learning_rate must be a number up to"),
+        (["--device", "tpu"], "device must be one of auto, cpu, got 'tpu'"),
+        (["--run_dir", "a\x1b[2J"], "run_dir must be text, got"),
+        (["--window", "65"], "window 65 must not exceed num_envs 64"),
+        (["--anneal_lr=perhaps"], "anneal_lr must be true or false"),
         (["--num_envs"], "expected one argument"),
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
-        (["--num_envs", "-3"], "num_envs must be at least 1, got -3"),
         (["8"], "unexpected argument '8'"),
+        (["--num_env", "8"], "unknown flag --num_env (did you mean --num_envs?)"),
+        (["--zzz"], "unknown flag --zzz, see"),
     ],
 )
-def test_bad_values_are_one_line(capsys, argv, message):
-    assert message in fails(capsys, *argv)
+def test_bad_flags_are_one_line(capsys, argv, message):
+    with pytest.raises(SystemExit, match="2"):
+        parse(*argv)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-def test_help_teaches_types_defaults_units_sections_and_examples(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        parse("--help")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert leaving.value.code == 0
+def test_help_shows_the_main_flags_and_help_all_the_rest(capsys):
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit, match="0"):
+            parse(flag)
+    short, whole = " ".join(capsys.readouterr().out.split()).split("examples")[:2]
     for part in (
-        "learning:",
-        "place:",
-        "--learning_rate FLOAT",
-        "step size at 100 % (default: 0.0003 1)",
-        "environments (default: 64 environments)",
-        "--anneal_lr, --no-anneal_lr let the step size fall (default: on)",
-        "--device {auto,cpu} where to run (default: auto)",
-        "stop above this (default: none)",
-        "examples: train --quick",
+        "--learning_rate FLOAT Step size at 100 % (default: 0.0003 1)",
+        "--num_envs INT|auto Environments of all ranks (default: 64 envs; --quick: 8 envs; range:",
+        "(default: all of them)",
+        "--anneal_lr [true|false] Let the step size fall (default: on)",
+        "--device {auto,cpu} Where to run (default: auto)",
     ):
-        assert part in shown
-
-
-def test_further_flags_can_be_added_by_hand():
-    parsed = parse("--preset", "paper", extra=lambda parser: parser.add_argument("--preset", default=""))
-    assert parsed.extra.preset == "paper"
-    assert parsed.given == set()
+        assert part in short and part in whole
+    assert "--help_all" in short and "--run_dir" not in short and "chosen" not in whole
+    assert "--run_dir TEXT Where to write (default: unset)" in whole
 
 
 def test_other_defaults_fill_only_what_was_not_given():
-    parsed = parse("--num_envs", "8").with_defaults({"num_envs": 16, "target_kl": 0.1, "device": "cpu"})
-    assert parsed.configs == {"learning": Learning(num_envs=8, target_kl=0.1), "place": Place(device="cpu")}
-    with pytest.raises(ValueError, match="nonsense is no field"):
-        parsed.with_defaults({"nonsense": 1})
+    parsed = parse("--num_envs", "8", defaults={"window": 3})
+    assert parsed.configs["learning"] == Learning(num_envs=8, window=3)
+    assert config.preset(SECTIONS, "--quick") == {"num_envs": 8}
+    parsed = parsed.with_defaults({"num_envs": 16, "device": "cpu"})
+    assert parsed.configs["learning"].num_envs == 8 and parsed.configs["place"].device == "cpu"
     with pytest.raises(ValueError, match="num_envs must be"):
         parse().with_defaults({"num_envs": 0})
 
 
-def test_one_name_in_two_sections_is_a_bug():
-    with pytest.raises(AssertionError, match="run_dir"):
+def test_further_flags_can_be_added_but_no_name_twice():
+    parsed = parse("--more", "x", extra=lambda parser: parser.add_argument("--more"))
+    assert parsed.extra.more == "x" and parsed.given == set()
+    with pytest.raises(argparse.ArgumentError, match="run_dir"):
         parse(sections={"one": Place, "two": Place})
+
+
+def test_an_answer_is_a_flag_and_flags_become_words_again():
+    parsed = parse("--no-anneal_lr", "--run_dir=").answered("learning_rate", "-1e-3")
+    assert parsed.words() == ["--learning_rate=-0.001", "--anneal_lr=False", "--run_dir="]
+    assert parse(*parsed.words()) == parsed
+    with pytest.raises(ValueError, match="num_envs must be a whole number, got 'two'"):
+        parsed.answered("num_envs", "two")
+
+
+def test_a_section_is_a_frozen_value_that_other_processes_can_have():
+    changed = Learning(num_envs=3)
+    assert pickle.loads(pickle.dumps(changed)) == changed == replace(Learning(), num_envs=3)
+    with pytest.raises(AttributeError):
+        changed.num_envs = 4
+    with pytest.raises(ValueError, match=r"^num_envs must be 1\.\..*, got 0$"):
+        replace(changed, num_envs=0)
+
+
+def test_what_files_hold_is_read_back_without_what_is_not_stored():
+    place = Place(command="echo secret", chosen="cpu")
+    saved = json.loads(json.dumps(config.saved_form(Run(place=place))))
+    assert saved["place"] == {"run_dir": "", "device": "auto", "command": True, "chosen": "cpu"}
+    read = config.read_sections(SECTIONS, saved)
+    assert read == {"learning": Learning(), "place": Place(chosen="cpu")}
+    assert config.given_once(SECTIONS, saved) == {"command"}
+    assert config.given_once(SECTIONS, config.saved_form(Run())) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_envs", value) for value in ("3", True, 3.0, 10**4000)),
+        *(("learning_rate", value) for value in (True, "1e-3", math.nan, 10**400)),
+        *(("window", value) for value in (2**63 + 1, None)),
+        *(("run_dir", value) for value in ("\0", "\ud800", 1)),
+        *(("anneal_lr", 1), ("device", []), ("chosen", "gpu"), ("other", 1)),
+    ],
+)
+def test_a_saved_value_is_never_bent_until_it_fits(name, value):
+    heading = "learning" if hasattr(Learning, name) else "place"
+    with pytest.raises(ValueError, match=f"does not fit this version: .*{name}") as raised:
+        config.read_sections(SECTIONS, {heading: {name: value}})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("saved", [None, [], {"learning": 3}, {"elsewhere": {}}])
+def test_what_is_no_saved_form_is_refused(saved):
+    with pytest.raises(ValueError, match="is no section of it"):
+        config.read_sections(SECTIONS, saved)

@@ -1,16 +1,20 @@
 """Small markets and environments that the trading tests share."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from envs.trading.config import TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.market_data import Market, Span
+from envs.trading_config import TradingConfig
 
 NUM_DAYS, FIRST = 420, 60
 
 
-def random_market(seed: int = 0, num_stocks: int = 4, num_days: int = NUM_DAYS, volatility: float = 0.02) -> Market:
+def random_market(
+    seed: int = 0, num_stocks: int = 4, num_days: int = NUM_DAYS, volatility: float = 0.02
+) -> Market:
     """Bars without any pattern."""
     rng = np.random.default_rng(seed)
     close = 50 * np.exp(np.cumsum(rng.normal(0, volatility, (num_days, num_stocks)), axis=0))
@@ -28,10 +32,18 @@ def random_market(seed: int = 0, num_stocks: int = 4, num_days: int = NUM_DAYS, 
     )
 
 
+def scaled(market: Market, day: int, factor: float) -> Market:
+    """The market with all prices and volumes from a day on times a factor."""
+    after = np.where(np.arange(len(market.dates)) >= day, factor, 1.0)[:, None]
+    names = ("open", "high", "low", "close", "volume")
+    return replace(market, **{name: getattr(market, name) * after for name in names})
+
+
 def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) -> TradingVectorEnv:
     """A small training environment, already reset unless `seed` is None."""
     seed = options.pop("seed", list(range(100, 100 + num_envs)))
-    evaluation, last = options.pop("evaluation", False), options.pop("last", NUM_DAYS - 1)
+    evaluation = options.pop("evaluation", False)
+    last = options.pop("last", NUM_DAYS - 1)
     device = options.pop("device", "cpu")
     env = TradingVectorEnv(
         num_envs,
@@ -50,7 +62,9 @@ def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) 
 def random_actions(num_steps: int, env: TradingVectorEnv, seed: int = 0) -> torch.Tensor:
     """Actions [num_steps, B, n], some of them outside of [-1, 1]."""
     generator = torch.Generator().manual_seed(seed)
-    return 1.2 * (2 * torch.rand(num_steps, env.num_envs, len(env.tickers), generator=generator) - 1)
+    return 1.2 * (
+        2 * torch.rand(num_steps, env.num_envs, len(env.tickers), generator=generator) - 1
+    )
 
 
 def whole_pass(env: TradingVectorEnv, actions: torch.Tensor) -> list[tuple]:

@@ -1,7 +1,8 @@
-"""Small runs of the two commands, in this process or in their own, and small files of daily bars."""
+"""Small runs of the two commands, here or in processes of their own, and files of daily bars."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +16,16 @@ from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
-RECALL = [
-    *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"),
-    *("--hidden_size", "8", "--device", "cpu"),
-]
-SIZES = [
-    *("--num_episodes", "8", "--num_envs", "4", "--batch_size", "8"),
-    *("--num_steps", "32", "--bptt_steps", "8", "--hidden_size", "8"),
-]
-SPANS = [
-    *("--train_end", "2015-12-31", "--valid_start", "2016-01-04", "--valid_end", "2016-02-26"),
-    *("--test_start", "2019-06-03"),
-]
+RECALL = shlex.split(
+    "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 "
+    "--device cpu"
+)
+SIZES = shlex.split(
+    "--num_episodes 8 --num_envs 4 --batch_size 8 --num_steps 32 --bptt_steps 8 --hidden_size 8"
+)
+SPANS = shlex.split(
+    "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 --test_start 2019-06-03"
+)
 WORLDS = ["--num_worlds", "2", "--episode_days", "60"]
 SMALL = [*SIZES, *SPANS, *WORLDS]  # on the simulated market
 
@@ -54,16 +53,11 @@ def evaluate_here(monkeypatch, *argv):
 
 def start(*argv, **options):
     """A command in its own process group; `argv` follows `python`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, argv)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
+    path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
+    options["env"] = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.Popen(command, start_new_session=True, **options)
 
 
 def start_training(*argv, **options):

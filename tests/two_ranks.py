@@ -1,4 +1,4 @@
-"""What two ranks do for the tests of several files, in one launch: a process costs more than most of it.
+"""What two ranks do for the tests of several files, in one launch.
 
 Spawned processes must be able to import it.
 """
@@ -23,14 +23,22 @@ from rl_dist.supervised.fit import FitConfig
 def classify_images(out_dir, epochs=2):
     """The example, as its command starts it on every rank."""
     config = image_classification.ExampleConfig(json=str(Path(out_dir, "figures.json")))
-    assert image_classification.run_rank(FitConfig(epochs=epochs, patience=2, progress=False), config, "cpu") == 0
+    assert (
+        image_classification.run_rank(
+            FitConfig(epochs=epochs, patience=2, progress=False), config, "cpu"
+        )
+        == 0
+    )
 
 
-EXERCISES: dict[str, Callable[[str], Any]] = {  # by test file; each gets a folder, and opens and closes its world
+# by test file; each gets a folder, and opens and closes its world
+EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_batch_size": batch_size_ranks.search,
     "test_example_images": classify_images,
     "test_grad_accumulation": speed_ranks.exercise,
-    "test_pipeline": partial(pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY, everything=True),
+    "test_pipeline": partial(
+        pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY, everything=True
+    ),
     "test_strategy_choice": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_sharding": sharding_ranks.probe,  # the last: it leaves a reduction undone
@@ -38,9 +46,10 @@ EXERCISES: dict[str, Callable[[str], Any]] = {  # by test file; each gets a fold
 
 
 def exercise_in_turn(out_dir, names):
-    """Do the named exercises one after the other, each in a folder of its name and in a world of its own.
+    """Do the named exercises one after the other, each in a folder and a world of its own.
 
-    The variable that counts restarts is in the name of the file where ranks meet, so every world has its own.
+    The variable that counts restarts is in the name of the file where ranks meet, so every world
+    has its own.
     """
     rank = os.environ["RANK"]
     for number, name in enumerate(names):

@@ -1,8 +1,7 @@
-"""What a comparison of trading policies found: figures, differences, a table."""
+"""Trading policies side by side: figures, differences, a table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,9 @@ import numpy as np
 from agents.evaluate.statistics import Record, bootstrap_interval, mean_interval, performance
 
 EQUAL_WEIGHT = "equal weight"  # bought at once: the baseline of every comparison
+LIMITED = "equal weight, order limit"
+ZEROED = "policy, state zeroed"
+TAKEN_NAMES = (EQUAL_WEIGHT, LIMITED, "reference", "memoryless rule", ZEROED)
 COLUMNS = {  # column head: (statistic, format, factor)
     "return %": ("cumulative_return", "{:.1f}", 100),
     "annual %": ("annual_return", "{:.1f}", 100),
@@ -24,39 +26,34 @@ COLUMNS = {  # column head: (statistic, format, factor)
 }
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Records of all controllers over the same markets and days."""
-
-    records: dict[str, Record]
-    dates: np.ndarray  # [D+1]
-    simulated: bool
-
-    def summary(self) -> dict[str, Any]:
-        """Mean figures per controller; differences to equal weight, 95 % intervals."""
-        found: dict[str, Any] = {"markets": len(self.records[EQUAL_WEIGHT].values), "policies": {}}
-        found["days"] = [str(self.dates[0]), str(self.dates[-1])]
-        base = performance(self.records[EQUAL_WEIGHT])
-        for name, record in self.records.items():
-            own = performance(record)
-            entry: dict[str, Any] = {key: float(value.mean()) for key, value in own.items()}
-            if name != EQUAL_WEIGHT:
-                entry["against_equal_weight"] = self._differences(record, own, base)
-            found["policies"][name] = entry
-        if "reference" in self.records:
-            gap = found["policies"]["reference"]["sharpe"] - found["policies"][EQUAL_WEIGHT]["sharpe"]
-            is_gap = found["policies"]["reference"]["against_equal_weight"]["sharpe"][1] > 0.1  # beyond chance
-            for name, entry in found["policies"].items():
-                gain = entry["sharpe"] - found["policies"][EQUAL_WEIGHT]["sharpe"]
-                entry["gap_closed"] = gain / gap if name != EQUAL_WEIGHT and is_gap else None
-        return found
-
-    def _differences(self, record: Record, own: dict, base: dict) -> dict[str, list[float]]:
-        """(estimate, low, high): over pairs of markets, or over resampled blocks of days of one market."""
+def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
+    """Mean figures of each record; differences to equal weight, 95 % intervals."""
+    base_record = records[EQUAL_WEIGHT]
+    base = performance(base_record)
+    policies: dict[str, dict[str, Any]] = {}
+    for name, record in records.items():
+        own = performance(record)
+        policies[name] = {key: float(value.mean()) for key, value in own.items()}
+        if name == EQUAL_WEIGHT:
+            continue
+        # over pairs of markets, or over resampled blocks of days of one market
         if len(record.values) > 1:
-            return {key: list(mean_interval(own[key] - base[key])) for key in ("sharpe", "annual_return")}
-        baseline = self.records[EQUAL_WEIGHT].returns[0]
-        return {key: list(value) for key, value in bootstrap_interval(record.returns[0], baseline).items()}
+            keys = ("sharpe", "annual_return")
+            found = {key: mean_interval(own[key] - base[key]) for key in keys}
+        else:
+            found = bootstrap_interval(record.returns[0], base_record.returns[0])
+        policies[name]["against_equal_weight"] = {key: list(v) for key, v in found.items()}
+
+    # share of the gap to the reference that each closes, if there is one beyond chance
+    if "reference" in policies:
+        sharpe = policies[EQUAL_WEIGHT]["sharpe"]
+        gap = policies["reference"]["sharpe"] - sharpe
+        is_gap = policies["reference"]["against_equal_weight"]["sharpe"][1] > 0.1
+        for name, entry in policies.items():
+            closed = (entry["sharpe"] - sharpe) / gap if is_gap else None
+            entry["gap_closed"] = None if name == EQUAL_WEIGHT else closed
+    days = [str(dates[0]), str(dates[-1])]
+    return {"markets": len(base_record.values), "policies": policies, "days": days}
 
 
 def text_table(summary: dict[str, Any]) -> str:
@@ -70,12 +67,13 @@ def text_table(summary: dict[str, Any]) -> str:
     how = f"mean over {summary['markets']} markets" if many else "block bootstrap of days"
     lines.append(f"\nagainst equal weight bought at once ({how}, 95 % interval):")
     for name, entry in summary["policies"].items():
-        if "against_equal_weight" in entry:
-            sharpe, annual = (entry["against_equal_weight"][key] for key in ("sharpe", "annual_return"))
-            closed = entry.get("gap_closed")
-            tail = f"   closes {closed:.0%} of the gap to the reference" if closed is not None else ""
-            lines.append(
-                f"{name:<{width}}Sharpe {sharpe[0]:+.2f} [{sharpe[1]:+.2f}, {sharpe[2]:+.2f}]   annual return "
-                f"{annual[0]:+.1%} [{annual[1]:+.1%}, {annual[2]:+.1%}]{tail}"
-            )
+        if "against_equal_weight" not in entry:
+            continue
+        sharpe = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*entry["against_equal_weight"]["sharpe"])
+        annual = entry["against_equal_weight"]["annual_return"]
+        line = f"{name:<{width}}Sharpe {sharpe}   annual return "
+        line += "{:+.1%} [{:+.1%}, {:+.1%}]".format(*annual)
+        if entry.get("gap_closed") is not None:
+            line += f"   closes {entry['gap_closed']:.0%} of the gap to the reference"
+        lines.append(line)
     return "\n".join(lines)

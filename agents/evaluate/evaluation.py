@@ -1,24 +1,32 @@
-"""Running policies without noise over markets or whole episodes, on all ranks."""
+"""Policies without noise over markets or whole episodes, on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
-from agents.evaluate.statistics import Record
 from agents.normalize import Normalizer
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
-from rl_dist.process_group.collectives import gather_json
+from envs.task import GymTask
+from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
 
-Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]  # (env, obs [B,F], episode_start [B]) -> actions
+if TYPE_CHECKING:  # other tasks are evaluated without them
+    from agents.evaluate.statistics import Record
+    from agents.run.config import RunConfig
+    from envs.trading.market_data import Market, Span
+    from envs.trading.task import TradingTask
+
+# (env, obs [B,F], episode_start [B]) -> actions
+Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")
 
@@ -30,16 +38,17 @@ class PolicyController:
     """
 
     def __init__(self, policy: Policy, normalizer: Normalizer, *, zero_state: bool = False) -> None:
-        self.policy, self.normalizer, self.zero_state = policy, normalizer, zero_state
+        self.policy = policy
+        self.normalizer = normalizer
+        self.zero_state = zero_state
         self.state: Tensor | None = None
         self.history: Tensor | None = None
 
     def __call__(self, env: VectorEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
         """Actions [B, A] or [B] for observations [B, F]."""
         if self.state is None or self.history is None:
-            window = max(self.policy.config.feature_window - 1, 0)
             self.state = self.policy.initial_state(len(obs))
-            self.history = self.state.new_zeros(len(obs), window, self.policy.num_obs)
+            self.history = self.policy.empty_history(len(obs))
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
         seen = policy_input(self.normalizer, history, obs, self.state.dtype)
@@ -48,11 +57,15 @@ class PolicyController:
         return actions
 
 
-def run_markets(env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None) -> Record:
+def run_markets(
+    env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None
+) -> Record:
     """One pass of an evaluation-mode trading environment over all its markets.
 
     A market on which the policy is ruined stays at the value it had then.
     """
+    from agents.evaluate.statistics import Record
+
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
@@ -74,10 +87,10 @@ def shard(count: int, world: World) -> range:
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
-def judge_markets(
+def evaluate_markets(
     markets: Sequence[Any],
     make_env: Callable[[Sequence[Any]], Any],
-    controllers: dict[str, Callable[[], Controller]],
+    controllers: dict[str, Controller],  # fresh ones: each makes one pass
     world: World,
 ) -> dict[str, Record]:
     """Run every controller over all markets, the markets spread over the ranks.
@@ -85,47 +98,50 @@ def judge_markets(
     Returns:
         Each controller's record of all M markets, in order, the same on every rank.
     """
+    from agents.evaluate.statistics import Record
+
     mine = [markets[index] for index in shard(len(markets), world)]
-    env = make_env(mine) if mine else None  # once: its tables cost more than a pass
     own: dict[str, dict[str, list]] = {}
-    for name, make_controller in controllers.items():
-        record = run_markets(env, make_controller(), on_step=world.beat) if mine else None
-        own[name] = {key: value.tolist() for key, value in vars(record).items()} if record else {}
-    ranks = [rank for rank in gather_json(own, world) if any(rank.values())]
-    fields = ("values", *ACCOUNTS)
+    if mine:
+        env = make_env(mine)  # once: its tables cost more than a pass
+        for name, controller in controllers.items():
+            record = run_markets(env, controller, on_step=world.heartbeat)
+            own[name] = {key: value.tolist() for key, value in vars(record).items()}
+    ranks = [rank for rank in all_gather_json(own, world) if rank]
     return {
-        name: Record(**{field: np.concatenate([rank[name][field] for rank in ranks]) for field in fields})
+        name: Record(**{k: np.concatenate([r[name][k] for r in ranks]) for k in ranks[0][name]})
         for name in controllers
     }
 
 
 def restarts_of(env: Any) -> Tensor:
-    """How often each environment was made anew so far, [B]; 0 where none can be."""
+    """Number of restarts of each environment so far, [B]; 0 where there can be none."""
     return torch.tensor(getattr(env, "restarts", [0] * env.num_envs))
 
 
-def judge_episodes(
+def evaluate_episodes(
     make_env: Callable[[int, int], Any],
     controller: Controller,
     num_episodes: int,
     seed: int,
     world: World,
 ) -> dict[str, list[float]]:
-    """Whole episodes, one environment each, over all ranks; each counted once.
+    """Run whole episodes, one environment each, over all ranks; each counts once.
 
     Each environment runs its first episode from its own evaluation seed, so long episodes weigh as
-    much as short ones. One that does not end is cut after MAX_EPISODE_STEPS. One whose environment was
-    made anew after a fault is not judged by its beginning: it is run anew.
+    much as short ones. One that does not end is cut after MAX_EPISODE_STEPS. One whose environment
+    was restarted after a fault does not count by its beginning: it is run again.
 
     Returns:
-        "return", "length" and "restarts" of every episode, in order of their number, the same on every rank.
+        "return", "length" and "restarts" of every episode, in order of their number, the same on
+        every rank.
     """
     mine = shard(num_episodes, world)
     own: dict[str, list[float]] = {"return": [], "length": [], "restarts": []}
     if len(mine):
         env = make_env(len(mine), mine.start)
         obs, _ = env.reset(seed=stream_seeds(seed, EVALUATION_STREAM, mine.start, len(mine)))
-        start = torch.ones(len(mine), dtype=torch.bool, device=obs.device)
+        start = torch.ones(len(mine), dtype=torch.bool, device=obs.device)  # [B]
         alive = start.clone()
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
         length = total.clone()
@@ -134,15 +150,155 @@ def judge_episodes(
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
-            world.beat()
+            world.heartbeat()
             before, seen = seen, restarts_of(env).to(obs.device)
-            anew = alive & (seen > before)
+            again = alive & (seen > before)
             restarts = restarts + (seen - before) * alive
-            total = (total + info.get("raw_rewards", rewards) * alive) * ~anew
-            length = (length + alive) * ~anew
+            total = (total + info.get("raw_rewards", rewards) * alive) * ~again
+            length = (length + alive) * ~again
             start = terminated | truncated
-            alive = alive & (~start | anew)
+            alive = alive & (~start | again)
         own = {"return": total.tolist(), "length": length.tolist(), "restarts": restarts.tolist()}
         env.close()
-    ranks = gather_json(own, world)
+    ranks = all_gather_json(own, world)
     return {name: [value for rank in ranks for value in rank[name]] for name in own}
+
+
+def episode_figures(
+    task: GymTask, config: RunConfig, policy: Policy, normalizer: Normalizer, world: World
+) -> dict[str, float]:
+    """Figures over the evaluation episodes of a Gymnasium task."""
+    episodes = evaluate_episodes(
+        lambda count, first: task.evaluation_env(count, first, str(world.device)),
+        PolicyController(policy, normalizer),
+        config.task.eval_episodes,
+        config.train.seed,
+        world,
+    )
+    returns = np.array(episodes["return"])
+    lengths = np.array(episodes["length"])
+    figures = {
+        "return": returns.mean(),
+        "return_std": returns.std(),
+        "return_min": returns.min(),
+        "length": lengths.mean(),
+        "episodes_cut": (lengths >= MAX_EPISODE_STEPS).sum(),
+        "episodes": len(returns),
+        "env_restarts": np.sum(episodes["restarts"]),
+    }
+    return {name: float(value) for name, value in figures.items()}
+
+
+def _rule(rule: Callable[[Any], Tensor]) -> Controller:
+    """Return a rule that looks at the environment alone as a controller."""
+    return lambda env, obs, episode_start: rule(env)
+
+
+def compare(
+    task: TradingTask,
+    markets: Sequence[Market],
+    span: Span,
+    policies: dict[str, Controller],
+    world: World,
+    baselines: bool = True,
+) -> dict[str, Record]:
+    """Run policies and rules over the same markets and days; ranks share the work.
+
+    Without `baselines` the only rule is equal weight, bought at once.
+    """
+    from agents.evaluate.comparison import EQUAL_WEIGHT, LIMITED
+    from envs.trading.baselines import EqualWeight, MemorylessRule, ReferencePolicy
+
+    def run(controllers: dict[str, Controller], **options: Any) -> dict[str, Record]:
+        def make_env(own: Sequence[Market]) -> Any:
+            return task.evaluation_env(own, span, device=world.device, **options)
+
+        return evaluate_markets(markets, make_env, controllers, world)
+
+    # policies and rules that trade every day, as in training
+    daily = dict(policies)
+    if baselines and task.real is None and task.trading.order_unit == "value":
+        daily["reference"] = _rule(ReferencePolicy(task.simulated))
+        daily["memoryless rule"] = _rule(MemorylessRule())
+    records = run(daily)
+
+    # equal weight, bought and held: at once, and within the limit of orders
+    held = run({EQUAL_WEIGHT: _rule(EqualWeight())}, max_order=1.0, held=True)
+    if baselines:
+        held |= run({LIMITED: _rule(EqualWeight())}, held=True)
+    return {name: records[name] for name in policies} | held | records
+
+
+def report(
+    task: TradingTask,
+    markets: Sequence[Market],
+    span: Span,
+    agents: dict[str, tuple[Policy, Normalizer]],
+    world: World,
+    picture: Path,
+) -> tuple[dict[str, Any], str]:
+    """Compare agents, draw their equity curves, and return the summary and its table.
+
+    A cascade called "policy" is shown without its memory, too.
+    """
+    from agents.evaluate.comparison import ZEROED, summarize, text_table
+
+    policies: dict[str, Controller] = {
+        name: PolicyController(*agent) for name, agent in agents.items()
+    }
+    if agents["policy"][0].config.policy == "clstm":
+        policies[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
+    records = compare(task, markets, span, policies, world)
+    dates = markets[0].dates[span.first : span.last + 1]
+    if world.is_main_process:
+        from agents.evaluate.plots import plot_equity  # matplotlib: half a second
+
+        plot_equity(records, dates, picture, simulated=task.real is None)
+    summary = summarize(records, dates)
+    return summary, text_table(summary)
+
+
+def validation(
+    task: TradingTask | GymTask, config: RunConfig, world: World
+) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
+    """Return what training calls for `valid/` figures; None without such days."""
+    if isinstance(task, GymTask):
+        return lambda policy, normalizer: {
+            f"valid/{name}": value
+            for name, value in episode_figures(task, config, policy, normalizer, world).items()
+        }
+    from agents.evaluate.comparison import EQUAL_WEIGHT
+    from agents.evaluate.statistics import performance
+
+    span = task.spans.valid
+    if span is None:
+        return None
+    markets = task.markets("valid")
+
+    def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
+        policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
+        records = compare(task, markets, span, policies, world, baselines=False)
+        own = performance(records["policy"])
+        base = performance(records[EQUAL_WEIGHT])
+        return {
+            "valid/sharpe": float(own["sharpe"].mean()),
+            "valid/equal_weight_sharpe": float(base["sharpe"].mean()),
+            "valid/annual_return": float(own["annual_return"].mean()),
+            "valid/exposure": float(own["exposure"].mean()),
+        }
+
+    return validate
+
+
+def episode_text(figures: dict[str, float]) -> str:
+    """Return one line of `episode_figures`."""
+    text = (
+        f"{figures['episodes']:.0f} episodes without noise: mean return {figures['return']:.2f} "
+        f"(sd {figures['return_std']:.2f}, min {figures['return_min']:.2f}), "
+        f"mean length {figures['length']:.1f}"
+    )
+    if figures["episodes_cut"]:
+        text += f", {figures['episodes_cut']:.0f} cut after {MAX_EPISODE_STEPS} steps"
+    if figures["env_restarts"]:
+        text += f", {figures['env_restarts']:.0f} restarts of environments"
+    return text

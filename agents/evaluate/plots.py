@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,58 +20,51 @@ COLORS = {"policy": "#1f5fbf", "policy, state zeroed": "#8fb3e6", "equal weight"
 SPARE_COLORS = ("#2e8b57", "#d2691e", "#8b3fa0", "#c0392b", "#b8860b")
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, oldest first."""
-    lines = read_plain(run_dir / "metrics.jsonl", None).splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) -> None:
-    """Training return (and validation figures, if any) over environment steps."""
-    records = read_metrics(run_dir)
-    points = _points(records, "episode/return")
+    """Draw training return (and validation figures, if any) over environment steps."""
+    lines = read_plain(run_dir / "metrics.jsonl", None).splitlines()
+    records = [json.loads(line) for line in lines]
+    steps, returns = _points(records, "episode/return")
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    if points:
-        steps, values = _axes(points)
-        window = max(1, len(values) // 20)
-        if window > 1:
-            axis.plot(steps, values, color="#b9c9e2", linewidth=0.8, label="each iteration")
-            smooth = np.convolve(values, np.ones(window) / window, "valid")
-            axis.plot(steps[window - 1 :], smooth, color=COLORS["policy"], label=f"mean of {window} iterations")
-        else:  # too few to smooth; a single one is a dot
-            axis.plot(steps, values, "o-", color=COLORS["policy"], markersize=3, label="each iteration")
-    axis.set(xlabel="environment steps, all ranks", ylabel="return of training episodes", title=title)
-    names = sorted({key for record in records for key in record if key.startswith("valid/")})
-    if "valid/sharpe" in names:
+    blue, orange = COLORS["policy"], SPARE_COLORS[1]
+
+    # each iteration, and a moving mean where they are many
+    window = len(steps) // 20
+    if window > 1:
+        axis.plot(steps, returns, color="#b9c9e2", linewidth=0.8, label="each iteration")
+        smooth = np.convolve(returns, np.ones(window) / window, "valid")
+        axis.plot(steps[window - 1 :], smooth, color=blue, label=f"mean of {window} iterations")
+    else:  # a single one is a dot
+        axis.plot(steps, returns, "o-", color=blue, markersize=3, label="each iteration")
+    axis.set(xlabel="environment steps, all ranks", ylabel="return of training episodes")
+    axis.set_title(title)
+
+    # validation on an axis of its own
+    steps, sharpe = _points(records, "valid/sharpe")
+    if len(steps):
         twin = axis.twinx()
-        found, equal = (_points(records, name) for name in ("valid/sharpe", "valid/equal_weight_sharpe"))
-        twin.plot(*_axes(found), "o-", color=SPARE_COLORS[1], label="validation Sharpe ratio", markersize=4)
-        twin.plot(*_axes(equal), "--", color=SPARE_COLORS[1], linewidth=0.8)
-        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=SPARE_COLORS[1])
-        twin.set_ylim(bottom=min([0.0, *_axes(found)[1]]))
-    if points:
-        axis.legend(loc="center right", frameon=False)
-    _finish(figure, axis, path, simulated)
+        twin.plot(steps, sharpe, "o-", color=orange, markersize=4)
+        equal = _points(records, "valid/equal_weight_sharpe")
+        twin.plot(*equal, "--", color=orange, linewidth=0.8)
+        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=orange)
+        twin.set_ylim(bottom=min(0.0, sharpe.min()))
+    axis.legend(loc="center right", frameon=False)
+    _save(figure, axis, path, simulated)
 
 
-def _points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Steps and values of a metric where it has one: files may hold anything."""
+def _points(records: list[dict[str, Any]], name: str) -> np.ndarray:
+    """Steps and values [2, n] of a metric where it has one: files may hold anything."""
     found = [(record.get("global_step"), record.get(name)) for record in records]
-    return [(step, value) for step, value in found if isinstance(step, int) and isinstance(value, int | float)]
-
-
-def _axes(points: list[tuple[float, float]]) -> np.ndarray:
-    """Steps and values apart, [2, n]."""
+    points = [point for point in found if all(isinstance(x, int | float) for x in point)]
     return np.array(points).reshape(-1, 2).T
 
 
-def plot_equity(records: dict[str, Record], dates: np.ndarray, path: Path, title: str, simulated: bool) -> None:
-    """Portfolio value over time; with several markets the median.
-
-    The middle half of the policy's markets is then shaded.
-    """
+def plot_equity(
+    records: dict[str, Record], dates: np.ndarray, path: Path, *, simulated: bool
+) -> None:
+    """Draw portfolio values; of several markets the median and a middle half."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    spare = iter(SPARE_COLORS * 3)
+    spare = itertools.cycle(SPARE_COLORS)
     for name, record in records.items():
         growth = record.values / record.values[:, :1]
         color = COLORS.get(name) or next(spare)
@@ -78,26 +72,28 @@ def plot_equity(records: dict[str, Record], dates: np.ndarray, path: Path, title
         if name == "policy" and len(growth) > 1:
             low, high = np.quantile(growth, [0.25, 0.75], axis=0)
             axis.fill_between(dates, low, high, color=color, alpha=0.15, linewidth=0)
-    several = len(next(iter(records.values())).values) > 1
-    axis.set(ylabel="value / initial cash" + (", median over markets" if several else ""), title=title)
+    several = len(records["policy"].values) > 1
+    what = "SIMULATED markets never trained on" if simulated else "real prices"
+    axis.set_title(f"Test span {dates[0]} to {dates[-1]}, {what}")
+    axis.set_ylabel("value / initial cash" + (", median over markets" if several else ""))
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(base=10, subs=(1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    ticks = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)
+    axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(base=10, subs=ticks))
     axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axis.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axis.axhline(1.0, color="black", linewidth=0.5)
     axis.legend(loc="upper left", frameon=False)
     figure.autofmt_xdate()
-    _finish(figure, axis, path, simulated)
+    _save(figure, axis, path, simulated)
 
 
-def _finish(figure: Any, axis: Any, path: Path, simulated: bool) -> None:
-    axis.spines[["top"]].set_visible(False)
+def _save(figure: Any, axis: Any, path: Path, simulated: bool) -> None:
+    axis.spines["top"].set_visible(False)
     axis.grid(alpha=0.25)
     if simulated:
-        axis.text(
-            0.99, 0.03, "SIMULATED", transform=axis.transAxes, ha="right", va="bottom",
-            fontsize=20, color="#c0392b", alpha=0.45, weight="bold",
-        )  # fmt: skip
+        style = {"fontsize": 20, "color": "#c0392b", "alpha": 0.45, "weight": "bold"}
+        place = {"transform": axis.transAxes, "ha": "right", "va": "bottom"}
+        axis.text(0.99, 0.03, "SIMULATED", **place, **style)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -13,7 +13,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one policy did over one pass of M markets of D + 1 days."""
+    """Account of one policy over one pass of M markets of D + 1 days."""
 
     values: np.ndarray  # [M, D+1] portfolio value, USD
     traded_usd: np.ndarray  # [M, D]
@@ -28,10 +28,13 @@ class Record:
 
 
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
-    """Annualised Sharpe ratio (risk-free rate 0) along the last axis; 0 if still."""
-    deviation = _deviation(returns)
-    still = deviation < 1e-12
-    return np.where(still, 0.0, returns.mean(-1) / np.where(still, 1.0, deviation) * np.sqrt(TRADING_DAYS))
+    """Annualised Sharpe ratio (risk-free rate 0) along the last axis; 0 without risk."""
+    return _ratio(returns.mean(-1) * np.sqrt(TRADING_DAYS), _deviation(returns))
+
+
+def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
+    riskless = risk < 1e-12
+    return np.where(riskless, 0.0, gain / np.where(riskless, 1.0, risk))
 
 
 def _deviation(returns: np.ndarray) -> np.ndarray:
@@ -48,21 +51,21 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     """Figures of each market, each [M].
 
     Returns:
-        cumulative_return, annual_return, annual_volatility, sharpe, sortino, max_drawdown (fractions),
-        turnover (traded USD / mean value, per year), num_trades, fees_usd, exposure (mean over days).
+        cumulative_return, annual_return, annual_volatility, sharpe, sortino, max_drawdown
+        (fractions), turnover (traded USD / mean value, per year), num_trades, fees_usd, exposure
+        (mean over days).
     """
     returns, values = record.returns, record.values
     years = returns.shape[1] / TRADING_DAYS
     growth = values[:, -1] / values[:, 0]
     downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * TRADING_DAYS)
-    no_loss = downside < 1e-12
     peaks = np.maximum.accumulate(values, axis=1)
     return {
         "cumulative_return": growth - 1.0,
         "annual_return": np.maximum(growth, 0.0) ** (1.0 / years) - 1.0,
         "annual_volatility": _deviation(returns) * np.sqrt(TRADING_DAYS),
         "sharpe": sharpe_ratio(returns),
-        "sortino": np.where(no_loss, 0.0, returns.mean(1) * TRADING_DAYS / np.where(no_loss, 1.0, downside)),
+        "sortino": _ratio(returns.mean(1) * TRADING_DAYS, downside),
         "max_drawdown": (1.0 - values / peaks).max(1),
         "turnover": record.traded_usd.sum(1) / values.mean(1) / years,
         "num_trades": record.num_trades.sum(1),
@@ -95,13 +98,9 @@ def bootstrap_interval(
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS)))
     index = ((starts[:, :, None] + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
-    sharpes = sharpe_ratio(returns[index]) - sharpe_ratio(baseline[index])
-    annual = annual_growth(returns[index]) - annual_growth(baseline[index])
-    estimates = {
-        "sharpe": (float(sharpe_ratio(returns) - sharpe_ratio(baseline)), sharpes),
-        "annual_return": (float(annual_growth(returns) - annual_growth(baseline)), annual),
-    }
-    return {
-        name: (estimate, float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975)))
-        for name, (estimate, draws) in estimates.items()
-    }
+    found = {}
+    for name, figure in (("sharpe", sharpe_ratio), ("annual_return", annual_growth)):
+        draws = figure(returns[index]) - figure(baseline[index])
+        low, high = np.quantile(draws, [0.025, 0.975])
+        found[name] = (float(figure(returns) - figure(baseline)), float(low), float(high))
+    return found

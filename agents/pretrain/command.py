@@ -1,11 +1,11 @@
-"""Train the feature LSTM on market data, before PPO: what will tomorrow bring?
+"""Train the feature LSTM on market data, before PPO, to predict the next days.
 
     python -m agents.pretrain [--data FILE] [--num_gpus 2 --device cpu] ...
     python train_distributed.py --pretrained RUN_DIR
 
-After every day of a window of days it tells, for each stock, whether the next day's return is positive, and how
-volatile the next days will be. Trained on the training span, stopped by the validation span; the test span is never
-looked at.
+After every day of a window of days it predicts, for each stock, the sign of the next day's return
+and the volatility of the next days. Trained on the training span, stopped by the validation span;
+the test span is never looked at.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from gymnasium import spaces
@@ -26,25 +25,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows, as_batch
+from agents.run.choice import is_first
 from agents.run.config import discard_unstarted, fresh_directory, save_config
 from envs.task import TaskConfig, check_flags
-from envs.trading.config import TradingConfig
-from envs.trading.market_data import DataConfig
-from envs.trading.simulated_market import SimulatedMarketConfig
 from envs.trading.task import TradingTask, prepare_task
+from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR
 from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
-from rl_dist.config import ParsedFlags, flag, given_once, parse_flags, read_sections, saved_form
+from rl_dist.config import (
+    ParsedFlags,
+    configuration,
+    given_once,
+    parse_flags,
+    read_sections,
+    removed_flags,
+    saved_form,
+    setting,
+)
 from rl_dist.errors import UserError, explains_errors
 from rl_dist.hardware.plain_files import leads_to, read_plain
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, launch, resolve, restart_count
 from rl_dist.launch.training_process import as_flags
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.collectives import gather_json
+from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, open_world
 from rl_dist.supervised.fit import FitConfig, FitResult, fit
 from rl_dist.telemetry import events
@@ -59,50 +65,29 @@ EPILOG = """examples:
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
   python -m agents.pretrain --data prices.csv --train_end 2015-12-31 --test_start 2018-01-02
   python train_distributed.py --pretrained runs/pretrain/2026-01-31_12-00-00
-exit codes: 0 done, 1 failed, 2 bad usage, 130, 143, 138 and 129 stopped by INT, TERM, USR1 and HUP"""
+exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (USR1), 129 (HUP)"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class PretrainConfig:
     """What the feature LSTM is, and what it is shown."""
 
-    hidden_size: int = flag(128, "width of the feature LSTM, as in --hidden_size of training", "units")
-    observation: str = flag("relative", "as in --observation of training", choices=("relative", "paper"))
-    window: int = flag(60, "length of a training sequence; the state is zero at its start", "days")
-    batch_size: int = flag(64, "sequences in a batch, total over all ranks", "sequences")
-    learning_rate: float = flag(1e-3, "Adam's learning rate")
-    num_workers: int = flag(0, "processes of each rank that load batches; 0 = the rank itself", "processes")
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("hidden_size", 1, 8192),
-            ("window", 2, 10**5),
-            ("batch_size", 1, 10**7),
-            ("learning_rate", 0.0, 10.0),
-            ("num_workers", 0, 1024),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
-        if self.observation not in ("relative", "paper"):
-            raise ValueError(f"observation must be relative or paper, got {self.observation!r}")
-
-
-def check_launch(config: LaunchConfig) -> None:
-    """Refuse what only PPO has.
-
-    Raises:
-        UserError: a strategy that is measured or tried, or that cuts the cascade.
-    """
-    if config.strategy == "auto" or config.fallback:
-        asked = "--fallback" if config.fallback else "--strategy auto"
-        raise UserError(f"{asked} is for train_distributed.py only: name a strategy, or leave it out")
-    if config.hybrid_form == "pipeline":
-        raise UserError("hybrid_form pipeline cuts the whole policy, of which this is a part: use --hybrid_form shard")
+    hidden_size: int = setting(128, "units", within=(1, 8192), main=True)
+    """Width of the feature LSTM; training needs the same --hidden_size."""
+    observation: Observation = setting("relative")
+    """Form of the observations; training needs the same --observation."""
+    window: int = setting(60, "days", within=(2, 10**5), main=True)
+    """Length of a training sequence; the LSTM's state is zero at its start."""
+    batch_size: int = setting(64, "sequences", within=(1, 10**7), main=True)
+    """Sequences in a batch, total over all ranks."""
+    learning_rate: float = setting(1e-3, within=(0, 10), main=True)
+    """Step size of Adam."""
+    num_workers: int = setting(0, "processes", within=(0, 1024))
+    """Processes of each rank that load batches; 0: the rank itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class PretrainRunConfig:
     """Everything that defines a pre-training; config.json holds it."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -112,25 +97,35 @@ class RunConfig:
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """What files hold of it."""
+        """Return what files hold of it."""
         return saved_form(self)
 
+    def check_launch(self) -> None:
+        """Refuse what only PPO has.
+
+        Raises:
+            UserError: a strategy that is measured, may fall back, or cuts the cascade.
+        """
+        launch = self.launch
+        if launch.strategy == "auto" or launch.fallback:
+            asked = "--fallback" if launch.fallback else "--strategy auto"
+            raise UserError(f"{asked} is for train_distributed.py only: leave it out")
+        if launch.hybrid_form == "pipeline":
+            raise UserError("hybrid_form pipeline cuts a whole policy: use --hybrid_form shard")
+
     def prepare_task(self) -> TradingTask:
-        """The markets and their spans, as PPO sees them."""
-        task = prepare_task(self.data, self.market, TradingConfig(observation=self.pretrain.observation))
+        """Return the markets and their spans, as PPO sees them."""
+        trading = TradingConfig(observation=self.pretrain.observation)
+        task = prepare_task(self.data, self.market, trading)
         if task.spans.valid is None:
-            raise UserError("there is no validation span to stop by: give --valid_start and --valid_end")
+            raise UserError("there is no validation span: give --valid_start and --valid_end")
         return task
 
 
-SECTIONS: dict[str, type] = {
-    "launch": LaunchConfig,
-    "fit": FitConfig,
-    "pretrain": PretrainConfig,
-    "data": DataConfig,
-    "market": SimulatedMarketConfig,
+SECTIONS: dict[str, type] = get_type_hints(PretrainRunConfig)
+OWNERS = {
+    item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)
 }
-OWNERS = {item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)}
 # What a resumed run may change: how long, and where it runs.
 CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress", "num_workers"} | {
     item.name for item in dataclasses.fields(LaunchConfig) if item.name != "precision"
@@ -138,65 +133,54 @@ CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress", "num_workers
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the signs, and square error of the volatilities.
+    """Cross entropy of the signs plus weighted square error of the volatilities.
 
     Outputs and targets: [N, days, 2, n].
     """
-    signs = functional.binary_cross_entropy_with_logits(outputs[:, :, 0], targets[:, :, 0].to(outputs.dtype))
-    return signs + VOLATILITY_WEIGHT * functional.mse_loss(outputs[:, :, 1], targets[:, :, 1].to(outputs.dtype))
+    targets = targets.to(outputs.dtype)
+    signs = functional.binary_cross_entropy_with_logits(outputs[:, :, 0], targets[:, :, 0])
+    return signs + VOLATILITY_WEIGHT * functional.mse_loss(outputs[:, :, 1], targets[:, :, 1])
 
 
 def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whether each sign was told, [N, days, n] bool."""
+    """[N, days, n] bool: the sign was predicted."""
     return (outputs[:, :, 0] > 0) == (targets[:, :, 0] > 0.5)
 
 
 def volatility_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Square errors of the standardised log volatilities, [N, days, n].
-
-    Always telling the mean gives about 1.
-    """
+    """Square errors of the standardised log volatilities [N, days, n]."""
     return (outputs[:, :, 1] - targets[:, :, 1]).square()
 
 
 METRICS = {"sign_accuracy": sign_accuracy, "volatility_error": volatility_error}
 
 
-def make_windows(config: RunConfig, task: TradingTask) -> tuple[MarketWindows, MarketWindows]:
-    """What trains (overlapping windows), and what validates (every day once)."""
+def make_windows(
+    config: PretrainRunConfig, task: TradingTask
+) -> tuple[MarketWindows, MarketWindows]:
+    """Overlapping windows to train on, and windows of every validation day once."""
     assert task.spans.valid is not None
     days = config.pretrain.window
-    train = MarketWindows(
-        task.markets("train"), task.spans.train, task.trading, days=days, stride=max(1, days // 2), seed=config.fit.seed
-    )
-    valid = MarketWindows(
-        task.markets("valid"),
-        task.spans.valid,
-        task.trading,
-        days=days,
-        stride=days,
-        seed=config.fit.seed,
-        volatility_scale=train.volatility_scale,
-    )
-    return train, valid
+    shared: dict[str, Any] = {"config": task.trading, "days": days, "seed": config.fit.seed}
+    stride = max(1, days // 2)
+    train = MarketWindows(task.markets("train"), task.spans.train, stride=stride, **shared)
+    shared |= {"stride": days, "volatility_scale": train.volatility_scale}
+    return train, MarketWindows(task.markets("valid"), task.spans.valid, **shared)
 
 
-def fill_moments(normalizer: Normalizer, windows: MarketWindows) -> None:
-    """Mean and deviation of all observations that train, alike on every rank."""
-    for _ in range(2):  # once more around the mean: a large offset would cost digits
-        normalizer.moments.restart()
-        for first in range(0, len(windows), 1024):
-            obs, _ = windows.__getitems__(range(first, min(first + 1024, len(windows))))
-            normalizer.moments.merge(normalizer.moments.sums(obs))
-
-
-def make_module(config: RunConfig, windows: MarketWindows) -> FeatureTraining:
-    """The feature LSTM as the policy begins with it, and its head."""
+def make_module(config: PretrainRunConfig, windows: MarketWindows) -> FeatureTraining:
+    """Return the feature LSTM as a fresh policy has it, and its head."""
     torch.manual_seed(config.fit.seed)
     shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
     policy = Policy(shape, windows.num_obs, spaces.Box(-1.0, 1.0, (windows.num_stocks,)))
     module = FeatureTraining(policy, windows.num_stocks)
-    fill_moments(module.normalizer, windows)
+
+    # statistics of all observations; once more around the mean: a large offset would cost digits
+    moments = module.normalizer.moments
+    for _ in range(2):
+        moments.restart()
+        for numbers in torch.arange(len(windows)).split(1024):
+            moments.merge(moments.sums(windows.__getitems__(numbers.tolist())[0]))
     for name, part in module.named_children():
         if name != "normalizer":
             part.to(config.launch.dtype)
@@ -204,22 +188,35 @@ def make_module(config: RunConfig, windows: MarketWindows) -> FeatureTraining:
 
 
 def run_fit(
-    config: RunConfig, world: World, run_dir: Path, resume: bool, gpu_ids: tuple[int, ...] = ()
+    config: PretrainRunConfig,
+    world: World,
+    run_dir: Path,
+    resume: bool,
+    gpu_ids: tuple[int, ...] = (),
 ) -> tuple[FitResult, dict[str, Any]]:
-    """Train on this rank; what became of it, and the figures of the best epoch."""
-    task = config.prepare_task()
-    train, valid = make_windows(config, task)
-    strategy = Strategy(dataclasses.replace(config.launch.strategy_config, device_ids=gpu_ids), world)
+    """Train on this rank; returns the result and a summary of the best epoch."""
+    settings = config.pretrain
+    train, valid = make_windows(config, config.prepare_task())
+    strategy_config = dataclasses.replace(config.launch.strategy_config, device_ids=gpu_ids)
+    strategy = Strategy(strategy_config, world)
     module: nn.Module = strategy.wrap(make_module(config, train).to(world.device))
-    optimizer = torch.optim.Adam(strategy.parameters, lr=config.pretrain.learning_rate)
-    size, workers = config.pretrain.batch_size, config.pretrain.num_workers
+
+    def loader(windows: MarketWindows, shuffle: bool) -> DataLoader:
+        return DataLoader(
+            windows,
+            batch_size=settings.batch_size,
+            shuffle=shuffle,
+            collate_fn=as_batch,
+            num_workers=settings.num_workers,
+        )
+
     result = fit(
         module,
-        DataLoader(train, batch_size=size, shuffle=True, collate_fn=as_batch, num_workers=workers),
-        optimizer,
+        loader(train, shuffle=True),
+        torch.optim.Adam(strategy.parameters, lr=settings.learning_rate),
         loss,
         strategy,
-        validation=DataLoader(valid, batch_size=size, collate_fn=as_batch, num_workers=workers),
+        validation=loader(valid, shuffle=False),
         metrics=METRICS,
         config=config.fit,
         run_dir=run_dir,
@@ -227,109 +224,124 @@ def run_fit(
         extra={
             "kind": KIND,
             "config": json.dumps(config.to_dict()),
-            "observation": config.pretrain.observation,
+            "observation": settings.observation,
             "num_obs": train.num_obs,
             "num_stocks": train.num_stocks,
-            "hidden_size": config.pretrain.hidden_size,
+            "hidden_size": settings.hidden_size,
         },
     )
     if not (result.best_epoch or result.signum):
         raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
+
+    # beside the figures of always predicting the more frequent sign, and the mean volatility
     _, targets = valid.__getitems__(range(len(valid)))
     up = float(targets[:, :, 0].mean())
-    found = result.history[result.best_epoch - 1] if result.best_epoch else {}
-    guessed = {"sign_accuracy": max(up, 1.0 - up), "volatility_error": float(targets[:, :, 1].square().mean())}
-    return result, {"best_epoch": result.best_epoch, "epochs": len(result.history), "best": found, "guessed": guessed}
+    volatility_error = float(targets[:, :, 1].square().mean())
+    return result, {
+        "best_epoch": result.best_epoch,
+        "epochs": len(result.history),
+        "best": result.history[result.best_epoch - 1] if result.best_epoch else {},
+        "guessed": {"sign_accuracy": max(up, 1.0 - up), "volatility_error": volatility_error},
+    }
 
 
-def run_rank(config: RunConfig, resolved: ResolvedLaunch, run_dir: Path, resume: bool, lock: RunLock | None) -> int:
-    """What every rank does; returns the exit code.
+def run_rank(
+    config: PretrainRunConfig,
+    resolved: ResolvedLaunch,
+    run_dir: Path,
+    resume: bool,
+    lock: RunLock | None,
+) -> int:
+    """Pre-train on this rank, and return the exit code.
 
     The lock goes along, so that no rank outlives it.
     """
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids)
-    run_dir = Path(gather_json(str(run_dir), world)[0])  # torchrun's ranks may have chosen differently
-    if world.main:
+    run_dir = Path(all_gather_json(str(run_dir), world)[0])  # torchrun's ranks may differ
+    if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)
     setup_logging(run_dir, world.rank)
-    result, summary = run_fit(config, world, run_dir, resume or restart_count() > 0, resolved.gpu_ids)
+    resume = resume or restart_count() > 0
+    result, summary = run_fit(config, world, run_dir, resume, resolved.gpu_ids)
     if result.signum:
-        if world.main:
+        if world.is_main_process:
             print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
         return 128 + result.signum
-    if world.main:
+    if world.is_main_process:
         write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        print(_result_text(summary), flush=True)
+        best, guessed = summary["best"], summary["guessed"]
+        print(
+            f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span: "
+            f"next day's sign right in {best['valid/sign_accuracy']:.1%} (always the more "
+            f"frequent: {guessed['sign_accuracy']:.1%}), square error of the log volatility "
+            f"{best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})"
+        )
         print(f"next: {next_command(config, run_dir)}", flush=True)
     return 0
 
 
-def next_command(config: RunConfig, run_dir: Path) -> str:
-    """The training that starts from it: same data, a policy that it fits."""
-    words = ["python", "train_distributed.py", "--pretrained", str(run_dir)]
-    for section in (config.pretrain, config.data, config.market):
-        shared = ("hidden_size", "observation") if section is config.pretrain else tuple(vars(section))
-        default = type(section)()
-        words += as_flags({n: getattr(section, n) for n in shared if getattr(section, n) != getattr(default, n)})
+def next_command(config: PretrainRunConfig, run_dir: Path) -> str:
+    """Return the training that starts from it: same data, a policy that it fits."""
+    fixed = ("hidden_size", "observation", *vars(config.data), *vars(config.market))
+    changed = {
+        name: value
+        for section in (config.pretrain, config.data, config.market)
+        for name, value in vars(section).items()
+        if name in fixed and value != getattr(type(section)(), name)
+    }
+    words = ["python", "train_distributed.py", "--pretrained", str(run_dir), *as_flags(changed)]
     return shlex.join(words)
-
-
-def _result_text(summary: dict[str, Any]) -> str:
-    best, guessed = summary["best"], summary["guessed"]
-    return (
-        f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span: next day's sign right in "
-        f"{best['valid/sign_accuracy']:.1%} (always the more frequent: {guessed['sign_accuracy']:.1%}), square error "
-        f"of the log volatility {best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})"
-    )
 
 
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--run_dir", default="", metavar="DIR", help=f"where to write (default: {RUNS}/DATE_TIME)")
+    where = f"where to write (default: {RUNS}/DATE_TIME)"
+    group.add_argument("--run_dir", default="", metavar="DIR", help=where)
     group.add_argument("--resume", default="", metavar="DIR", help="go on with this pre-training")
 
 
-def choose_run(parsed: ParsedFlags) -> tuple[RunConfig, Path | None, bool]:
-    """Configuration, run directory (None: not named), and whether to resume.
+def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
+    """Return the configuration, and the run directory if one is named.
 
     Raises:
         UserError: flags that do nothing or differ from the run to resume.
     """
-    check_flags(TaskConfig(), parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
-    if parsed.extra.resume:
-        if parsed.extra.run_dir:
-            raise UserError(f"--run_dir does nothing with --resume {parsed.extra.resume}: leave it out")
-        run_dir = Path(parsed.extra.resume)
-        return _resumed(run_dir, parsed), run_dir, True
-    config = RunConfig(**parsed.with_defaults(DEFAULTS).configs)
-    if not parsed.extra.run_dir:
-        return config, None, False
-    run_dir = Path(parsed.extra.run_dir)
-    if os.environ.get("RANK", "0") == "0" and run_dir.is_dir() and any(run_dir.iterdir()):
-        resumable = f"go on with --resume {run_dir}, or " if (run_dir / CHECKPOINT_DIR).exists() else ""
-        raise UserError(f"run_dir {run_dir} is not empty: {resumable}name another")
-    return config, run_dir, False
+    simulated = parsed.configs["data"].data == "simulated"
+    check_flags(TaskConfig(), simulated, parsed.given, OWNERS)
+    resume, named = parsed.extra.resume, parsed.extra.run_dir
+    if resume and named:
+        raise UserError(f"--run_dir does nothing with --resume {resume}: leave it out")
+    if resume:
+        return _resumed(Path(resume), parsed), Path(resume)
+    run_dir = Path(named) if named else None
+    if is_first() and run_dir and run_dir.is_dir() and any(run_dir.iterdir()):
+        way_on = f"go on with --resume {run_dir}, or " * (run_dir / CHECKPOINT_DIR).exists()
+        raise UserError(f"run_dir {run_dir} is not empty: {way_on}name another")
+    return PretrainRunConfig(**parsed.configs), run_dir
 
 
-def _resumed(run_dir: Path, parsed: ParsedFlags) -> RunConfig:
+def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
     """The saved configuration, with the flags that a resumed run may change."""
     try:
         saved = json.loads(read_plain(run_dir / CONFIG_FILE))
-        sections = {name: section() for name, section in SECTIONS.items()} | read_sections(SECTIONS, saved)
+        sections = vars(PretrainRunConfig(**read_sections(SECTIONS, saved))).copy()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
     for name in sorted(given_once(SECTIONS, saved) - parsed.given):
-        print(f"this run had --{name}, which is not stored: it does nothing now unless it is given again")
+        print(f"this run had --{name}, which is not stored: give it again for it to take effect")
+    for name in sorted(removed_flags(saved)):
+        print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
     differing = []
     for name in sorted(parsed.given):
         section = OWNERS[name]
-        new, old = getattr(parsed.configs[section], name), getattr(sections[section], name)
+        new, old = (getattr(of[section], name) for of in (parsed.configs, sections))
         if new != old and name not in CHANGEABLE:
             differing.append(f"--{name} {new} (it has {old})")
         sections[section] = dataclasses.replace(sections[section], **{name: new})
     if differing:
-        raise UserError(f"this differs from the run to resume: {', '.join(differing)}; leave out what differs")
-    return RunConfig(**sections)
+        differences = ", ".join(differing)
+        raise UserError(f"this differs from the run to resume: {differences}; leave it out")
+    return PretrainRunConfig(**sections)
 
 
 @explains_errors
@@ -337,27 +349,32 @@ def main() -> int:
     """Entry of the command; returns the exit code."""
     text = (__doc__ or "").partition("\n")[0]
     parsed = parse_flags(
-        SECTIONS, description=text, epilog=EPILOG, extra=_add_run_flags, prog="python -m agents.pretrain"
+        SECTIONS,
+        description=text,
+        epilog=EPILOG,
+        extra=_add_run_flags,
+        prog="python -m agents.pretrain",
+        defaults=DEFAULTS,
     )
-    with ExitStack() as held:  # the run's lock
-        return _run(parsed, held)
-
-
-def _run(parsed: ParsedFlags, held: ExitStack) -> int:
-    lock: RunLock | None = None
-    config, run_dir, resume = choose_run(parsed)
-    check_launch(config.launch)
+    config, run_dir = choose_run(parsed)
+    resume = bool(parsed.extra.resume)
+    config.check_launch()
     resolved = resolve(config.launch)
-    if os.environ.get("RANK", "0") == "0":
-        task = config.prepare_task()
-        print(resolved.message)
-        print(task.describe())
-        run_dir = run_dir or fresh_directory(RUNS)
-        lock = held.enter_context((hold if resume else hold_new)(run_dir / CONFIG_FILE))
-        print(f"run directory: {run_dir}", flush=True)
-        save_config(config, run_dir)
-    args = (config, resolved, run_dir or RUNS, resume, lock)
-    code = launch(run_rank, args, resolved.num_ranks, max_restarts=config.launch.max_restarts, run_dir=run_dir)
-    if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):  # else it is no longer ours
-        discard_unstarted(run_dir)
-    return code
+    with ExitStack() as held:
+        lock: RunLock | None = None
+        if is_first():
+            task = config.prepare_task()
+            print(resolved.message)
+            print(task.describe())
+            run_dir = run_dir or fresh_directory(RUNS)
+            lock = held.enter_context((hold if resume else hold_new)(run_dir / CONFIG_FILE))
+            print(f"run directory: {run_dir}", flush=True)
+            save_config(config, run_dir)
+        args = (config, resolved, run_dir or RUNS, resume, lock)
+        restarts = config.launch.max_restarts
+        code = launch(run_rank, args, resolved.num_ranks, max_restarts=restarts, run_dir=run_dir)
+
+        # a new run that failed at once leaves nothing, unless somebody else has taken its folder
+        if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):
+            discard_unstarted(run_dir)
+        return code

@@ -1,4 +1,4 @@
-"""A feature LSTM trained before PPO: what agents.pretrain writes, and its use."""
+"""A feature LSTM trained before PPO: its checkpoints, and their use in a policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from agents.normalize import Normalizer
-from agents.policy import Policy, PolicyConfig
-from agents.run.config import RunConfig, glance
+from agents.policy import Policy
+from agents.run.config import RunConfig, probe_env
 from envs.task import GymTask
 from envs.trading.task import TradingTask
 from rl_dist.checkpoint.file import load_checkpoint
@@ -24,16 +24,17 @@ PARTS = ("feature_core.", "feature_mlp.")
 
 
 class FeatureTraining(nn.Module):
-    """The policy's feature LSTM with a head that tells what comes next.
+    """The policy's feature LSTM with a head that predicts the next days.
 
-    Maps observations [N, days, F], not normalised, to [N, days, 2, n]: a logit that each of n stocks rises the next
-    day, and its standardised log volatility; after every day from the window up to it.
+    Maps observations [N, days, F], not normalised, to [N, days, 2, n]: after every day of a window,
+    for each of n stocks, a logit that it rises the next day and its standardised log volatility.
     """
 
     def __init__(self, policy: Policy, num_stocks: int) -> None:
         super().__init__()
         self.normalizer = Normalizer(policy.num_obs)
-        self.feature_core, self.feature_mlp = policy.feature_core, policy.feature_mlp
+        self.feature_core = policy.feature_core
+        self.feature_mlp = policy.feature_mlp
         self.head = nn.Linear(policy.config.hidden_size, 2 * num_stocks)
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -55,65 +56,39 @@ class Pretrained:
     num_obs: int
     hidden_size: int
 
-    def check(self, policy: PolicyConfig, num_obs: int, observation: str, *, normalize_obs: bool) -> None:
-        """Refuse what it does not fit.
-
-        Raises:
-            UserError: names everything that differs.
-        """
-        if policy.stateless:
-            raise UserError("--pretrained gives a feature LSTM, and a policy without memory has no use for it")
-        if not normalize_obs:
-            raise UserError("--pretrained needs normalised observations, as it was trained on: drop --no-normalize_obs")
-        compared = {
-            "observation": (observation, self.observation),
-            "observation size": (num_obs, self.num_obs),
-            "hidden_size": (policy.hidden_size, self.hidden_size),
-        }
-        differing = [f"{name} {here} (it has {there})" for name, (here, there) in compared.items() if here != there]
-        if differing:
-            raise UserError(f"--pretrained {self.path} does not fit: {', '.join(differing)}; use what it has")
-        with torch.device("meta"):
-            own = Policy(policy, num_obs, spaces.Discrete(1)).state_dict()
-        expected = {name: value.shape for name, value in own.items() if name.startswith(PARTS)}
-        moments = {"mean": self.mean, "variance": self.variance}
-        expected |= dict.fromkeys(moments, torch.Size([num_obs]))
-        if {name: value.shape for name, value in (self.weights | moments).items()} != expected:
-            raise UserError(f"--pretrained {self.path} is damaged: its weights are not as large as it says")
-
     def load_into(self, policy: Policy) -> None:
-        """Give a fresh policy the weights; the rest of it stays as it is."""
+        """Give a fresh policy the weights; its others stay."""
         policy.load_state_dict(policy.state_dict() | self.weights)
 
     def set_moments(self, normalizer: Normalizer) -> None:
-        """Let observations mean what they meant while the weights were learned.
+        """Set the statistics under which the weights were learned.
 
-        The statistics weigh as much as what the normaliser has seen so far, and move on from there.
+        They weigh as much as what the normaliser has seen so far, and move on from there.
         """
         normalizer.moments.mean.copy_(self.mean)
         normalizer.moments.variance.copy_(self.variance)
 
 
 def load_pretrained(path: str | Path) -> Pretrained:
-    """Read what pre-training wrote.
-
-    `path` is its run directory, of which the best epoch counts, or a checkpoint file.
+    """Read a checkpoint file of pre-training, or the best one of its run directory.
 
     Raises:
         UserError, CheckpointError: there is nothing valid, or it is something else.
     """
-    path = Path(path)
-    file: Path | None = path
-    if path.is_dir():
-        best = path / CHECKPOINT_DIR / BEST_FILE
+    file: Path | None = Path(path)
+    if Path(path).is_dir():
+        best = Path(path, CHECKPOINT_DIR, BEST_FILE)
         file = best if best.exists() else latest_checkpoint(path)
     if file is None or not file.exists():
-        raise UserError(f"--pretrained {path} holds no checkpoint: give a directory that agents.pretrain wrote")
+        raise UserError(f"--pretrained {path} holds no checkpoint: name a run of agents.pretrain")
     state = load_checkpoint(file)
-    module, extra = state.get("module", {}), state.get("extra", {})
+    module = state.get("module", {})
+    extra = state.get("extra", {})
     needed = {"normalizer.moments.mean", "normalizer.moments.variance"} <= module.keys()
     if kind_of(state) != FIT or extra.get("kind") != KIND or not needed:
-        raise UserError(f"--pretrained {path} holds no pre-trained feature LSTM: python -m agents.pretrain writes one")
+        raise UserError(
+            f"--pretrained {path} is no feature LSTM: python -m agents.pretrain writes one"
+        )
     return Pretrained(
         path=file,
         weights={name: value for name, value in module.items() if name.startswith(PARTS)},
@@ -132,9 +107,33 @@ def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
         UserError, CheckpointError: it does not fit, or is none.
     """
     if not isinstance(task, TradingTask):
-        raise UserError(f"--pretrained was trained on markets and does nothing with --env {config.task.env}")
-    env = glance(task)
+        raise UserError(f"--pretrained is of markets and does nothing with --env {config.task.env}")
+    found = load_pretrained(config.train.pretrained)
+    if config.policy.stateless:
+        raise UserError("--pretrained is a feature LSTM: a policy without memory has no use for it")
+    if not config.train.normalize_obs:
+        raise UserError("--pretrained needs normalised observations: drop --no-normalize_obs")
+    env = probe_env(task)
     num_obs = int(env.single_observation_space.shape[0])
     env.close()
-    found = load_pretrained(config.train.pretrained)
-    found.check(config.policy, num_obs, config.trading.observation, normalize_obs=config.train.normalize_obs)
+    compared = {
+        "observation": (config.trading.observation, found.observation),
+        "observation size": (num_obs, found.num_obs),
+        "hidden_size": (config.policy.hidden_size, found.hidden_size),
+    }
+    differing = ", ".join(
+        f"{name} {here} (it has {there})"
+        for name, (here, there) in compared.items()
+        if here != there
+    )
+    if differing:
+        raise UserError(f"--pretrained {found.path} does not fit: {differing}; use what it has")
+
+    # the file may say one thing and hold another
+    with torch.device("meta"):
+        own = Policy(config.policy, num_obs, spaces.Discrete(1)).state_dict()
+    expected = {name: value.shape for name, value in own.items() if name.startswith(PARTS)}
+    expected |= {"mean": torch.Size([num_obs]), "variance": torch.Size([num_obs])}
+    held = found.weights | {"mean": found.mean, "variance": found.variance}
+    if {name: value.shape for name, value in held.items()} != expected:
+        raise UserError(f"--pretrained {found.path} is damaged: its weights have other shapes")

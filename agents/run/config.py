@@ -1,47 +1,45 @@
-"""A run: its configuration by section, its directory, and the agent saved in it."""
+"""A run: its configuration by section, and its directory."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from gymnasium import spaces
-
-from agents.normalize import Normalizer
-from agents.pipeline import NO_CASCADE
-from agents.policy import Policy, PolicyConfig
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
-from agents.run.saved_state import action_space, check_shapes
-from agents.sizes import TrainConfig, share_out
-from agents.trainer import Job, MakeEnv
+from agents.sizes import TrainConfig
+from agents.trainer import Job, MakeEnv, Training
 from envs.task import GymTask, TaskConfig
-from envs.trading.config import TradingConfig
-from envs.trading.market_data import DataConfig
-from envs.trading.simulated_market import SimulatedMarketConfig
-from envs.trading.task import TradingTask, prepare_task
+from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, load_latest
+from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.checkpoint.schema import RUN, kind_of
 from rl_dist.config import read_sections, saved_form
 from rl_dist.errors import UserError, unwritable
 from rl_dist.hardware.plain_files import read_plain
 from rl_dist.launch.launcher import LaunchConfig
-from rl_dist.parallel.precision import autocast_dtype
-from rl_dist.parallel.speed import SpeedConfig
+from rl_dist.parallel.config import SpeedConfig
 from rl_dist.process_group.watchdog import end_rank
-from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, close_logging
+from rl_dist.telemetry.metrics import (
+    EVENT_FILES,
+    METRICS_FILE,
+    NullWriter,
+    close_logging,
+    open_writer,
+)
+from rl_dist.telemetry.state_file import STATE_FILE
 
-JUDGING = "judging"
+if TYPE_CHECKING:  # other tasks do without pandas and talib
+    from envs.trading.task import TradingTask
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
@@ -54,8 +52,13 @@ SECTIONS: dict[str, type] = {
     "market": SimulatedMarketConfig,
     "trading": TradingConfig,
 }
-OWNERS = {item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)}
+OWNERS = {
+    item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)
+}
 SUMMARY = "summary.json"  # of a finished run, and of no other
+EVALUATING = "final evaluation"  # the phase after training
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that defines a run, nested by owner; config.json holds it."""
@@ -72,22 +75,28 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
+            from agents.pipeline import NO_CASCADE
+
             raise UserError(NO_CASCADE)
 
     def to_dict(self) -> dict[str, Any]:
-        """What files hold of it."""
+        """Return what files hold of it."""
         return saved_form(self)
 
     @staticmethod
     def from_dict(saved: Any) -> RunConfig:
-        """Inverse of `to_dict`, but for what is not stored; see `read_sections`."""
+        """Invert `to_dict`, but for what is not stored; see `read_sections`."""
         launch = saved.get("launch") if isinstance(saved, dict) else None
-        if isinstance(launch, dict) and launch.get("strategy") == "auto" and "chosen_strategy" not in launch:
-            saved = saved | {"launch": launch | {"strategy": "default"}}  # as default was called once
+        # the default strategy was called auto once
+        older = isinstance(launch, dict) and "chosen_strategy" not in launch
+        if launch and older and launch.get("strategy") == "auto":
+            saved = saved | {"launch": launch | {"strategy": "default"}}
         return RunConfig(**read_sections(SECTIONS, saved))
 
-    def job(self, make_env: MakeEnv, run_dir: Path, gpu_ids: tuple[int, ...] = (), **others: Any) -> Job:
-        """What the trainer is given of it.
+    def job(
+        self, make_env: MakeEnv, run_dir: Path, gpu_ids: tuple[int, ...] = (), **others: Any
+    ) -> Job:
+        """Return the trainer's part of it.
 
         Args:
             gpu_ids: of the one process of strategy dp.
@@ -103,27 +112,86 @@ class RunConfig:
             speed=self.speed,
             dtype=self.launch.dtype,
             config=self.to_dict(),
+            explain=_explain,
             **others,
         )
 
     def prepare_task(self, beat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
-        """The markets and spans of the trading task, or the Gymnasium task.
+        """Return the markets and spans of the trading task, or the Gymnasium task.
 
         `beat` says that the work of its environments goes on.
         """
-        if self.task.is_trading:
-            return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
-        return GymTask(self.task, end_rank, beat)
+        if not self.task.is_trading:
+            return GymTask(self.task, end_rank, beat)
+        from envs.trading.task import prepare_task
+
+        return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
+
+
+def _explain(seconds: Mapping[str, float]) -> str:
+    """Name the bottleneck in a profile's seconds."""
+    from agents.run.metric_table import bottleneck
+
+    return bottleneck(seconds)
+
+
+def probe_env(task: TradingTask | GymTask) -> Any:
+    """Make the smallest environment of a task, to look at its spaces."""
+    if isinstance(task, GymTask):
+        return task.training_env(1)
+    return task.evaluation_env(task.markets("train", 1), task.spans.train)
+
+
+# ---- the run directory and its checkpoints
+
+
+def load_saved(path: str | Path) -> Found:
+    """Load a checkpoint file, or the newest valid one of a run directory.
+
+    Raises:
+        UserError, CheckpointError: there is none.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = load_latest(path)
+        if found is None:
+            raise UserError(f"{path} holds no valid checkpoint: give a run directory or a .pt file")
+    elif path.exists():
+        found = Found(path, load_checkpoint(path))
+    else:
+        raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
+    return _of_training(found)
+
+
+def load_newest(run_dir: Path) -> Found | None:
+    """Load the newest valid checkpoint of a run; None where there are none at all.
+
+    Raises:
+        UserError: there are some, but none is valid: a fresh start would overwrite them.
+    """
+    newest = load_latest(run_dir)
+    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
+        raise UserError(
+            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint "
+            f"verify {run_dir}; move them away to begin again"
+        )
+    return newest and _of_training(newest)
+
+
+def _of_training(found: Found) -> Found:
+    if kind_of(found.state) != RUN:
+        raise UserError(f"{found.path} is no checkpoint of {RUN}: name one, or its run directory")
+    return found
 
 
 def fresh_directory(runs: Path) -> Path:
     """Make a directory named by the time; no two runs get the same."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
+        runs.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             path = runs / (f"{stamp}_{number}" if number > 1 else stamp)
             with suppress(FileExistsError):
-                runs.mkdir(parents=True, exist_ok=True)
                 path.mkdir()
                 break
     except OSError as error:
@@ -132,15 +200,16 @@ def fresh_directory(runs: Path) -> Path:
 
 
 class Configuration(Protocol):
-    """What config.json can hold."""
+    """Anything that config.json can hold."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What files hold of it."""
+        """Return what files hold of it."""
 
 
 def save_config(config: Configuration, run_dir: Path) -> None:
     """Write config.json, in place: it is what a training locks."""
-    path, text = run_dir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n"
+    path = run_dir / "config.json"
+    text = json.dumps(config.to_dict(), indent=2).encode() + b"\n"
     before = b""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -156,14 +225,41 @@ def save_config(config: Configuration, run_dir: Path) -> None:
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    """Replace what a file holds; a full disk leaves it as long as it was."""
-    with open(path, "r+b") as file:
+    """Replace a file's content; a full disk leaves it as long as it was."""
+    with path.open("r+b") as file:
         file.write(data)
         file.truncate()
 
 
+def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullWriter:
+    """Open the writer of metrics; on other ranks than 0 it writes nothing."""
+    train = training.job.train
+    writer = open_writer(
+        training.job.run_dir,
+        training.world,
+        train.total_steps or train.num_episodes,
+        "steps" if train.total_steps else "episodes",
+        start=training.global_step if train.total_steps else training.episodes,
+        purge_step=training.global_step + 1,
+        lock=(lock.path, lock.file) if lock else None,
+    )
+    writer.update_state(
+        strategy=training.ppo.strategy.mode,
+        gradient_bytes=training.ppo.strategy.gradient_bytes,
+        iteration=training.iteration,
+        global_step=training.global_step,
+        episodes=training.episodes,
+    )
+    if not getattr(training.env, "can_snapshot", False):
+        writer.say(
+            f"{env} cannot be snapshot: after --resume its episodes begin again "
+            "(envs/vector/snapshots.py tells how an environment takes part)"
+        )
+    return writer
+
+
 def set_results_aside(run_dir: Path) -> None:
-    """Rename what says that a run has finished: it goes on."""
+    """Rename the files that say that a run has finished: it goes on."""
     for name in (SUMMARY, "plots/learning_curve.png", "plots/equity.png"):
         path = run_dir / name
         if path.exists():
@@ -171,124 +267,19 @@ def set_results_aside(run_dir: Path) -> None:
 
 
 def discard_unstarted(run_dir: Path) -> None:
-    """Remove what a run that failed before its first iteration ended has written."""
+    """Remove the files of a run that failed before its first iteration ended."""
     metrics = run_dir / METRICS_FILE
-    if not run_dir.is_dir() or (run_dir / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size):
+    has_metrics = metrics.exists() and metrics.stat().st_size
+    if not run_dir.is_dir() or (run_dir / "checkpoints").exists() or has_metrics:
         return
     close_logging()
     shutil.rmtree(run_dir / "logs", ignore_errors=True)
-    for path in (run_dir / "config.json", metrics, *run_dir.glob(EVENT_FILES)):
+    for path in (
+        run_dir / "config.json",
+        run_dir / STATE_FILE,
+        metrics,
+        *run_dir.glob(EVENT_FILES),
+    ):
         path.unlink(missing_ok=True)
     if not any(run_dir.iterdir()):
         run_dir.rmdir()
-
-
-def glance(task: TradingTask | GymTask) -> Any:
-    """An environment to look at the spaces of: the smallest of the task."""
-    if isinstance(task, TradingTask):
-        return task.judging_env(task.markets("train", 1), task.spans.train)
-    return task.training_env(1)
-
-
-def check_resumable(state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int) -> None:
-    """Compare a checkpoint with the environments of now, before anything is written.
-
-    Raises:
-        UserError: names everything that differs.
-    """
-    check_shapes(state, config.policy, config.launch.dtype)
-    env = glance(task)
-    space = env.single_action_space
-    discrete = isinstance(space, spaces.Discrete)
-    num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
-    saved = len(state["carry"]["obs"])
-    num_envs = share_out(config.train, 0, num_ranks, saved).global_num_envs
-    kinds = {True: "discrete", False: "continuous"}
-    compared = {
-        "observation size": (int(env.single_observation_space.shape[0]), state["num_obs"]),
-        "actions": (f"{num_actions} {kinds[discrete]}", f"{state['num_actions']} {kinds[state['discrete']]}"),
-        f"environments on {num_ranks} rank(s)": (num_envs, saved),
-    }
-    if state["environments"] is not None and not getattr(env, "can_snapshot", False):
-        compared["snapshots of environments"] = ("none", "some")
-    env.close()
-    differing = [f"{name} {here} (it has {there})" for name, (here, there) in compared.items() if here != there]
-    refuse_differences(differing, "use the environment and the sizes it was trained with")
-
-
-def refuse_differences(differing: list[str], cure: str) -> None:
-    """Refuse a resume, if there are any; names all of them."""
-    if differing:
-        raise UserError(f"this differs from the run to resume: {', '.join(sorted(differing))}; {cure}")
-
-
-@dataclass(frozen=True)
-class LoadedAgent:
-    """A trained policy with its normaliser, ready to act."""
-
-    policy: Policy
-    normalizer: Normalizer
-    config: RunConfig
-    iteration: int
-    path: Path
-
-    @property
-    def run_dir(self) -> Path:
-        """The directory of its run, or where the checkpoint was copied to."""
-        folder = self.path.absolute().parent
-        return folder.parent if folder.name == CHECKPOINT_DIR else folder
-
-
-def load_saved(path: str | Path) -> Found:
-    """A checkpoint file, or the newest valid one of a run directory.
-
-    Raises:
-        UserError, CheckpointError: there is none.
-    """
-    path = Path(path)
-    if path.is_dir():
-        newest = load_latest(path)
-        if newest is None:
-            raise UserError(f"{path} holds no valid checkpoint: give a run directory or a .pt file")
-        return _of_training(newest)
-    if not path.exists():
-        raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
-    return _of_training(Found(path, load_checkpoint(path)))
-
-
-def _of_training(found: Found) -> Found:
-    if kind_of(found.state) != RUN:
-        raise UserError(f"{found.path} is no checkpoint of {RUN}: name one, or its run directory")
-    return found
-
-
-def load_newest(run_dir: Path) -> Found | None:
-    """The newest valid checkpoint of a run; None only where there are none at all.
-
-    Raises:
-        UserError: there are some, but none is valid: beginning anew would overwrite them.
-    """
-    newest = load_latest(run_dir)
-    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
-        raise UserError(
-            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint verify {run_dir}; "
-            "move them away to begin anew"
-        )
-    return newest and _of_training(newest)
-
-
-def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:
-    """Load a policy from a checkpoint or run directory, wherever it was trained.
-
-    Raises:
-        UserError, CheckpointError: nothing valid there.
-    """
-    file, state = load_saved(path)
-    config = RunConfig.from_dict(json.loads(state["config"]))
-    check_shapes(state, config.policy, config.launch.dtype)
-    policy = Policy(config.policy, state["num_obs"], action_space(state)).to(config.launch.dtype)
-    policy.low_precision = autocast_dtype(config.launch.precision)
-    policy.load_state_dict(state["policy"])
-    normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
-    normalizer.load_state_dict(state["obs_normalizer"])
-    return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)

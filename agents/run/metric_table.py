@@ -1,12 +1,17 @@
-"""The metrics of a training run, each with its unit and meaning.
+"""The metrics of a training run, and the bottleneck that a profile shows.
 
-The reference page of docs/ is made from this table, and `tests/test_metric_table.py` compares it
-with what runs write. To add a metric, return it where it is computed and add its row here.
+The reference page of docs/ is made from this table, and `tests/agents/test_metric_table.py`
+compares it with the metrics that runs write. To add one, return it where it is computed and add its
+row here.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from rl_dist.telemetry.profiler import COPIES, GRADIENTS, WAITING
 
 
 @dataclass(frozen=True)
@@ -20,108 +25,128 @@ class Metric:
     overall: bool = True  # the record itself holds a value of all ranks
 
 
-TRADING, OTHER_TASKS, FP16, MONITORED, GPU = (
-    "StockTrading-v0",
-    "other environments",
-    "fp16",
-    "--monitor_every",
-    "GPU",
-)
-
-METRICS: dict[str, Metric] = {
-    "iteration": Metric("number of this iteration, from 1: one rollout and one update"),
-    "global_step": Metric("environment steps of all ranks so far", "steps"),
-    "episode/return": Metric(
-        "mean sum of plain rewards of the episodes that ended; null if none did", per_rank=True
-    ),
-    "episode/length": Metric("mean length of these episodes; null if none ended", "steps"),
-    "episode/count": Metric("episodes that ended in this iteration", "episodes", per_rank=True),
-    "episode/total": Metric("episodes that have ended since the start", "episodes"),
-    "env/restarts": Metric(
-        "environments made again since the last record, the warm-up included", "restarts"
-    ),
-    "loss/policy": Metric(
-        "clipped surrogate loss; losses are means over all ranks and gradient steps"
-    ),
-    "loss/value": Metric(
-        "half of the mean squared error of the critic, in units of scaled rewards"
-    ),
-    "loss/entropy": Metric("entropy of the action distribution", "nats"),
-    "ppo/approx_kl": Metric(
-        "estimated KL divergence from the policy that collected the rollout", "nats"
-    ),
-    "ppo/clip_fraction": Metric("share of steps whose probability ratio was clipped", "share"),
-    "ppo/explained_variance": Metric(
-        "share of the returns' variance that the critic explains; 1 is all of it", "share"
-    ),
-    "optim/grad_norm": Metric(
-        "norm of the gradient, after the reduction over ranks and before clipping"
-    ),
-    "optim/learning_rate": Metric("learning rate after scaling, warm-up and annealing"),
-    "optim/steps": Metric("gradient steps taken", "steps"),
-    "optim/skipped_steps": Metric(
-        "gradient steps skipped, because loss or gradient was not finite", "steps"
-    ),
-    "optim/loss_scale": Metric(
-        "factor by which the loss is multiplied before the backward pass", when=FP16
-    ),
-    "time/collect_s": Metric(
-        "rollout; of all ranks the slowest, as every time below", "s", per_rank=True
-    ),
-    "time/update_s": Metric("update: all epochs, with reductions and waiting", "s", per_rank=True),
-    "time/update_own_s": Metric("update without waiting for other ranks", "s", per_rank=True),
-    "time/forward_s": Metric("forward passes of the update", "s", per_rank=True),
-    "time/backward_s": Metric(
-        "backward passes without waiting for gradients of other ranks", "s", per_rank=True
-    ),
-    "time/optimizer_s": Metric("clipping and optimizer steps", "s", per_rank=True),
-    "time/gradient_wait_s": Metric("waiting for gradients of other ranks", "s", per_rank=True),
-    "time/reduction_s": Metric(
-        "the shortest such wait: what a reduction costs the last rank to come", "s", per_rank=True
-    ),
-    "time/step_spread_s": Metric(
-        "standard deviation of the rank's own time of a gradient step", "s", per_rank=True
-    ),
-    "time/idle_share": Metric(
-        "share of the iteration that a rank waits for others", "share", per_rank=True
-    ),
-    "time/sync_s": Metric("waiting in the trainer's own collectives, gradients excluded", "s"),
-    "time/sps": Metric(
-        "environment steps of all ranks per second, without validation and checkpoints", "steps/s"
-    ),
-    "valid/sharpe": Metric(
-        "mean annual Sharpe ratio of the policy on the validation span", when=TRADING
-    ),
-    "valid/equal_weight_sharpe": Metric("the same of equal weight, bought at once", when=TRADING),
-    "valid/annual_return": Metric("mean annual return of the policy", "share", TRADING),
-    "valid/exposure": Metric("mean share of the portfolio that is invested", "share", TRADING),
-    "valid/return": Metric("mean return of the evaluation episodes", when=OTHER_TASKS),
-    "valid/return_std": Metric("their standard deviation", when=OTHER_TASKS),
-    "valid/return_min": Metric("the lowest of them", when=OTHER_TASKS),
-    "valid/length": Metric("their mean length", "steps", OTHER_TASKS),
-    "valid/episodes": Metric("how many there were", "episodes", OTHER_TASKS),
-    "valid/episodes_cut": Metric(
-        "how many reached the evaluation's longest length", "episodes", OTHER_TASKS
-    ),
-    "valid/env_restarts": Metric(
-        "environments made again during the evaluation", "restarts", OTHER_TASKS
-    ),
-    "ranks": Metric("a list with one object per rank, in the order of ranks"),
-    "rank": Metric("number of the rank", per_rank=True, overall=False),
-    "cpu/percent": Metric(
-        "CPU time of the rank's process; 100 is one core", "%", MONITORED, True, False
-    ),
-    "ram/used_gib": Metric("memory of the rank's process", "GiB", MONITORED, True, False),
-    "ram/free_gib": Metric("memory that is free on the machine", "GiB", MONITORED, True, False),
-    "gpu/utilization_percent": Metric("time in which the GPU was busy", "%", GPU, True, False),
-    "gpu/memory_allocated_gib": Metric("GPU memory of the rank's tensors", "GiB", GPU, True, False),
-    "gpu/memory_reserved_gib": Metric(
-        "GPU memory that torch's allocator holds", "GiB", GPU, True, False
-    ),
-    "gpu/memory_peak_gib": Metric("highest allocation so far", "GiB", GPU, True, False),
-    "gpu/memory_free_gib": Metric(
-        "GPU memory that is free for any process", "GiB", GPU, True, False
-    ),
-    "gpu/temperature_c": Metric("temperature of the GPU", "°C", GPU, True, False),
-    "gpu/power_w": Metric("power that the GPU draws", "W", GPU, True, False),
+TRADING = "StockTrading-v0"
+OTHER_TASKS = "other environments"
+FP16 = "fp16"
+MONITORED = "--monitor_every"
+GPU = "GPU"
+# By the runs that write them: key, [unit], meaning. "*": also each rank's own; "-": only that.
+ROWS = {
+    "": """
+ iteration number of this iteration, from 1: one rollout and one update
+ global_step [steps] environment steps of all ranks so far
+*episode/return mean sum of plain rewards of the episodes that ended; null if none did
+ episode/length [steps] mean length of these episodes; null if none ended
+*episode/count [episodes] episodes that ended in this iteration
+ episode/total [episodes] episodes that have ended since the start
+ env/restarts [restarts] environments made again since the last record, the warm-up included
+ loss/policy clipped surrogate loss; losses are means over all ranks and gradient steps
+ loss/value half of the mean squared error of the critic, in units of scaled rewards
+ loss/entropy [nats] entropy of the action distribution
+ ppo/approx_kl [nats] estimated KL divergence from the policy that collected the rollout
+ ppo/clip_fraction [share] share of steps whose probability ratio was clipped
+ ppo/explained_variance [share] share of the returns' variance that the critic explains; 1 is all
+ optim/grad_norm norm of the gradient, after the reduction over ranks and before clipping
+ optim/learning_rate learning rate after scaling, warm-up and annealing
+ optim/steps [steps] gradient steps taken
+ optim/skipped_steps [steps] gradient steps skipped, because loss or gradient was not finite
+*time/collect_s [s] rollout; of all ranks the slowest, as every time below
+*time/update_s [s] update: all epochs, with reductions and waiting
+*time/update_own_s [s] update without waiting for other ranks
+*time/forward_s [s] forward passes of the update
+*time/backward_s [s] backward passes without waiting for gradients of other ranks
+*time/optimizer_s [s] clipping and optimizer steps
+*time/gradient_wait_s [s] waiting for gradients of other ranks
+*time/reduction_s [s] the shortest such wait: what a reduction costs the last rank to come
+*time/step_spread_s [s] standard deviation of the rank's own time of a gradient step
+*time/idle_share [share] share of the iteration that a rank waits for others
+ time/sync_s [s] waiting in the trainer's own collectives, gradients excluded
+ time/sps [steps/s] environment steps of all ranks per second, without validation and checkpoints
+ ranks a list with one object per rank, in the order of ranks
+-rank number of the rank
+""",
+    FP16: """
+ optim/loss_scale factor by which the loss is multiplied before the backward pass
+""",
+    TRADING: """
+ valid/sharpe mean annual Sharpe ratio of the policy on the validation span
+ valid/equal_weight_sharpe the same of equal weight, bought at once
+ valid/annual_return [share] mean annual return of the policy
+ valid/exposure [share] mean share of the portfolio that is invested
+""",
+    OTHER_TASKS: """
+ valid/return mean return of the evaluation episodes
+ valid/return_std their standard deviation
+ valid/return_min the lowest of them
+ valid/length [steps] their mean length
+ valid/episodes [episodes] how many there were
+ valid/episodes_cut [episodes] how many reached the evaluation's longest length
+ valid/env_restarts [restarts] environments made again during the evaluation
+""",
+    MONITORED: """
+-cpu/percent [%] CPU time of the rank's process; 100 is one core
+-ram/used_gib [GiB] memory of the rank's process
+-ram/free_gib [GiB] memory that is free on the machine
+""",
+    GPU: """
+-gpu/utilization_percent [%] time in which the GPU was busy
+-gpu/memory_allocated_gib [GiB] GPU memory of the rank's tensors
+-gpu/memory_reserved_gib [GiB] GPU memory that torch's allocator holds
+-gpu/memory_peak_gib [GiB] highest allocation so far
+-gpu/memory_free_gib [GiB] GPU memory that is free for any process
+-gpu/temperature_c [°C] temperature of the GPU
+-gpu/power_w [W] power that the GPU draws
+""",
 }
+
+
+def _read_rows() -> dict[str, Metric]:
+    found = {}
+    for when, rows in ROWS.items():
+        for row in re.finditer(r"^([ *-])(\S+) (?:\[(\S+)\] )?(.*)$", rows, re.MULTILINE):
+            mark, key, unit, meaning = row.groups()
+            found[key] = Metric(meaning, unit or "", when, mark in "*-", mark != "-")
+    return found
+
+
+METRICS = _read_rows()
+
+
+FIXES = {
+    "the environment": "every rank steps its own share, so more --num_gpus (on a CPU: ranks) step "
+    "more at a time; a vectorised environment, or one on the GPU, steps many at once",
+    "policy inference": "each call serves all environments of a rank: more --num_envs per call "
+    "cost little more; a smaller --hidden_size costs less",
+    "the update": "more --num_gpus share it out; fewer --update_epochs or a smaller --hidden_size "
+    "make it shorter",
+    "copies between CPU and GPU": "an environment that keeps observations on the GPU needs none",
+    "waiting for other ranks": "larger --batch_size and --num_envs make ranks meet less often for "
+    "the same work; take fewer ranks where one is slower than the others",
+}
+
+
+def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of an iteration by what could limit it.
+
+    Args:
+        seconds: of the sections of an iteration, as `rl_dist.telemetry.profiler` reads them.
+    """
+    copies_s = seconds.get(COPIES, 0.0)
+    gradients_s = seconds.get(GRADIENTS, 0.0)
+    return {
+        # the environment fetches actions and hands over observations
+        "the environment": max(0.0, seconds["collect/environment"] - copies_s),
+        "policy inference": seconds["collect/policy"],
+        "the update": max(0.0, seconds["update"] - gradients_s),
+        "copies between CPU and GPU": copies_s,
+        "waiting for other ranks": gradients_s + seconds.get(WAITING, 0.0),
+    }
+
+
+def bottleneck(seconds: Mapping[str, float]) -> str:
+    """Name the part of an iteration that takes longest and its fix, in one sentence."""
+    parts = parts_of(seconds)
+    name = max(parts, key=parts.__getitem__)
+    share = parts[name] / sum(parts.values())
+    among = "environment, policy, update, copies and waiting"
+    return f"bottleneck: {name} ({share:.0%} of {among}): {FIXES[name]}"

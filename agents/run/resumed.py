@@ -4,62 +4,63 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agents.run.config import SECTIONS, RunConfig, refuse_differences
-from agents.sizes import AUTO, TrainConfig
+from gymnasium import spaces
+
+from agents.run.config import SECTIONS, RunConfig, probe_env
+from agents.run.saved import check_shapes
+from agents.sizes import AUTO, TrainConfig, shard_sizes
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.own_modules import check_module
-from rl_dist.config import ParsedFlags, given_once
+from rl_dist.config import ParsedFlags, given_once, removed_flags
 from rl_dist.errors import UserError
 
-# What a resumed run may change: how long, and where it runs.
-CHANGEABLE = {"num_episodes", "total_steps", "num_gpus", "device", "strategy", "hybrid_form", "checkpoint_every"} | {
-    "gpu_ids",
-    "fallback",
-    "keep_checkpoints",
-    "keep_best",
-    "on_save_error",
-    "validate_every",
-    "max_restarts",
-    "on_event",
-    "env_timeout",
-    "env_restarts",
-    "max_bad_steps",
-    "sync_check_every",
-    "collective_timeout",
-    "monitor_every",
-    "shard_size",
-    "gradient_compression",
-    "cudnn_autotune",
-    "fused_adam",
-    "compile",
-    "profile",
-}
+if TYPE_CHECKING:
+    from envs.task import GymTask
+    from envs.trading.task import TradingTask
+
+# What a resumed run may change: how long, where it runs, and what it keeps and reports.
+CHANGEABLE = {
+    "num_episodes", "total_steps",
+    "num_gpus", "gpu_ids", "device", "strategy", "hybrid_form", "shard_size",
+    "gradient_compression", "fallback", "fused_adam", "max_restarts",
+    "collective_timeout", "env_timeout", "env_restarts", "max_bad_steps",
+    "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",
+    "on_event", "sync_check_every", "monitor_every", "profile",
+}  # fmt: skip
 
 
 def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
-    """`resumed_config` of a checkpoint; says what it had that is to be given again.
+    """Return the configuration to go on with, and print flags to give again.
 
     Raises:
         UserError: as `resumed_config` and `check_module`.
     """
     saved = json.loads(found.state["config"])
     config = resumed_config(RunConfig.from_dict(saved), parsed)
-    check_module(config.task.env, config.task.env_kwargs, run_dir, parsed.named("env"))
+    named = parsed.configs["task"].env if "env" in parsed.given else None
+    check_module(config.task.env, config.task.env_kwargs, run_dir, named)
     for name in sorted(given_once(SECTIONS, saved) - parsed.given):
         if os.environ.get("RANK", "0") == "0":
-            print(f"this run had --{name}, which is not stored: it does nothing now unless it is given again")
+            print(
+                f"this run had --{name}, which is not stored: it does nothing now unless it is "
+                "given again"
+            )
+    for name in sorted(removed_flags(saved)):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
     return config
 
 
 def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
-    """The saved configuration, with the flags that a resumed run may change.
+    """Return the saved configuration, with the flags that a resumed run may change.
 
     Raises:
-        UserError: flags were repeated with other values than the run was started with; names all of them.
+        UserError: flags were repeated with other values than the saved ones; names all of them.
     """
     sections: dict[str, Any] = {}
     differing: list[str] = []
@@ -67,38 +68,88 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     for name in SECTIONS:
         old, new = getattr(saved, name), parsed.configs[name]
         given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
-        changes = {flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)}
+        changes = {
+            flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)
+        }
         if changes.get("batch_size") == AUTO:  # it was measured when the run began
             del changes["batch_size"]
+        # flags of hybrid do nothing with another strategy, shard_size nothing in a pipeline
         if changes.get("strategy", "hybrid") != "hybrid":
-            changes = {"hybrid_form": "shard", "shard_size": 0} | changes  # they would do nothing from here on
+            changes = {"hybrid_form": "shard", "shard_size": 0} | changes
         if changes.get("hybrid_form") == "pipeline":
-            changes = {"shard_size": 0} | changes  # so would this
-        differing += [f"--{flag} {changes[flag]} (it has {getattr(old, flag)})" for flag in changes.keys() - changeable]
+            changes = {"shard_size": 0} | changes
+        differing += [
+            f"--{flag} {changes[flag]} (it has {getattr(old, flag)})"
+            for flag in changes.keys() - changeable
+        ]
         kept = {flag: changes[flag] for flag in changes.keys() & changeable}
-        sections[name] = dataclasses.replace(old, **kept | (_other_devices(kept) if name == "launch" else {}))
-    refuse_differences(differing, "leave out what differs, or start a fresh run")
+        reset = _other_devices(kept) if name == "launch" else {}
+        sections[name] = dataclasses.replace(old, **kept | reset)
+    _refuse_differences(differing, "leave out what differs, or start a fresh run")
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:
-        raise UserError("--num_episodes does nothing in a run that stops by --total_steps: give --total_steps")
+        raise UserError(
+            "--num_episodes does nothing in a run that stops by --total_steps: give --total_steps"
+        )
     return config
 
 
 def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
-    """What no longer counts when a resumed run gets other ranks or another strategy."""
+    """Return fields that no longer count with other ranks or another strategy, reset."""
     reset: dict[str, Any] = {}
     if "gpu_ids" in changes and "num_gpus" not in changes:
         reset["num_gpus"] = -1
     if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
         reset["gpu_ids"] = ""
-    if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:  # else they do nothing
+    # else these changes would do nothing
+    if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:
         reset |= {"chosen_strategy": "", "chosen_on": ""}
     return reset
 
 
 def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
-    """The sizes that may change together, because a gradient step still takes as many slots."""
+    """Return the sizes that may change together, as a gradient step still takes as many slots."""
     sizes = {"batch_size", "grad_accumulation"}
     new = {name: getattr(parsed.configs["train"], name) for name in sizes & parsed.given}
-    same = new.get("batch_size") != AUTO and dataclasses.replace(old, **new).slots_per_step == old.slots_per_step
+    if new.get("batch_size") == AUTO:
+        return set()
+    same = dataclasses.replace(old, **new).sequences_per_step == old.sequences_per_step
     return sizes if same else set()
+
+
+def check_resumable(
+    state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int
+) -> None:
+    """Compare a checkpoint with the environments of now, before anything is written.
+
+    Raises:
+        UserError: names everything that differs.
+    """
+    check_shapes(state, config.policy, config.launch.dtype)
+    env = probe_env(task)
+    space = env.single_action_space
+    discrete = isinstance(space, spaces.Discrete)
+    num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
+    saved = len(state["carry"]["obs"])
+    num_envs = shard_sizes(config.train, 0, num_ranks, saved).global_num_envs
+    kinds = {True: "discrete", False: "continuous"}
+    compared = {
+        "observation size": (int(env.single_observation_space.shape[0]), state["num_obs"]),
+        "actions": (
+            f"{num_actions} {kinds[discrete]}",
+            f"{state['num_actions']} {kinds[state['discrete']]}",
+        ),
+        f"environments on {num_ranks} rank(s)": (num_envs, saved),
+    }
+    if state["environments"] is not None and not getattr(env, "can_snapshot", False):
+        compared["snapshots of environments"] = ("none", "some")
+    env.close()
+    differing = [f"{name} {a} (it has {b})" for name, (a, b) in compared.items() if a != b]
+    _refuse_differences(differing, "use the environment and the sizes it was trained with")
+
+
+def _refuse_differences(differing: list[str], fix: str) -> None:
+    if differing:
+        raise UserError(
+            f"this differs from the run to resume: {', '.join(sorted(differing))}; {fix}"
+        )

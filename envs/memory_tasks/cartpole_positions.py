@@ -1,6 +1,6 @@
 """CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
 
-Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton and Anderson 1983).
+Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson 1983).
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from envs.vector.batched import BatchedEnv, pack_generator, unpack_generator
 
 _START_BOUND = 0.05  # every start coordinate is uniform in [-0.05, 0.05], as in CartPole-v1
-_POSITIONS = [0, 2]  # cart position (m) and pole angle (rad) in the state (x, x_dot, theta, theta_dot)
+# cart position (m) and pole angle (rad) in the state (x, x_dot, theta, theta_dot)
+_POSITIONS = [0, 2]
 
 
 def _positions_space(cart_pole: CartPoleEnv) -> spaces.Box:
-    high = np.array([2 * cart_pole.x_threshold, 2 * cart_pole.theta_threshold_radians], dtype=np.float32)
-    return spaces.Box(-high, high)
-
-
-def _checked_limit(max_episode_steps: int) -> int:
-    if max_episode_steps < 1:
-        raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}: 500 is usual")
-    return max_episode_steps
+    space = cart_pole.observation_space
+    assert isinstance(space, spaces.Box)
+    return spaces.Box(space.low[_POSITIONS], space.high[_POSITIONS])
 
 
 class CartPolePositionsEnv(CartPoleEnv):
@@ -38,7 +34,7 @@ class CartPolePositionsEnv(CartPoleEnv):
     def __init__(self, *, max_episode_steps: int = 500, render_mode: str | None = None) -> None:
         super().__init__(render_mode=render_mode)
         self.observation_space = _positions_space(self)
-        self.max_episode_steps = _checked_limit(max_episode_steps)
+        self.max_episode_steps = max_episode_steps
         self._elapsed = 0
 
     def reset(
@@ -53,11 +49,11 @@ class CartPolePositionsEnv(CartPoleEnv):
         """Push left (0) or right (1); reward 1 per step."""
         obs, reward, terminated, _, info = super().step(action)
         self._elapsed += 1
-        return obs[_POSITIONS], float(reward), terminated, self._elapsed >= self.max_episode_steps, info
+        truncated = self._elapsed >= self.max_episode_steps
+        return obs[_POSITIONS], float(reward), terminated, truncated, info
 
     def get_state(self) -> dict[str, np.ndarray | int]:
         """Return everything the future depends on."""
-        assert self.state is not None, "reset must be called before get_state"
         generator = pack_generator(self.np_random)
         return {"state": np.array(self.state), "elapsed": self._elapsed, "generator": generator}
 
@@ -77,7 +73,7 @@ class CartPolePositionsVectorEnv(BatchedEnv):
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # read for its constants only
         super().__init__(num_envs, _positions_space(self._physics), spaces.Discrete(2))
-        self.max_episode_steps = _checked_limit(max_episode_steps)
+        self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
         self.elapsed = np.zeros(num_envs, dtype=np.int64)
 
@@ -96,20 +92,18 @@ class CartPolePositionsVectorEnv(BatchedEnv):
 
     def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Integrate one Euler step in CartPoleEnv.step's order: equal to the last bit."""
-        constants = self._physics
+        it = self._physics
         x, x_dot, theta, theta_dot = self.state.T
-        force = np.where(actions == 1, constants.force_mag, -constants.force_mag)
+        force = np.where(actions == 1, it.force_mag, -it.force_mag)
         cos, sin = np.cos(theta), np.sin(theta)
-        temp = (force + constants.polemass_length * np.square(theta_dot) * sin) / constants.total_mass
-        theta_acc = (constants.gravity * sin - cos * temp) / (
-            constants.length * (4.0 / 3.0 - constants.masspole * np.square(cos) / constants.total_mass)
+        temp = (force + it.polemass_length * np.square(theta_dot) * sin) / it.total_mass
+        theta_acc = (it.gravity * sin - cos * temp) / (
+            it.length * (4.0 / 3.0 - it.masspole * np.square(cos) / it.total_mass)
         )
-        x_acc = temp - constants.polemass_length * theta_acc * cos / constants.total_mass
-        tau = constants.tau
-        moves = (x + tau * x_dot, x_dot + tau * x_acc, theta + tau * theta_dot, theta_dot + tau * theta_acc)
-        self.state = np.stack(moves, axis=1)
+        x_acc = temp - it.polemass_length * theta_acc * cos / it.total_mass
+        rates = np.stack([x_dot, x_acc, theta_dot, theta_acc], axis=1)
+        self.state = self.state + it.tau * rates
         self.elapsed += 1
-        terminated = (np.abs(self.state[:, 0]) > constants.x_threshold) | (
-            np.abs(self.state[:, 2]) > constants.theta_threshold_radians
-        )
+        terminated = np.abs(self.state[:, 0]) > it.x_threshold
+        terminated |= np.abs(self.state[:, 2]) > it.theta_threshold_radians
         return np.ones(self.num_envs), terminated, self.elapsed >= self.max_episode_steps

@@ -1,8 +1,9 @@
 """Recall-v0: a tiny task that only memory solves.
 
-The first observation shows one of `num_cues` cues. `delay` observations of pure noise follow. Then the query
-flag is up, and the action taken at that moment is rewarded with 1 if it is the cue's number. All other
-rewards are 0. A policy with memory earns 1 per episode; without memory the best is 1 / num_cues.
+The first observation shows one of `num_cues` cues. `delay` observations of pure noise follow. Then
+the query flag is up, and the action taken at that moment is rewarded with 1 if it is the cue's
+number. All other rewards are 0. A policy with memory earns 1 per episode; without memory the best
+is 1 / num_cues.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from envs.vector.batched import BatchedEnv
 class RecallVectorEnv(BatchedEnv):
     """Recall-v0 for a whole batch of environments.
 
-    Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zero), noise in [-1, 1],
-    the query flag. An episode lasts delay + 2 steps and then terminates.
+    Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zero), noise in
+    [-1, 1], the query flag. An episode lasts delay + 2 steps and then terminates.
     """
 
     state_names = ("cue", "age", "noise")
 
-    def __init__(self, num_envs: int = 1, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2) -> None:
-        checks = (("num_cues", num_cues, 2), ("delay", delay, 0), ("num_noise", num_noise, 0))
-        for name, value, least in checks:
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}: choose a larger one")
+    def __init__(
+        self, num_envs: int = 1, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2
+    ) -> None:
+        if num_cues < 2 or delay < 0 or num_noise < 0:
+            raise ValueError(
+                "num_cues must be at least 2, delay and num_noise at least 0, "
+                f"got {num_cues}, {delay} and {num_noise}"
+            )
         low = np.array([0.0] * num_cues + [-1.0] * num_noise + [0.0], dtype=np.float32)
-        high = np.ones(num_cues + num_noise + 1, dtype=np.float32)
-        super().__init__(num_envs, spaces.Box(low, high), spaces.Discrete(num_cues))
+        super().__init__(num_envs, spaces.Box(low, np.ones_like(low)), spaces.Discrete(num_cues))
         self.num_cues = num_cues
         self.query_age = delay + 1
         self.cue = np.zeros(num_envs, dtype=np.int64)
         self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
         self.noise = np.zeros((num_envs, delay + 2, num_noise))
-        self._rows = np.arange(num_envs)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the cue and the noise of every step as uniforms in [0, 1)."""
@@ -70,12 +72,12 @@ class RecallVectorEnv(BatchedEnv):
 
 
 class RecallEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """Recall-v0 as a single environment: a batch of one."""
+    """Recall-v0 as a single environment: a batch of one; takes its keyword arguments."""
 
     metadata: dict[str, Any] = {"render_modes": []}
 
-    def __init__(self, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2) -> None:
-        self._batch = RecallVectorEnv(1, num_cues=num_cues, delay=delay, num_noise=num_noise)
+    def __init__(self, **kwargs: int) -> None:
+        self._batch = RecallVectorEnv(1, **kwargs)
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
 
@@ -85,13 +87,12 @@ class RecallEnv(gymnasium.Env[np.ndarray, np.int64]):
         """Start an episode with a new cue."""
         super().reset(seed=seed)
         self._batch.generators = [self.np_random]
-        self._batch.begin_episodes(np.array([0]))
-        return self._batch.observe()[0], {}
+        return self._batch.reset()[0][0], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take one step; reward 1 for naming the cue when the query flag is up."""
-        rewards, terminated, truncated = self._batch.advance(np.array([action]))
-        return self._batch.observe()[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
+        rewards, terminated, _ = self._batch.advance(np.array([action]))
+        return self._batch.observe()[0], float(rewards[0]), bool(terminated[0]), False, {}
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return everything the future depends on."""

@@ -1,14 +1,12 @@
 """Rules that trade without learning, to be compared with.
 
 Equal weight, a reference that knows the generator of the simulated market, and a memoryless rule.
-
 Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +23,8 @@ from envs.trading.simulated_market import (
     GAP_DAYS,
     MOVE_DAYS,
     TAIL_DEGREES,
-    SimulatedMarketConfig,
 )
+from envs.trading_config import SimulatedMarketConfig
 
 LEVEL_DAYS = 20  # the usual volume is the median of so many days before
 SURPRISE_NOISE = 0.30  # sd of log volume against that median on an ordinary day
@@ -40,8 +38,9 @@ WEAK_EDGE = 15.0  # bps: below it the market's own drift is worth more than dodg
 EQUAL_ENOUGH = 0.05  # equal weight stops buying a stock when this share of 1/n is missing
 
 
-# One announcement: (age in days, value). Value: +-1 surge or drought, +-2 just denied, 0 void.
-State = tuple[tuple[int, int], ...]  # the announcements that still matter, newest first
+# The announcements that still matter, newest first, as (age in days, value). Value: +-1 surge or
+# drought, +-2 just denied, 0 void.
+State = tuple[tuple[int, int], ...]
 
 
 class NewsModel(NamedTuple):
@@ -55,7 +54,7 @@ class NewsModel(NamedTuple):
 
 
 def _followers(state: State) -> list[tuple[float, State]]:
-    """States of the next day with their probabilities."""
+    """Return the states of the next day with their probabilities."""
     aged = [(age + 1, value if abs(value) < 2 else 0) for age, value in state]
     aged = [item for i, item in enumerate(aged) if i == 0 or item[0] < DELAY_DAYS + MOVE_DAYS]
     age, value = aged[0]
@@ -64,13 +63,14 @@ def _followers(state: State) -> list[tuple[float, State]]:
         return [(DENIAL_CHANCE, denied), (1.0 - DENIAL_CHANCE, tuple(aged))]
     if age < GAP_DAYS[0]:
         return [(1.0, tuple(aged))]
-    due = 1.0 / (GAP_DAYS[1] - age + 1)  # uniform gaps: the chance that the next announcement comes today
+    # uniform gaps: the chance that the next announcement comes today
+    due = 1.0 / (GAP_DAYS[1] - age + 1)
     news: list[tuple[float, State]] = [(due / 2.0, ((0, kind), *aged)) for kind in (1, -1)]
     return news if due == 1.0 else [*news, (1.0 - due, tuple(aged))]
 
 
 def _expected_move(state: State, ahead: int) -> float:
-    """Expected move, in edges, so many days after the close of a state."""
+    """Return the expected move, in edges, so many days after the close of a state."""
     total = 0.0
     for age, value in state:
         if abs(value) == 1 and DELAY_DAYS < age + ahead <= DELAY_DAYS + MOVE_DAYS:
@@ -79,7 +79,7 @@ def _expected_move(state: State, ahead: int) -> float:
 
 
 def _event_of(state: State) -> int:
-    """The event on the day that ends in this state; a denial is of the kind its value's sign says."""
+    """Return the event of the day that ends in this state; a denial has the sign of its value."""
     age, value = state[0]
     if age == 0:
         return value
@@ -87,7 +87,7 @@ def _event_of(state: State) -> int:
 
 
 def news_model() -> NewsModel:
-    """The hidden Markov model, found by following the generator's rules."""
+    """Build the hidden Markov model by following the generator's rules."""
     states: list[State] = [((0, 1),)]
     index = {states[0]: 0}
     chances: list[tuple[int, int, float]] = []
@@ -103,19 +103,21 @@ def news_model() -> NewsModel:
     start = np.full(len(states), 1.0 / len(states))
     for _ in range(500):  # gaps of several lengths mix: any start ends at the same frequencies
         start = start @ transition
+    days = range(1, OUTLOOK_DAYS + 1)
     return NewsModel(
         transition=transition,
         start=start,
         event=np.array([_event_of(state) for state in states]),
         move=np.array([round(_expected_move(state, 0)) for state in states]),
-        outlook=np.array([[_expected_move(s, j) for j in range(1, OUTLOOK_DAYS + 1)] for s in states]),
+        outlook=np.array([[_expected_move(state, day) for day in days] for state in states]),
     )
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Log volume against its recent median, [D, k] to [D, k].
+    """Return log volume [D, k] against its median of the LEVEL_DAYS days before.
 
-    The median is of the LEVEL_DAYS days before; zero while warming up."""
+    Zero while warming up.
+    """
     log_volume = np.log(np.maximum(volume, 1.0))
     windows = np.lib.stride_tricks.sliding_window_view(log_volume[:-1], LEVEL_DAYS, axis=0)
     surprise = np.zeros_like(log_volume)
@@ -123,30 +125,37 @@ def volume_surprise(volume: np.ndarray) -> np.ndarray:
     return surprise
 
 
+def read_events(volume: np.ndarray) -> np.ndarray:
+    """Return events [D, n] that the volume shows: +1 surge, -1 drought, 0 neither."""
+    surprise = volume_surprise(volume)
+    return np.sign(surprise) * (np.abs(surprise) > 0.5 * EVENT_SIZE)
+
+
 def _volume_likelihood(surprise: np.ndarray) -> np.ndarray:
-    """Likelihood of a volume surprise under a drought, an ordinary day, a surge: [D, k, 3]."""
+    """Return how likely a volume surprise is on a drought, an ordinary day, a surge: [D, k, 3]."""
     distance = (surprise[..., None] - EVENT_SIZE * np.array([-1.0, 0.0, 1.0])) / SURPRISE_NOISE
     return np.exp(-0.5 * distance**2) + BLUNDER
 
 
 def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
-    """Likelihood of a day's return under a move down, none, up: [D, k, 3], with a trailing volatility."""
+    """Return how likely a day's return is under a move down, none, up: [D, k, 3]."""
     returns = np.zeros_like(close)
     returns[1:] = close[1:] / close[:-1] - 1.0
     variance = np.full(close.shape[1], 3e-4)
     likelihood = np.ones((*close.shape, 3))
     for day in range(1, len(close)):
         surprise = returns[day][:, None] - edge * np.array([-1.0, 0.0, 1.0])
-        unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))  # Student t with this variance
+        # Student t with the trailing variance
+        unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
         likelihood[day] = (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
         variance = VOLATILITY_MEMORY * variance + (1.0 - VOLATILITY_MEMORY) * returns[day] ** 2
     return likelihood
 
 
 def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -> np.ndarray:
-    """Expected moves of the next days, by an exact Bayes filter of news_model().
+    """Return expected moves of the next days by a Bayes filter of news_model().
 
-    What stands at day d uses closes and volumes up to day d only. The filter is exact up to the densities: normal
+    Day d uses closes and volumes up to day d only. The filter is exact up to the densities: normal
     noise of the log volume, Student t returns around the trailing volatility, stocks one by one.
 
     Returns [M, days, n, OUTLOOK_DAYS] for the days of the span, in units of the edge (-1 to 1).
@@ -168,42 +177,34 @@ def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -
 
 
 def _orders(env: TradingVectorEnv, target: Tensor) -> Tensor:
-    """Actions [B, n] that trade toward target weights [B, n] (order_unit value), leaving small gaps alone."""
+    """Return actions [B, n] toward target weights [B, n] (order_unit value), but for small gaps."""
     gap = target - env.weights
     return (gap * (gap.abs() > BAND) / env.config.max_order).clamp(-1.0, 1.0)
-
-
-def _markets_of(env: TradingVectorEnv, markets: Sequence[Market] | None) -> Sequence[Market]:
-    found = markets if markets is not None else getattr(env, "markets", None)
-    if found is None:
-        raise ValueError("markets must be given to the rule or be an attribute of the environment, got none")
-    return found
 
 
 class EqualWeight:
     """Buys 1/n of every stock as fast as orders permit, then holds for ever.
 
-    A stock counts as bought once nearly 1/n has been reached or the cash is spent, whatever its price does later;
-    with max_order 1 that is the first day. Both order units work. A pass that begins anew begins from nothing.
+    A stock counts as bought once nearly 1/n has been reached or the cash is spent, whatever its
+    price does later; with max_order 1 that is the first day. Both order units work. A new pass
+    begins from nothing.
     """
 
     def __init__(self) -> None:
         self._buying: Tensor | None = None  # [B, n] bool
 
     def __call__(self, env: TradingVectorEnv) -> Tensor:
-        """Actions [B, n]."""
+        """Return actions [B, n]."""
         weights = env.weights
         share = 1.0 / weights.shape[1]
         begins = (env.day == env.span.first).unsqueeze(1).expand_as(weights)
         buying = begins if self._buying is None else self._buying | begins
         cash_share = 1.0 - weights.sum(1, keepdim=True)
         self._buying = buying & (torch.minimum(share - weights, cash_share) > EQUAL_ENOUGH * share)
-        missing = torch.where(self._buying, share - weights, torch.zeros_like(weights))
-        if env.config.order_unit == "value":
-            return (missing / env.config.max_order).clamp(0.0, 1.0)
-        closes = env._prices[env._row, 0]
-        shares = missing * env.portfolio_value.unsqueeze(1) / closes
-        return (shares / env.config.max_order).clamp(0.0, 1.0)
+        wanted = torch.where(self._buying, share - weights, torch.zeros_like(weights))
+        if env.config.order_unit == "shares":
+            wanted = wanted * env.portfolio_value.unsqueeze(1) / env.closes
+        return (wanted / env.config.max_order).clamp(0.0, 1.0)
 
 
 class ReferencePolicy:
@@ -211,85 +212,50 @@ class ReferencePolicy:
 
     It trades under the same costs and order limit as everyone.
 
-    Target: 1/n of the value in every stock whose expected move over the next OUTLOOK_DAYS exceeds HURDLE edges, cash
-    for the rest. The order limit makes it worth it to buy ahead of a move. At a small edge, where the drift of the
-    market is worth more, it only leaves stocks that are expected to fall, and at edge 0 it holds all of them.
+    Target: 1/n of the value in every stock whose expected move over the next OUTLOOK_DAYS exceeds
+    HURDLE edges, cash for the rest. The order limit makes it worth it to buy ahead of a move. At a
+    small edge, where the drift of the market is worth more, it only leaves stocks that are expected
+    to fall, and at edge 0 it holds all of them.
     """
 
-    def __init__(self, config: SimulatedMarketConfig, markets: Sequence[Market] | None = None) -> None:
-        self.config = config
-        self._markets = markets
+    def __init__(self, config: SimulatedMarketConfig) -> None:
+        self.market_edge = config.market_edge
         self._env: TradingVectorEnv | None = None
 
     def __call__(self, env: TradingVectorEnv) -> Tensor:
-        """Actions [B, n]."""
+        """Return actions [B, n]."""
         if self._env is not env:
-            markets = _markets_of(env, self._markets)
-            outlook = planted_outlook(markets, env.span, self.config.market_edge).mean(3)
-            self._targets = torch.from_numpy(reference_targets(outlook, self.config)).to(env.device)
+            outlook = planted_outlook(env.markets, env.span, self.market_edge).mean(3)
+            hurdle = HURDLE if self.market_edge > WEAK_EDGE else -HURDLE
+            hold = (outlook > hurdle) | (self.market_edge <= 0)
+            self._targets = torch.from_numpy(hold / len(env.tickers)).to(env.device)
             self._env = env
         return _orders(env, self._targets[env.market_index, env.day - env.span.first])
-
-
-def reference_targets(outlook: np.ndarray, config: SimulatedMarketConfig) -> np.ndarray:
-    """Target weights of the reference from expected moves in edges, both [..., n]."""
-    hurdle = HURDLE if config.market_edge > WEAK_EDGE else -HURDLE
-    hold = outlook > hurdle if config.market_edge > 0 else np.ones_like(outlook, dtype=bool)
-    return hold / outlook.shape[-1]
-
-
-@dataclass(frozen=True)
-class MemorylessChoice:
-    """What a memoryless rule aims at, as a share of 1/n; NaN leaves a stock alone."""
-
-    surge: float  # on a day of unusually high volume
-    drought: float  # on a day of unusually low volume
-    partly: float  # on other days with a position that is neither empty nor full
-    empty: float  # on other days with no position
 
 
 class MemorylessRule:
     """The best rule found that sees today's event and its holdings, nothing else.
 
-    CHOICE is the best by Sharpe ratio after costs, on 16 training worlds at market_edge 120, of 42 combinations:
-    on a surge and on a drought buy, sell or leave; on other days go on buying, go on selling or leave what is held
-    in part (a quarter to three quarters of 1/n); buy or leave what is not held. It buys one order's worth on every
-    surge and sells one on every drought, so that its holdings are a slow count of past events: the best a holding can
-    do as a memory, and about a quarter of what memory gains (2.7 against 8.1, equal weight 0.8). Rules that trade
+    It buys one order's worth on every surge and sells one on every drought, so that its holdings
+    are a slow count of past events: the best a holding can do as a memory, and about a quarter of
+    what memory gains (Sharpe ratio 2.7 against 8.1, equal weight 0.8). It is the best by Sharpe
+    ratio after costs, on 16 training worlds at market_edge 120, of 42 combinations: on a surge and
+    on a drought buy, sell or leave; on other days go on buying, go on selling or leave what is held
+    in part (a quarter to three quarters of 1/n); buy or leave what is not held. Rules that trade
     the newest event fully earn less than equal weight.
     """
 
-    CHOICE = MemorylessChoice(surge=1.0, drought=0.0, partly=float("nan"), empty=float("nan"))
-
-    def __init__(self, config: SimulatedMarketConfig, markets: Sequence[Market] | None = None) -> None:
-        self.config = config
-        self._markets = markets
+    def __init__(self) -> None:
         self._env: TradingVectorEnv | None = None
 
     def __call__(self, env: TradingVectorEnv) -> Tensor:
-        """Actions [B, n]."""
+        """Return actions [B, n]."""
         if self._env is not env:
             days = slice(env.span.first, env.span.last + 1)
-            markets = _markets_of(env, self._markets)
-            read = np.stack([read_events(market.volume)[days] for market in markets])
-            self._events = torch.from_numpy(read).to(env.device)
+            seen = np.stack([read_events(market.volume)[days] for market in env.markets])
+            self._events = torch.from_numpy(seen).to(env.device)
             self._env = env
         events = self._events[env.market_index, env.day - env.span.first]
         weights = env.weights
-        return _orders(env, memoryless_target(events, weights, self.CHOICE))
-
-
-def read_events(volume: np.ndarray) -> np.ndarray:
-    """Events as the volume shows them, [D, n]: +1 surge, -1 drought, 0 neither."""
-    surprise = volume_surprise(volume)
-    return np.sign(surprise) * (np.abs(surprise) > 0.5 * EVENT_SIZE)
-
-
-def memoryless_target(events: Tensor, weights: Tensor, choice: MemorylessChoice) -> Tensor:
-    """Target weights [B, n] from today's events [B, n] and the weights held [B, n]."""
-    share = 1.0 / weights.shape[1]
-    wish = torch.full_like(weights, float("nan"))
-    wish = wish.masked_fill(weights < 0.75 * share, choice.partly)
-    wish = wish.masked_fill(weights < 0.25 * share, choice.empty)
-    wish = wish.masked_fill(events > 0, choice.surge).masked_fill(events < 0, choice.drought)
-    return torch.where(wish.isnan(), weights, share * wish)
+        target = weights.masked_fill(events > 0, 1.0 / weights.shape[1])
+        return _orders(env, target.masked_fill(events < 0, 0.0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from envs.trading.config import TradingConfig
 from envs.trading.features import MarketTables
+from envs.trading_config import TradingConfig
 
 REWARD_SCALE = 1e-4  # reward per USD
 
@@ -14,11 +14,12 @@ REWARD_SCALE = 1e-4  # reward per USD
 class TrainingRewards:
     """Forms of the reward that training may use; everything reported stays plain.
 
-    "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now), where the
-    potential is the discounted later profit of the shares held. The market's path does not depend on the agent,
-    so the potential is a function of the environment's state and the discounted sum of rewards is unchanged; but
-    a trade's later profit counts when it is made, and what was held before drops out. "excess" subtracts what the
-    equal-weight mean of the stocks' returns earns on the initial cash, which no action changes either.
+    "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now),
+    where the potential is the discounted later profit of the shares held. The market's path does
+    not depend on the agent, so the potential is a function of the environment's state and the
+    discounted sum of rewards is unchanged; but a trade's later profit counts when it is made, and
+    what was held before drops out. "excess" subtracts what the equal-weight mean of the stocks'
+    returns earns on the initial cash, which no action changes either.
 
     Source: Ng, Harada and Russell (1999), "Policy invariance under reward transformations".
     """
@@ -32,20 +33,23 @@ class TrainingRewards:
         discount: float,
         device: torch.device,
     ) -> None:
-        self.form, self.num_days = config.reward, num_days
+        self.form = config.reward
+        self.num_days = num_days
         self._baseline = (REWARD_SCALE * initial_cash_usd * tables.mean_returns).to(device)
         if config.risk_aversion:
             if discount >= 1.0:
-                raise ValueError(f"risk_aversion needs a discount below 1, got gamma {discount:g}: lower --gamma")
+                raise ValueError(
+                    f"risk_aversion needs a discount below 1, got gamma {discount:g}: lower --gamma"
+                )
             self._risk_scale = 0.5 * config.risk_aversion * REWARD_SCALE / (1.0 - discount)
-            closes, next_closes = (tables.prices[:, k].unflatten(0, (-1, num_days))[:, :-1] for k in (0, 3))
-            returns = next_closes / closes - 1.0  # [M, days - 1, n]
+            days = tables.prices.unflatten(0, (-1, num_days))[:, :-1]  # [M, days - 1, 6, n]
+            returns = days[:, :, 3] / days[:, :, 0] - 1.0  # from close to close
             centred = returns - returns.mean(1, keepdim=True)
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(device)  # [M, n, n]
 
     def shape(self, plain: Tensor, credit: Tensor, row: Tensor) -> Tensor:
-        """Rewards [B] from plain ones, the potential's change in USD and table rows."""
+        """Return rewards [B] from plain ones, the potential's change in USD and rows."""
         if self.form == "plain":
             return plain.clone()
         if self.form == "excess":
@@ -53,12 +57,12 @@ class TrainingRewards:
         return torch.add(plain, credit, alpha=REWARD_SCALE)
 
     def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, ruin_usd: float) -> Tensor:
-        """The price of the risk held [B], for all days to come; its change is charged.
+        """Return the price of the risk held for all days to come, [B].
 
-        In the unit of the reward. A day's risk is risk_aversion / 2 * value * variance of the portfolio's
-        return, by the covariance of the span. Charging it every day, and shaping by the potential "this risk for
-        ever", leaves only its change, times 1 / (1 - discount): an order is charged at once for the risk it
-        brings, without noise.
+        In the unit of the reward; its change is charged. A day's risk is risk_aversion / 2 * value
+        * variance of the portfolio's return, by the covariance of the span. Charging it every day,
+        and shaping by the potential "this risk for ever", leaves only its change, times 1 / (1 -
+        discount): an order is charged at once for the risk it brings, without noise.
 
         Takes positions [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
         """

@@ -3,28 +3,33 @@
 SIMULATED: a test bed for memory, not a promise of profit. Volatility, correlation, fat tails and
 volatility clustering resemble the 30 Dow stocks (DOW_FIGURES); what can be earned is planted.
 
-The edge is old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has a day of unusual volume, a surge or
-a drought by a fair coin: an announcement. It moves the price only DELAY_DAYS later, when newer announcements
-have already been seen: for MOVE_DAYS days the stock drifts by +market_edge a day after a surge and by
--market_edge after a drought. And it moves it on a condition: one announcement in four is denied DENIAL_DAYS
-later by an event of the other kind, and then nothing happens. So
-- an event says nothing about the days until the next one is due: whoever trades on it when it is seen has
-  turned round on newer news when the move comes, and holdings, which follow the newest news, cannot store it;
-- moves are short and independent of each other: past prices tell almost nothing about the next move;
-- yet the wanted position is nearly a linear function of past events, which a recurrent policy can learn.
+The edge is old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has a day of unusual volume, a
+surge or a drought by a fair coin: an announcement. It moves the price only DELAY_DAYS later, when
+newer announcements have already been seen: for MOVE_DAYS days the stock drifts by +market_edge a
+day after a surge and by -market_edge after a drought. And it moves it on a condition: one
+announcement in four is denied DENIAL_DAYS later by an event of the other kind, and then nothing
+happens. So
+- an event says nothing about the days until the next one is due: whoever trades on it when it is
+  seen has turned round on newer news when the move comes, and holdings, which follow the newest
+  news, cannot store it;
+- moves are short and independent of each other: past prices say almost nothing about the next one;
+- yet the wanted position is nearly a linear function of past events, which a recurrent policy can
+  learn.
 
-Seeds. A world is a function of its own seed and the config alone: it is the same whichever worlds are
-drawn with it, and the same noise is used at every market_edge, so that edges compare pair by pair.
+Seeds. A world is a function of its own seed and the config alone: it is the same whichever worlds
+are drawn with it, and the same noise is used at every market_edge, so that edges compare pair by
+pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from envs.trading.market_data import Market
+from envs.trading_config import SimulatedMarketConfig
 
 NUM_DAYS = 2520  # ten years of business days, the same for every world
 FIRST_DATE = "2010-01-04"
@@ -42,7 +47,7 @@ VOLUME_NOISE = 0.25  # sd of log volume from day to day
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
 VOLUME_ON_MOVE = 0.10  # log volume per unit of a stock's own standardised absolute move
 
-# Prices. The volatilities are the product of a slow wave common to all stocks and one of each stock.
+# Prices. Volatility is the product of a slow wave common to all stocks and one of each stock.
 MARKET_DRIFT = 0.0006  # per day: equal weight earns a Sharpe ratio of roughly 0.8
 ANNUAL_VOLATILITY = 0.25  # of a stock, without the planted drift
 MARKET_SHARE = 0.62  # of that variance; the planted moves lower the correlation
@@ -51,8 +56,9 @@ OWN_WAVE = (0.95, 0.30)
 TAIL_DEGREES = 5.0  # of the Student t innovations
 OVERNIGHT_SHARE = 1.0 / 3.0  # of a day's variance that falls between close and open
 
-# Measured 2026-11-21 on adjusted daily closes of 30 Dow stocks, 2008-06-02 to 2024-03-08 (3,970 days):
-# averages over stocks of log-return statistics; the Sharpe ratio is of equal weight held, no costs.
+# Measured 2026-11-21 on adjusted daily closes of 30 Dow stocks, 2008-06-02 to 2024-03-08 (3,970
+# days): averages over stocks of log-return statistics; the Sharpe ratio is of equal weight held, no
+# costs.
 DOW_FIGURES = {
     "annual volatility": 0.280,
     "pairwise correlation": 0.465,
@@ -63,30 +69,6 @@ DOW_FIGURES = {
     "worst day of a stock": -0.166,
     "equal-weight Sharpe ratio": 0.72,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedMarketConfig:
-    """Size, strength and seed of the simulated markets."""
-
-    num_stocks: int = field(default=5, metadata={"help": "stocks in each simulated market", "unit": "stocks"})
-    market_edge: float = field(
-        default=120.0,
-        metadata={"help": "planted drift on days that move, up or down; 0: none", "unit": "basis points"},
-    )
-    market_seed: int = field(default=1, metadata={"help": "seed of all simulated worlds", "unit": ""})
-    num_worlds: int = field(default=128, metadata={"help": "simulated worlds to train on", "unit": "worlds"})
-
-    def __post_init__(self) -> None:
-        _check_range("num_stocks", self.num_stocks, 2, 50)
-        _check_range("market_edge", self.market_edge, 0, 500)
-        _check_range("market_seed", self.market_seed, 0, 10**9)
-        _check_range("num_worlds", self.num_worlds, 1, 100_000)
-
-
-def _check_range(name: str, value: float, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be {low}..{high}, got {value}: choose a value inside this range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,60 +86,67 @@ class SimulatedWorlds:
     moves: np.ndarray  # [M, D, n] int8: +1 up, -1 down, 0 no drift, at work on that day's return
 
     def markets(self) -> list[Market]:
-        """What a trader may see: one Market per world."""
+        """Return what a trader may see: one Market per world."""
         tickers = tuple(f"SIM{i + 1:02d}" for i in range(self.close.shape[2]))
         return [
             Market(
-                name=f"SIMULATED world {seed}", dates=self.dates, tickers=tickers, simulated=True,
-                open=self.open[m], high=self.high[m], low=self.low[m], close=self.close[m], volume=self.volume[m],
+                name=f"SIMULATED world {seed}",
+                dates=self.dates,
+                tickers=tickers,
+                open=self.open[m],
+                high=self.high[m],
+                low=self.low[m],
+                close=self.close[m],
+                volume=self.volume[m],
+                simulated=True,
             )
             for m, seed in enumerate(self.seeds)
-        ]  # fmt: skip
+        ]
 
 
-def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int, first: int = 0) -> list[int]:
-    """Seeds of worlds number first, first + 1, ... of one purpose.
+def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
+    """Return the seeds of worlds number 0, 1, ... of one purpose.
 
-    Written in decimal a seed reads (market_seed, purpose 1..3, eight digits of world number), so no two
-    of (market_seed, purpose, number) share one.
+    Written in decimal a seed reads (market_seed, purpose 1..3, eight digits of world number), so no
+    two of (market_seed, purpose, number) share one.
 
-    Raises: ValueError for an unknown purpose or a number of worlds out of range.
+    Raises: ValueError for an unknown purpose or number of worlds.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose must be one of {', '.join(PURPOSES)}, got {purpose!r}")
-    if first < 0 or count < 0 or first + count > MAX_WORLDS:
-        raise ValueError(f"worlds must be numbered 0..{MAX_WORLDS - 1}, got {first}..{first + count - 1}")
-    base = (config.market_seed * 10 + PURPOSES.index(purpose) + 1) * MAX_WORLDS + first
+    if not 1 <= count <= MAX_WORLDS:
+        raise ValueError(f"worlds must be 1..{MAX_WORLDS}, got {count}")
+    base = (config.market_seed * 10 + PURPOSES.index(purpose) + 1) * MAX_WORLDS
     return list(range(base, base + count))
 
 
 def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> list[Market]:
-    """One simulated market per seed, all with the same dates."""
+    """Simulate one market per seed, all with the same dates."""
     return simulate_worlds(config, seeds).markets()
 
 
 def simulate_worlds(config: SimulatedMarketConfig, seeds: Sequence[int]) -> SimulatedWorlds:
-    """Simulated prices of M worlds together with the hidden events and regimes."""
-    if not len(seeds):
-        raise ValueError("seeds must name at least one world, got none: take them from world_seeds")
-    draws = [_draw_world(int(seed), config.num_stocks) for seed in seeds]
+    """Simulate the prices of M worlds together with the hidden events and regimes."""
+    draws = [_draw_world(seed, config.num_stocks) for seed in seeds]
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
-    events, moves = noise.pop("events"), noise.pop("moves")
+    moves = noise["moves"]
     open_, high, low, close = _prices(noise, moves * (config.market_edge * 1e-4))
-    volume = _volumes(noise, events)
     return SimulatedWorlds(
-        seeds=tuple(int(seed) for seed in seeds), dates=_business_days(), events=events, moves=moves,
-        open=open_, high=high, low=low, close=close, volume=volume,
-    )  # fmt: skip
-
-
-def _business_days() -> np.ndarray:
-    """[D] weekdays from FIRST_DATE on; holidays are left out of the fiction."""
-    return np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
+        seeds=tuple(seeds),
+        # weekdays; holidays are left out of the fiction
+        dates=np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS)),
+        open=open_,
+        high=high,
+        low=low,
+        close=close,
+        volume=_volumes(noise),
+        events=noise["events"],
+        moves=moves,
+    )
 
 
 def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
-    """All randomness of one world, from its own generators."""
+    """Draw all randomness of one world, from its own generators."""
     children = np.random.SeedSequence(seed).spawn(3)
     prices, volumes, hidden = (np.random.default_rng(child) for child in children)
     size = (NUM_DAYS, num_stocks)
@@ -180,30 +169,31 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
 
 
 def _draw_events(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Events and moves [D, n] of one world: a renewal process per stock, without a loop over days."""
-    before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]  # days of run-up, so that day 0 is a day like any other
+    """Draw events and moves [D, n] of one world: a renewal process per stock."""
+    # days of run-up, so that day 0 is a day like any other
+    before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
     size = ((NUM_DAYS + before) // GAP_DAYS[0] + 1, num_stocks)
     day = np.cumsum(rng.integers(GAP_DAYS[0], GAP_DAYS[1] + 1, size), axis=0) - before
     day -= rng.integers(0, GAP_DAYS[1], (1, num_stocks))
     kind = 2 * rng.integers(0, 2, size) - 1
     denied = rng.random(size) < DENIAL_CHANCE
-    events = _scatter(day, kind, num_stocks) + _scatter(day + DENIAL_DAYS, -kind * denied, num_stocks)
-    first, last = DELAY_DAYS + 1, DELAY_DAYS + MOVE_DAYS
-    moves = sum(_scatter(day + wait, kind * ~denied, num_stocks) for wait in range(first, last + 1))
+    events = _scatter(day, kind) + _scatter(day + DENIAL_DAYS, -kind * denied)
+    waits = range(DELAY_DAYS + 1, DELAY_DAYS + MOVE_DAYS + 1)
+    moves = sum(_scatter(day + wait, kind * ~denied) for wait in waits)
     return events, np.asarray(moves)
 
 
-def _scatter(day: np.ndarray, value: np.ndarray, num_stocks: int) -> np.ndarray:
-    """A calendar [D, n] int8 with value [K, n] at each day [K, n] that lies inside, zero elsewhere."""
-    calendar = np.zeros((NUM_DAYS, num_stocks), dtype=np.int8)
+def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Return a calendar [D, n] int8 with value [K, n] at each day [K, n] inside, else zero."""
+    calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
     inside = (day >= 0) & (day < NUM_DAYS)
-    stock = np.broadcast_to(np.arange(num_stocks), day.shape)
+    stock = np.broadcast_to(np.arange(day.shape[1]), day.shape)
     calendar[day[inside], stock[inside]] = value[inside]
     return calendar
 
 
 def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarray:
-    """Stationary AR(1) along axis 1 of shocks [M, D, n], with the given standard deviation."""
+    """Return a stationary AR(1) along axis 1 of shocks [M, D, n], of this standard deviation."""
     wave = shocks * deviation
     fresh = np.sqrt(1.0 - coefficient**2)
     for day in range(1, wave.shape[1]):
@@ -211,29 +201,28 @@ def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarra
     return wave
 
 
-def _volatilities(noise: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Daily volatility of the market part [M, D, 1] and of each stock's own part [M, D, n]."""
+def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return open, high, low, close [M, D, n]; drift is the planted simple return per day."""
+    # Daily volatility of the market part [M, D, 1] and of each stock's own part [M, D, n]. The
+    # mean square of a lognormal exp(w) is exp(2 * var(w)); it is divided out.
     common = _wave(noise["common_wave"], *COMMON_WAVE)
     own = _wave(noise["own_wave"], *OWN_WAVE)
-    variance = ANNUAL_VOLATILITY**2 / 252.0
-    # A lognormal exp(w) has mean square exp(2 * var(w)); dividing it out keeps the planned volatility.
-    market = np.sqrt(variance * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
-    stock = np.sqrt(variance * (1.0 - MARKET_SHARE)) * np.exp(common + own - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2)
-    return market, stock
-
-
-def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Open, high, low, close [M, D, n]; drift [M, D, n] is the planted simple return per day."""
-    market_vol, own_vol = _volatilities(noise)
+    planned = ANNUAL_VOLATILITY**2 / 252.0
+    market_vol = np.sqrt(planned * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
+    own_vol = np.sqrt(planned * (1.0 - MARKET_SHARE)) * np.exp(
+        common + own - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2
+    )
+    # Log returns from close to close
     unit = np.sqrt((TAIL_DEGREES - 2.0) / TAIL_DEGREES)  # Student t to variance 1
     shock = unit * (market_vol * noise["market"] + own_vol * noise["own"])
     variance = market_vol**2 + own_vol**2
-    move = np.log1p(MARKET_DRIFT + drift) - 0.5 * variance + shock  # log return, close to close
+    move = np.log1p(MARKET_DRIFT + drift) - 0.5 * variance + shock
     close = noise["first_price"] * np.exp(np.cumsum(move, axis=1))
     spread = np.sqrt(variance * OVERNIGHT_SHARE * (1.0 - OVERNIGHT_SHARE))
     overnight = OVERNIGHT_SHARE * move + spread * noise["overnight"]
     intraday = move - overnight
-    # Extremes of a Brownian path that ends where the day ends; at or beyond both ends by construction.
+    # Extremes of a Brownian path that ends where the day ends; at or beyond both ends by
+    # construction.
     path_variance = 2.0 * variance * (1.0 - OVERNIGHT_SHARE)
     highest = 0.5 * (intraday + np.sqrt(intraday**2 + path_variance * noise["up"]))
     lowest = 0.5 * (intraday - np.sqrt(intraday**2 + path_variance * noise["down"]))
@@ -243,22 +232,23 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     return open_, high, low, close
 
 
-def _volumes(noise: dict[str, np.ndarray], events: np.ndarray) -> np.ndarray:
-    """Whole shares traded [M, D, n]: a slow level, noise, a little from large moves, and the events."""
+def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
+    """Return whole shares traded [M, D, n]: a slow level, noise, large moves, and the events."""
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
     surprise = np.minimum(np.abs(noise["own"]), 4.0)  # fat tails must not look like surges
-    log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise + EVENT_SIZE * events
+    log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise
+    log_volume += EVENT_SIZE * noise["events"]
     return np.rint(noise["first_volume"] * np.exp(log_volume))
 
 
-def market_card(markets: Sequence[Market], config: SimulatedMarketConfig | None = None) -> str:
-    """Mean figures of simulated markets beside the Dow's, as a table to print."""
+def market_card(markets: Sequence[Market], config: SimulatedMarketConfig) -> str:
+    """Return mean figures of simulated markets beside the Dow's, as a table to print."""
     figures = [market_figures(market) for market in markets]
-    edge = "--market_edge" if config is None else f"{config.market_edge:g} bps (--market_edge)"
     lines = [
         f"SIMULATED: a test bed for memory, not a promise of profit. {len(markets)} market(s) of "
         f"{len(markets[0].tickers)} stocks;",
-        f"planted edge: {edge} of drift on the {MOVE_DAYS} days that follow old news, see the generator.",
+        f"planted edge: {config.market_edge:g} bps (--market_edge) of drift on the {MOVE_DAYS} "
+        "days that follow old news, see the generator.",
         f"{'':30} {'simulated':>10} {'Dow 2008-24':>12}",
     ]
     for name, dow in DOW_FIGURES.items():
@@ -267,21 +257,20 @@ def market_card(markets: Sequence[Market], config: SimulatedMarketConfig | None 
 
 
 def market_figures(market: Market) -> dict[str, float]:
-    """The figures of DOW_FIGURES for one market, real or simulated."""
+    """Return the figures of DOW_FIGURES for one market, real or simulated."""
     log_returns = np.diff(np.log(market.close), axis=0)  # [D-1, n]
     standard = (log_returns - log_returns.mean(0)) / log_returns.std(0)
     size = np.abs(log_returns) - np.abs(log_returns).mean(0)
-    num_stocks = size.shape[1]
-    held = np.diff(np.log((market.close / market.close[0]).mean(1)))
+    n = size.shape[1]
+    held = np.expm1(np.diff(np.log((market.close / market.close[0]).mean(1))))
     figures = {
         "annual volatility": log_returns.std(0).mean() * np.sqrt(252),
-        "pairwise correlation": (np.corrcoef(log_returns.T).sum() / num_stocks - 1.0) / (num_stocks - 1),
+        "pairwise correlation": (np.corrcoef(log_returns.T).sum() / n - 1.0) / (n - 1),
         "excess kurtosis": (standard**4).mean() - 3.0,
+        "worst day of a stock": np.expm1(log_returns.min(0).mean()),
+        "equal-weight Sharpe ratio": held.mean() / held.std() * np.sqrt(252),
     }
     for lag in (1, 5, 20):
         together = (size[lag:] * size[:-lag]).sum(0) / (size**2).sum(0)
         figures[f"autocorrelation of |r|, lag {lag}"] = together.mean()
-    figures["worst day of a stock"] = np.expm1(log_returns.min(0).mean())
-    held = np.expm1(held)
-    figures["equal-weight Sharpe ratio"] = held.mean() / held.std() * np.sqrt(252)
     return {name: float(value) for name, value in figures.items()}

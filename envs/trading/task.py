@@ -1,16 +1,20 @@
-"""The trading task of a run: markets and days to train, validate and test on."""
+"""The trading task: its markets and spans, and the environments made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
 
-from envs.trading.config import TradingConfig
-from envs.trading.environment import TradingVectorEnv, first_tradable_day
-from envs.trading.market_data import DataConfig, Market, Span, Spans, load_market, split_spans
-from envs.trading.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
+from envs.trading.environment import TradingVectorEnv
+from envs.trading.features import first_tradable_day
+from envs.trading.market_data import Market, Span, Spans, load_market, split_spans
+from envs.trading.simulated_market import simulate_markets, world_seeds
+from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 
 NUM_VALID_WORLDS = 20
 NUM_TEST_WORLDS = 50
@@ -18,7 +22,7 @@ NUM_TEST_WORLDS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class TradingTask:
-    """Markets and spans of one run; simulated worlds that judge are never trained on."""
+    """Markets and spans of one run; worlds of evaluation are never trained on."""
 
     data: DataConfig
     simulated: SimulatedMarketConfig
@@ -27,18 +31,22 @@ class TradingTask:
     real: Market | None  # None: simulated
     discount: float  # the learner's gamma, for attributed rewards
 
-    def markets(self, purpose: str, count: int | None = None, first: int = 0) -> list[Market]:
-        """Markets of a purpose (train, valid, test): the real one, or `count` worlds."""
+    def markets(self, purpose: str, count: int | None = None) -> list[Market]:
+        """Return the real market, or `count` worlds of a purpose (train, valid, test)."""
         if self.real is not None:
             return [self.real]
-        counts = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS, "test": NUM_TEST_WORLDS}
+        counts = {
+            "train": self.simulated.num_worlds,
+            "valid": NUM_VALID_WORLDS,
+            "test": NUM_TEST_WORLDS,
+        }
         number = counts[purpose] if count is None else count
-        return simulate_markets(self.simulated, world_seeds(self.simulated, purpose, number, first))
+        return simulate_markets(self.simulated, world_seeds(self.simulated, purpose, number))
 
     def training_env(
-        self, num_envs: int, first_global_index: int = 0, device: str | torch.device = "cpu"
+        self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
-        """A batch of training environments; their reset seeds alone decide what they do."""
+        """Make a batch of training environments; their seeds decide what they do."""
         return TradingVectorEnv(
             num_envs,
             markets=self.markets("train"),
@@ -49,7 +57,7 @@ class TradingTask:
             device=device,
         )
 
-    def judging_env(
+    def evaluation_env(
         self,
         markets: Sequence[Market],
         span: Span,
@@ -58,7 +66,7 @@ class TradingTask:
         held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """One pass over each market; `max_order` lifts the limit, to buy all at once."""
+        """Make one pass over each market; `max_order` 1 is to buy all at once."""
         config = self.trading
         if max_order is not None:
             config = replace(config, max_order=max_order, order_unit="value")
@@ -75,27 +83,32 @@ class TradingTask:
         )
 
     def describe(self) -> str:
-        """Which data the run uses and which days train, validate and test."""
+        """Return two lines: the data, and the days of training, validation and test."""
         market = self.real or self.markets("train", 1)[0]
-        what = f"data: {self.data.data}, {len(market.tickers)} stocks, {len(market.dates)} days"
+        data = f"data: {self.data.data}, {len(market.tickers)} stocks, {len(market.dates)} days"
         if self.real is None:
             config = self.simulated
-            what = (
-                f"data: SIMULATED market ({config.num_stocks} stocks, edge {config.market_edge:g} bps/day, market "
-                f"seed {config.market_seed}; a test bed for memory, not a promise of profit): {config.num_worlds} "
-                f"worlds train, {NUM_VALID_WORLDS} others validate, {NUM_TEST_WORLDS} others test"
+            data = (
+                f"data: SIMULATED market ({config.num_stocks} stocks, edge {config.market_edge:g} "
+                f"bps/day, market seed {config.market_seed}; a test bed for memory, not a promise "
+                f"of profit): {config.num_worlds} worlds train, {NUM_VALID_WORLDS} others "
+                f"validate, {NUM_TEST_WORLDS} others test"
             )
-        spans = {"train": self.spans.train, "valid": self.spans.valid, "test": self.spans.test}
         days = "; ".join(
-            f"{name} {market.dates[span.first]} to {market.dates[span.last]}" if span else f"{name} none"
-            for name, span in spans.items()
+            f"{name} {market.dates[span.first]} to {market.dates[span.last]}"
+            if span
+            else f"{name} none"
+            for name, span in vars(self.spans).items()
         )
         first = market.dates[first_tradable_day(market, self.trading)]
-        return f"{what}\ndays: {days} (indicators are warm from {first} on)"
+        return f"{data}\ndays: {days} (indicators are warm from {first} on)"
 
 
 def prepare_task(
-    data: DataConfig, simulated: SimulatedMarketConfig, trading: TradingConfig, discount: float = 0.8
+    data: DataConfig,
+    simulated: SimulatedMarketConfig,
+    trading: TradingConfig,
+    discount: float = 0.8,
 ) -> TradingTask:
     """Load or simulate what a run needs to know its spans.
 
@@ -107,3 +120,75 @@ def prepare_task(
     return TradingTask(
         data=data, simulated=simulated, trading=trading, spans=spans, real=real, discount=discount
     )
+
+
+def make_trading_vector_env(
+    num_envs: int,
+    *,
+    split: str = "train",
+    evaluation: bool = False,
+    device: str | torch.device = "cpu",
+    **options: Any,
+) -> TradingVectorEnv:
+    """Make a batched environment from keyword arguments, for `gymnasium.make_vec`.
+
+    `options` are fields of TradingConfig, DataConfig ("data": a file of daily bars, or "simulated")
+    and SimulatedMarketConfig; `split` is train, valid or test. Rewards are plain here unless
+    `reward` or `risk_aversion` ask for another form.
+
+    Raises: ValueError for unknown options, or for values that do not fit.
+    """
+    options = {"reward": "plain", "risk_aversion": 0.0} | options
+    kinds: list[Any] = [DataConfig, SimulatedMarketConfig, TradingConfig]
+    configs: list[Any] = []
+    for kind in kinds:
+        names = {item.name for item in fields(kind)} & set(options)
+        configs.append(kind(**{name: options.pop(name) for name in names}))
+    if options:
+        raise ValueError(f"unknown option {', '.join(options)}: see the flags of --help")
+    task = prepare_task(*configs)
+    span = getattr(task.spans, split, None)
+    if span is None:
+        raise ValueError(f"split must be train, valid or test and have days, got {split!r}")
+    return TradingVectorEnv(
+        num_envs,
+        markets=task.markets(split, num_envs if evaluation else task.simulated.num_worlds),
+        span=span,
+        train_span=task.spans.train,
+        config=task.trading,
+        evaluation=evaluation,
+        device=device,
+    )
+
+
+class StockTradingEnv(gymnasium.Env):
+    """One portfolio, numpy in and out: a face of TradingVectorEnv.
+
+    Takes the keyword arguments of `make_trading_vector_env`, such as data="prices.csv.gz",
+    observation="paper". Episodes are always of full length; `info` holds plain numbers.
+    """
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.batch = make_trading_vector_env(1, **kwargs)
+        self.observation_space = self.batch.single_observation_space
+        self.action_space = self.batch.single_action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode; a seed decides this and all later ones."""
+        super().reset(seed=seed)
+        episode_seed = int(self.np_random.integers(2**63))
+        obs, _ = self.batch.reset(seed=[episode_seed], options={"random_age": False})
+        return obs[0].numpy(force=True), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Trade one day.  Returns: observation [F], reward, terminated, truncated, info."""
+        actions = torch.as_tensor(np.asarray(action), device=self.batch.device).unsqueeze(0)
+        _, rewards, terminated, truncated, batch_info = self.batch.step(actions)
+        # the true next observation, also where an episode ends
+        obs = batch_info.pop("final_obs")[0].numpy(force=True)
+        info = {name: value.item() for name, value in batch_info.items()}
+        return obs, rewards.item(), bool(terminated), bool(truncated), info

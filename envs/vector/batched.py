@@ -1,6 +1,7 @@
 """Batched numpy environments in which every environment has its own seed.
 
-Environment i of a batch depends on its own seed and actions alone, so a batch of 8 equals two batches of 4.
+Environment i of a batch depends on its own seed and actions alone, so a batch of 8 equals two
+batches of 4.
 """
 
 from __future__ import annotations
@@ -18,13 +19,9 @@ _LOW_64_BITS = (1 << 64) - 1
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator into int64 numbers.
+    """Pack the state of a PCG64 generator, the one Gymnasium gives every environment.
 
-    Returns:
-        [6] int64: state (high, low), increment (high, low), has_uint32, uinteger.
-
-    Raises:
-        ValueError: the bit generator is not PCG64, the one Gymnasium gives every environment.
+    Returns [6] int64: state (high, low), increment (high, low), has_uint32, uinteger.
     """
     state: Mapping[str, Any] = generator.bit_generator.state
     if state["bit_generator"] != "PCG64":
@@ -50,16 +47,16 @@ def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None
 class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     """A SAME_STEP vector environment with one generator per environment.
 
-    A subclass gives `draw`, `begin`, `observe` and `advance`, and names in `state_names` its arrays of
-    leading dimension num_envs: they and the generators are the whole state.
+    A subclass gives `draw`, `begin`, `observe` and `advance`, and names in `state_names` its arrays
+    of leading dimension num_envs: they and the generators are the whole state.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
     state_names: tuple[str, ...] = ()
 
-    def __init__(self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Discrete) -> None:
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    def __init__(
+        self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Discrete
+    ) -> None:
         self.num_envs = num_envs
         self.single_observation_space = observation_space
         self.single_action_space = action_space
@@ -88,40 +85,30 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start all environments; an integer seed s means s, s+1, ..., as in Gymnasium.
-
-        Raises:
-            ValueError: not one seed per environment, or reset options, of which there are none.
-        """
-        if options:
-            raise ValueError(f"options must be empty for {type(self).__name__}, got {sorted(options)}")
+        """Start all environments; an integer seed s means s, s+1, ..., as in Gymnasium."""
         seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
-        if seeds is not None and len(seeds) != self.num_envs:
-            raise ValueError(
-                f"seed must hold {self.num_envs} integers, one per environment, got {len(seeds)}"
-            )
         if seeds is not None or not self.generators:
-            self.generators = [seeding.np_random(one)[0] for one in seeds or [None] * self.num_envs]
+            seeds = seeds or [None] * self.num_envs
+            assert len(seeds) == self.num_envs, "one seed per environment"
+            self.generators = [seeding.np_random(one)[0] for one in seeds]
         self.begin_episodes(np.arange(self.num_envs))
         return self.observe(), {}
 
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all environments; those that end start anew at once.
+        """Step all environments; those that end start again at once.
 
         Returns:
-            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B], and info with `final_obs`
-            [B, F] (valid where `_final_obs` is true) if any episode ended.
+            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B], and info with
+            `final_obs` [B, F] (valid where `_final_obs` is true) if any episode ended.
         """
-        assert self.generators, "reset must be called before step"
-        actions = np.asarray(actions)
-        assert actions.shape == (self.num_envs,), (
-            f"actions need shape ({self.num_envs},), got {actions.shape}"
-        )
-        rewards, terminated, truncated = self.advance(actions)
+        rewards, terminated, truncated = self.advance(np.asarray(actions))
         obs = self.observe()
         ended = terminated | truncated
         if not ended.any():
@@ -132,13 +119,11 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of everything the future depends on, each [B, ...]."""
-        assert self.generators, "reset must be called before get_state"
         state = {name: getattr(self, name).copy() for name in self.state_names}
         return state | {"generator": np.stack([pack_generator(one) for one in self.generators])}
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue exactly where `get_state` was called."""
-        assert self.generators, "reset must be called before set_state"
+        """Continue exactly where `get_state` was called, after a first reset."""
         for name in self.state_names:
             array = getattr(self, name)
             array[...] = state[name]

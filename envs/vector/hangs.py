@@ -1,15 +1,16 @@
-"""Notices environments that do not come back from a call, and gets out of them.
+"""Calls into environments: faults are located, and those that hang are ended.
 
-Environments run in this process, one after the other. A thread watches the call under way and acts in three steps:
+Environments run in this process, one after the other. A thread watches the call under way:
 
-1. after `timeout_s` it sends SIGALRM to the main thread, whose handler raises HungError inside the environment:
-   this ends any wait and any loop in Python, and the run can go on with the environment made anew;
-2. a call that still does not come back (it waits in C, or swallows the error) ends the process, with the Python
-   stack in the log;
-3. a call in C that does not even let other threads run is ended by faulthandler, with the stack on stderr, as
-   would be any other such call in this process that took longer.
+1. after `timeout_s` it sends SIGALRM to the main thread, whose handler raises HungError inside the
+   environment: this ends any wait and any loop in Python, and the environment can be made again;
+2. a call that still does not return (it waits in C, or swallows the error) ends the process, with
+   the Python stack in the log;
+3. a call in C that does not even let other threads run is ended by faulthandler, with the stack on
+   stderr, as would be any other such call in this process that took longer.
 
-Until then the thread says that work goes on: `timeout_s` alone decides how long a call may take, however many hang.
+Until then the thread reports that work goes on: `timeout_s` alone decides how long a call may take,
+however many hang.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from envs.vector.faults import Interruption
+from envs.vector.faults import (
+    Interruption,
+    RowFaultError,
+    has_closed_descriptors,
+    is_own_fault,
+)
+from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # from one step to the next
@@ -40,7 +47,7 @@ class HungError(Interruption):
 
 
 def end_process(message: str) -> None:
-    """Say why and end this process, without teardown that could wait for the call."""
+    """Print why and end this process, without teardown that could wait for the call."""
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
     logging.shutdown()
@@ -48,91 +55,103 @@ def end_process(message: str) -> None:
 
 
 class HangWatch:
-    """Watches the calls between `begin` and `end`; they cost no look at a clock.
+    """Makes the calls into environments and watches them.
 
     Args:
-        timeout_s: longest time for one call.
-        describe: names the environment of a row and its problem, in one line.
-        end: how to end the process; must not return.
-        beat: says that work goes on, from a thread, while a call may still come back.
+        timeout_s: longest time for one call; 0 = any.
+        describe: names the environment of a row (None: all of them) and its problem, in one line.
+        end: ends the process with a message; must not return.
+        beat: reports that work goes on: at every call and, from a thread, during one.
     """
 
     def __init__(
         self,
         timeout_s: float,
         describe: Callable[[int | None, str], str],
-        end: Callable[[str], None] = end_process,
-        beat: Callable[[], None] = lambda: None,
+        end: Callable[[str], None],
+        beat: Callable[[], None],
     ) -> None:
-        self.timeout_s = timeout_s
-        self._describe, self._end, self._beat = describe, end, beat
+        self.describe = describe
+        self._timeout_s = timeout_s
+        self._end = end
+        self._beat = beat
         self._row: int | None = None
         self._call = 0  # number of the call under way
         self._busy = False
         self._suspect = 0  # number of the call that the alarm is meant for
         self._closed = threading.Event()
-        self._main = threading.current_thread()
-        if self._main is threading.main_thread() and signal.getsignal(signal.SIGALRM) is not _on_alarm:
-            signal.signal(signal.SIGALRM, _on_alarm)
-        _watches.add(self)
-        threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
+        self._thread = threading.current_thread()
+        self._can_interrupt = self._thread is threading.main_thread()
+        self.problem = f"did not come back within {timeout_s:g} s (--env_timeout)"
+        if timeout_s:
+            if self._can_interrupt and signal.getsignal(signal.SIGALRM) is not _on_alarm:
+                signal.signal(signal.SIGALRM, _on_alarm)
+            _watches.add(self)
+            threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
-    def begin(self, row: int | None) -> None:
-        """A call into the environment of this row, or into all together, begins."""
-        self._row, self._call, self._busy = row, self._call + 1, True
-
-    def end(self) -> None:
-        """It came back."""
-        self._busy = False
+    def call(self, row: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call into the environment of a row (None: all); RowFaultError if it fails."""
+        self._beat()
+        try:
+            self._row = row
+            self._call += 1
+            self._busy = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._busy = False
+        except RowFaultError:
+            raise
+        except HungError as error:
+            raise RowFaultError(row, str(error)) from error
+        except BaseException as error:
+            if not is_own_fault(error):
+                raise
+            raise RowFaultError(row, f"raised {one_line(error)}") from error
+        finally:
+            if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
+                problem = "closed files and connections that are not its own: the process ends"
+                self._end(self.describe(row, problem))
 
     def close(self) -> None:
         """Stop watching; safe to call twice."""
         self._closed.set()
         _watches.discard(self)
 
-    @property
-    def problem(self) -> str:
-        """What is said of an environment that hangs."""
-        return f"did not come back within {self.timeout_s:g} s (--env_timeout)"
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the alarm that arrived is meant for the call under way."""
-        return self._busy and self._call == self._suspect
-
     def _watch(self) -> None:
         seen, since_s = 0, 0.0
-        while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
-            busy, call, now_s = self._busy, self._call, time.monotonic()
-            self._arm()
+        while not self._closed.wait(min(1.0, max(0.05, self._timeout_s / 20))):
+            busy = self._busy
+            call = self._call
+            now_s = time.monotonic()
+            # Have the process ended from outside Python, should this thread not run for so long
+            if sys.__stderr__ is not None and not sys.__stderr__.closed:
+                limit_s = max(self._timeout_s + 2 * GRACE_S, NO_THREAD_RUNS_S)
+                with suppress(RuntimeError):  # no thread to be had: the other steps are left
+                    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
             if busy:
                 self._beat()
             if not busy or call != seen:
                 seen, since_s = call, now_s
-            elif now_s - since_s >= self.timeout_s + GRACE_S:
-                self._give_up()
-            elif now_s - since_s >= self.timeout_s and self._suspect != call:
+            elif now_s - since_s >= self._timeout_s + GRACE_S:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame else ""
+                problem = f"{self.problem} and cannot be interrupted: the process ends"
+                message = self.describe(self._row, problem)
+                _LOGGER.info("%s; it is at\n%s", message, stack)  # `end` prints to the console
+                self._end(message)
+            elif now_s - since_s >= self._timeout_s and self._suspect != call:
                 self._suspect = call
-                if self._main is threading.main_thread() and self._main.ident:
-                    signal.pthread_kill(self._main.ident, signal.SIGALRM)
+                if self._can_interrupt and self._thread.ident:
+                    signal.pthread_kill(self._thread.ident, signal.SIGALRM)
         faulthandler.cancel_dump_traceback_later()
 
-    def _arm(self) -> None:
-        """Have the process ended from outside Python, should this thread not run for so long."""
-        if sys.__stderr__ is not None and not sys.__stderr__.closed:
-            limit_s = max(self.timeout_s + 2 * GRACE_S, NO_THREAD_RUNS_S)
-            with suppress(RuntimeError):  # no thread to be had: the other steps are left
-                faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
-
-    def _give_up(self) -> None:
-        frame = sys._current_frames().get(self._main.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else ""
-        message = self._describe(self._row, f"{self.problem} and cannot be interrupted: the process ends")
-        _LOGGER.info("%s; it is at\n%s", message, stack)  # `end` tells the console
-        self._end(message)
+    def _raise_if_due(self) -> None:
+        """Raise HungError if the alarm that arrived is meant for the call under way."""
+        if self._busy and self._call == self._suspect:
+            raise HungError(self.problem)
 
 
 def _on_alarm(signum: int, frame: FrameType | None) -> Any:
     for watch in list(_watches):
-        if watch.is_due:
-            raise HungError(watch.problem)
+        watch._raise_if_due()

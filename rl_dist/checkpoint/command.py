@@ -1,8 +1,8 @@
-"""Checkpoints, whole or absent, and the command that looks at them.
+"""The command that looks at checkpoints.
 
     python -m rl_dist.checkpoint verify|inspect|list PATH
 
-The file is made and read by checkpoint_file.py, a run's folder of them is kept by checkpoint_folder.py.
+A checkpoint is made and read by file.py; folder.py keeps those of a run.
 """
 
 from __future__ import annotations
@@ -18,38 +18,18 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_dist.checkpoint.file import CheckpointFile, load_checkpoint, read_checkpoint
+from rl_dist.checkpoint.file import read_checkpoint
 from rl_dist.checkpoint.folder import (
     BEST_FILE,
     CHECKPOINT_DIR,
     MEASURED,
     SUPERSEDED,
-    Best,
-    Found,
     checkpoint_files,
-    find_latest_run,
     iteration_in_name,
-    latest_checkpoint,
     latest_in,
-    load_latest,
-    save_checkpoint,
 )
 from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.errors import CommandParser, explains_errors
-
-__all__ = [
-    "BEST_FILE",
-    "CHECKPOINT_DIR",
-    "MEASURED",
-    "Best",
-    "CheckpointError",
-    "Found",
-    "find_latest_run",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "load_latest",
-    "save_checkpoint",
-]
 
 EPILOG = """PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
@@ -59,26 +39,37 @@ examples:
   python -m rl_dist.checkpoint inspect runs/my_run           what the newest valid one holds
   python -m rl_dist.checkpoint inspect runs/my_run/checkpoints/best.pt --json
 exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
+COMMANDS = {
+    "verify": "check every file, one line each; exit code 1 if any is damaged",
+    "inspect": "print counters, configuration and tensors of a file, "
+    "or of the newest valid one of a folder or run",
+    "list": "print iteration, time, size and state, newest first; marks the best",
+}
+COUNTERS = {"iteration": "iteration", "steps": "global_step", "episodes": "episodes"}
 
 
 def verify(path: Path) -> int:
-    """One line per file, valid or why not; 1 if any is damaged."""
+    """Print one line per file, valid or damaged; return 1 if any is damaged."""
     damaged = 0
     for file in _files(path):
         try:
             found = read_checkpoint(file)
-            about = f"{_counters(found.state)}, format {found.format_version}, {found.num_bytes:,} bytes"
-            print(f"valid    {file}: {about}")
         except CheckpointError as error:
-            damaged += 1
+            damaged = 1
             print(f"damaged  {error}")
-    return min(damaged, 1)
+            continue
+        about = [
+            f"{name} {found.state[key]}" for name, key in COUNTERS.items() if key in found.state
+        ]
+        about += [f"format {found.format_version}", f"{found.num_bytes:,} bytes"]
+        print(f"valid    {file}: {', '.join(about)}")
+    return damaged
 
 
 def show_list(path: Path) -> int:
-    """Newest first: iteration, time, size, valid or why not, and which is the best."""
+    """Print iteration, time, size and state of every file, newest first."""
     rows: list[tuple[int, str]] = []
-    digests: dict[str, Path] = {}
+    shown: set[str] = set()
     best = _digest_of_best(path)
     for file in _files(path):
         about = file.lstat()  # it may be a link to nowhere
@@ -89,12 +80,13 @@ def show_list(path: Path) -> int:
         except CheckpointError as error:
             rows.append((iteration_in_name(file), f"{row} {error}"))
             continue
-        if file.name == BEST_FILE and found.sha256 in digests:
+        if file.name == BEST_FILE and found.sha256 in shown:
             continue  # the same as one above
-        digests[found.sha256] = file
-        values = "".join(f": {name} {value:.6g}" for name, value in (found.state.get(MEASURED) or {}).items())
-        mark = f", best{values}" if found.sha256 == best else ""
-        rows.append((found.state.get("iteration", iteration_in_name(file)), f"{row} valid{mark}"))
+        shown.add(found.sha256)
+        measured = (found.state.get(MEASURED) or {}).items()
+        mark = ", best" + "".join(f": {name} {value:.6g}" for name, value in measured)
+        row += f" valid{mark if found.sha256 == best else ''}"
+        rows.append((found.state.get("iteration", iteration_in_name(file)), row))
     print(f"{'iteration':>9}  {'saved':<19}  {'bytes':>13}  file")
     for iteration, row in sorted(rows, reverse=True):
         print(f"{iteration if iteration >= 0 else '?':>9}  {row}")
@@ -102,55 +94,48 @@ def show_list(path: Path) -> int:
 
 
 def inspect(path: Path, as_json: bool) -> int:
-    """What one checkpoint holds."""
+    """Print facts, configuration and tensors of one checkpoint."""
     if path.is_dir():
         newest = latest_in(_folder(path))
         if newest is None:
             raise CheckpointError(f"{path} holds no valid checkpoint")
         path = newest
-    about = description(read_checkpoint(path))
-    print(json.dumps(about, indent=2) if as_json else _as_text(about))
-    return 0
-
-
-def description(found: CheckpointFile) -> dict[str, Any]:
-    """Plain facts about a checkpoint: counters, configuration and tensors, too."""
+    found = read_checkpoint(path)
     state = found.state
-    try:
-        config = json.loads(state.get("config") or "{}")
-    except (TypeError, ValueError):
-        config = {}
-    return {
-        "path": str(found.path),
+    facts = {
+        "path": str(path),
         "format_version": found.format_version,
         "torch_version": found.torch_version,
         "bytes": found.num_bytes,
         "sha256": found.sha256,
-        "iteration": state.get("iteration"),
-        "steps": state.get("global_step"),
-        "episodes": state.get("episodes"),
-        "measured": state.get(MEASURED) or {},
-        "config": config,
-        "tensors": [
-            {"name": name, "shape": list(tensor.shape), "type": str(tensor.dtype).removeprefix("torch.")}
-            for name, tensor in _tensors(state)
-        ],
+        **{name: state.get(key) for name, key in COUNTERS.items()},
     }
-
-
-def _as_text(about: dict[str, Any]) -> str:
-    lines = [f"{name:<15} {value}" for name, value in about.items() if name not in ("config", "tensors", "measured")]
-    lines += [f"{'measured':<15} {name} {value:.6g}" for name, value in about["measured"].items()]
-    for section, values in about["config"].items():
-        pairs = ", ".join(f"{name} {value}" for name, value in values.items() if value not in ("", None))
-        lines += textwrap.wrap(f"{section:<15} {pairs}", 110, subsequent_indent=" " * 16)
-    lines.append(f"{len(about['tensors'])} tensors:")
-    lines += [f"  {one['name']:<50} {one['shape']!s:<16} {one['type']}" for one in about["tensors"]]
-    return "\n".join(lines)
+    measured = state.get(MEASURED) or {}
+    config = json.loads(state.get("config") or "{}")
+    tensors = [
+        {"name": name, "shape": list(value.shape), "type": str(value.dtype).removeprefix("torch.")}
+        for name, value in _tensors(state)
+    ]
+    if as_json:
+        about = {**facts, "measured": measured, "config": config, "tensors": tensors}
+        print(json.dumps(about, indent=2))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:<15} {value}")
+    for name, value in measured.items():
+        print(f"{'measured':<15} {name} {value:.6g}")
+    for section, values in config.items():
+        pairs = [f"{name} {value}" for name, value in values.items() if value not in ("", None)]
+        line = f"{section:<15} {', '.join(pairs)}"
+        print(textwrap.fill(line, 110, subsequent_indent=" " * 16))
+    print(f"{len(tensors)} tensors:")
+    for one in tensors:
+        print(f"  {one['name']:<50} {one['shape']!s:<16} {one['type']}")
+    return 0
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested dicts and lists, with its place."""
+    """Yield every tensor in nested dicts and lists, with its place."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -158,17 +143,12 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(entry, f"{name}/{key}" if name else str(key))
 
 
-def _counters(state: dict[str, Any]) -> str:
-    names = {"iteration": "iteration", "global_step": "steps", "episodes": "episodes"}
-    return ", ".join(f"{word} {state[name]}" for name, word in names.items() if name in state) or "no counters"
-
-
 def _folder(path: Path) -> Path:
     return path / CHECKPOINT_DIR if (path / CHECKPOINT_DIR).is_dir() else path
 
 
 def _files(path: Path) -> list[Path]:
-    """The checkpoints that PATH means, oldest first, best.pt last."""
+    """Return the checkpoints that PATH means, oldest first, best.pt last."""
     if not path.is_dir():
         return [path]
     folder = _folder(path)
@@ -177,7 +157,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _digest_of_best(path: Path) -> str:
-    """The checksum of a folder's best checkpoint, "" where there is none."""
+    """Return the checksum of a folder's best checkpoint; "": there is none."""
     best = (_folder(path) if path.is_dir() else path.parent) / BEST_FILE
     try:
         return read_checkpoint(best).sha256 if best.exists() else ""
@@ -186,35 +166,34 @@ def _digest_of_best(path: Path) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    layout: dict[str, Any] = {
+        "epilog": EPILOG,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
     parser = CommandParser(
         prog="python -m rl_dist.checkpoint",
         description="Look at checkpoints; nothing is changed, and nothing in them can run.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        **layout,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|inspect|list")
-    for name, what in (
-        ("verify", "check every file, one line each; exit code 1 if any is damaged"),
-        ("inspect", "what a file (of a folder or run: the newest valid one) holds: counters, configuration, tensors"),
-        ("list", "newest first: iteration, time, size, valid or why not; marks the best"),
-    ):
-        command = commands.add_parser(
-            name, help=what, description=what, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what, **layout)
         command.add_argument("path", metavar="PATH", type=Path)
-    commands.choices["inspect"].add_argument("--json", action="store_true", help="print one JSON object")
+        if name == "inspect":
+            command.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    if not args.path.exists():
-        parser.error(f"{args.path} does not exist: give a checkpoint file, a folder of them or a run directory")
-    if not _files(args.path):
-        parser.error(f"{args.path} holds no checkpoints: give a checkpoint file, a folder of them or a run directory")
+    if not args.path.exists() or not _files(args.path):
+        what = "holds no checkpoints" if args.path.exists() else "does not exist"
+        parser.error(
+            f"{args.path} {what}: give a checkpoint file, a folder of them or a run directory"
+        )
     return args
 
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the command; returns the exit code."""
+    """Run the command; return the exit code."""
     args = _parse(argv)
     try:
         if args.command == "inspect":

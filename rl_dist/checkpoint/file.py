@@ -1,6 +1,7 @@
-"""One checkpoint file: what it may hold, how it is written and read.
+"""One checkpoint file: written whole or not at all, read without running code.
 
-A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too; checkpoint_seal.py tells how it ends.
+A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too; seal.py describes its
+end.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ import torch
 from torch import Tensor
 
 from rl_dist.checkpoint.schema import StateError, check_state
-from rl_dist.checkpoint.seal import FORMAT_VERSION, CheckpointError, NewerFormatError, about, read_sealed, sealed
-from rl_dist.hardware.plain_files import remove, say_once
+from rl_dist.checkpoint.seal import (
+    FORMAT_VERSION,
+    CheckpointError,
+    NewerFormatError,
+    about,
+    read_sealed,
+    sealed,
+)
+from rl_dist.hardware.plain_files import log_once, remove
 
-_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}  # file systems that cannot sync a folder: names there are as safe as they get
+# file systems that cannot sync a folder: names there are as safe as they get
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A whole checkpoint: what it holds and how it is stored."""
+    """A whole checkpoint: its state, and facts about the file."""
 
     path: Path
     state: dict[str, Any]
@@ -43,27 +52,27 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
 
     Raises:
-        CheckpointError: missing, empty, truncated, changed, of a newer format, or no checkpoint at all.
+        CheckpointError: missing, empty, truncated, changed, of a newer format, or no checkpoint.
     """
     return read_checkpoint(path).state
 
 
 def read_checkpoint(path: str | Path) -> CheckpointFile:
-    """Read a checkpoint and what stands around it; raises like `load_checkpoint`."""
+    """Read a checkpoint and facts about its file; raises like `load_checkpoint`."""
     path = Path(path)
     data = read_sealed(path)
     version, torch_version = about(data)
     if version > FORMAT_VERSION:
         raise NewerFormatError(
-            f"checkpoint {path} has format version {version}, and this program reads up to {FORMAT_VERSION}: "
-            "use the version of the program that wrote it, or a newer one"
+            f"checkpoint {path} has format version {version}, and this program reads up to "
+            f"{FORMAT_VERSION}: use the version of the program that wrote it, or a newer one"
         )
     digest = data[-64:].decode()
     return CheckpointFile(path, _unpack(path, data), version, torch_version, len(data), digest)
 
 
 def pack(state: dict[str, Any]) -> bytes:
-    """The bytes of a checkpoint file.
+    """Return the bytes of a checkpoint file.
 
     Raises:
         CheckpointError: a value that could not be loaded again.
@@ -75,12 +84,12 @@ def pack(state: dict[str, Any]) -> bytes:
 
 
 def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
-    """A zip archive with our comment: format version, this torch's version, SHA-256."""
+    """Return a zip archive with our comment: format, torch version, SHA-256."""
     return sealed(archive, format_version, torch.__version__)
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Refuse what `torch.load(weights_only=True)` would, while it can be mended."""
+    """Refuse a value that `torch.load(weights_only=True)` would refuse later."""
     if isinstance(value, Tensor) or type(value) in _PLAIN_TYPES:
         return
     if isinstance(value, dict):
@@ -91,62 +100,64 @@ def check_plain(value: Any, where: str) -> None:
         for index, entry in enumerate(value):
             check_plain(entry, f"{where}[{index}]")
     else:
-        raise CheckpointError(f"{where} is a {type(value).__name__}; make it a tensor or a plain value")
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}; make it a tensor or a plain value"
+        )
 
 
 def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None) -> None:
     """Make `path` hold `data` whole, or leave it as it was.
 
     Args:
-        second_name: gets the same content, just before `path` does: a hard link where the file system knows them. A
-            directory in its place stays, and is told once.
+        path: the file; its folder is made if missing.
+        data: its new content.
+        second_name: gets the same content, just before `path` does: a hard link where the file
+            system knows them. A directory in its place stays, and is named once.
 
     Raises:
         CheckpointError: names path, bytes needed and cause. No half-written file stays.
     """
-    parts = [_part(path), *([_part(second_name)] if second_name else [])]
+    # a leftover of another process cannot have this name
+    names = [name for name in (path, second_name) if name]
+    parts = [name.with_name(f"{name.name}.{os.getpid()}.pt.part") for name in names]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.part"):
             remove(leftover)
         _write(parts[0], data)
         if second_name:
-            _link(parts[0], parts[1], data)
             try:
-                os.replace(parts[1], second_name)
+                os.link(parts[0], parts[1])
+            except OSError:  # no hard links here, or too many: a copy
+                _write(parts[1], data)
+            try:
+                parts[1].replace(second_name)
             except IsADirectoryError:
-                say_once(f"{second_name} cannot be written, for it is a directory: move it away")
+                log_once(f"{second_name} cannot be written, for it is a directory: move it away")
                 parts[1].unlink()
-        os.replace(parts[0], path)
+        parts[0].replace(path)
         _sync_names(path.parent)
     except OSError as error:
         for part in parts:
             with suppress(OSError):  # a folder that cannot be written holds nothing of ours
                 part.unlink(missing_ok=True)
-        cause = f"{error.strerror or error}{_free_bytes(path.parent)}"
-        raise CheckpointError(f"cannot write checkpoint {path} ({len(data):,} bytes): {cause}") from None
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.pt.part")  # a leftover that stays cannot have this name
+        cause = str(error.strerror or error)
+        with suppress(OSError):
+            cause += f" ({shutil.disk_usage(path.parent).free:,} bytes are free there)"
+        raise CheckpointError(
+            f"cannot write checkpoint {path} ({len(data):,} bytes): {cause}"
+        ) from None
 
 
 def _write(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _link(source: Path, target: Path, data: bytes) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # no hard links here, or too many: a copy
-        _write(target, data)
-
-
 def _sync_names(directory: Path) -> None:
-    """New names must survive a power cut, too."""
+    """Let new names survive a power cut, too."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,15 +168,8 @@ def _sync_names(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _free_bytes(directory: Path) -> str:
-    try:
-        return f" ({shutil.disk_usage(directory).free:,} bytes are free there)"
-    except OSError:
-        return ""
-
-
 def _unpack(path: Path, data: bytes) -> dict[str, Any]:
-    """The state in a file whose checksum is right, which still may not be ours."""
+    """Load the state of a file whose checksum is right, which still may not be ours."""
     try:
         with warnings.catch_warnings(action="ignore"):  # the line below says it all
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
@@ -173,21 +177,26 @@ def _unpack(path: Path, data: bytes) -> dict[str, Any]:
             raise CheckpointError(f"it holds a {type(state).__name__}, not a state")
         check_plain(state, "state")
         check_state(state)
+        return state
     except (CheckpointError, StateError) as error:
-        raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
+        cause = str(error)
     except Exception as error:  # zip, pickle and torch errors of many kinds
-        raise CheckpointError(f"checkpoint {path} is refused: {_reason(str(error))}") from None
-    return state
+        cause = _reason(str(error))
+    raise CheckpointError(f"checkpoint {path} is refused: {cause}")
 
 
 def _reason(message: str) -> str:
-    """What torch holds against a file, without its advice to trust it."""
+    """Shorten torch's objection to a file, without its advice to trust it."""
     message = "".join(c if c.isprintable() else " " for c in message)
     code = re.search(r"GLOBAL (\S+)", message)
     if code:
-        return f"it wants to run {code[1][:80]}, and a checkpoint holds data only; nothing was run: do not trust it"
+        return (
+            f"it wants to run {code[1][:80]}, and a checkpoint holds data only; nothing was run: "
+            "do not trust it"
+        )
     if "TorchScript" in message:
         return "it is a TorchScript archive, which holds code; nothing was run: do not trust it"
     cause = message.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
     cause = re.sub("Weights only load failed.|In PyTorch 2.6.*trusted source.", "", cause)
-    return f"torch {torch.__version__} cannot read it: {' '.join(cause.split())[:160] or 'it gives no reason'}"
+    cause = " ".join(cause.split())[:160] or "it gives no reason"
+    return f"torch {torch.__version__} cannot read it: {cause}"

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: the last few, the best, which one to go on from."""
+"""The checkpoints of one run: the last few, the best, and the one to go on from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
 from rl_dist.checkpoint.seal import CheckpointError, NewerFormatError
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import remove, say_once
-from rl_dist.process_group.collectives import gather_json
+from rl_dist.hardware.plain_files import log_once, remove
+from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ def save_checkpoint(
         directory: made if missing.
         state: tensors, numbers, strings, None, in dicts, lists and tuples.
         iteration: part of the name. Later iterations already there are from a past that a resumed
-            run does not share; they are renamed to *.pt.superseded, and removed once the run has passed them.
+            run does not share; they are renamed to *.pt.superseded, and removed once the run has
+            passed them.
         keep: how many of the newest checkpoints stay, at least 1.
         best: it becomes best.pt as well, which stays however many follow.
 
@@ -46,141 +47,20 @@ def save_checkpoint(
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     if path.is_dir():
         _set_aside(path)
-    # best.pt first: a run killed between the two repeats this iteration, and finds its best there already.
+    # best.pt first: a run killed between the two repeats this iteration, and finds its best there.
     write_atomically(path, pack(state), second_name=path.with_name(BEST_FILE) if best else None)
-    _retain(path, keep)
-    return path
-
-
-class Found(NamedTuple):
-    """A valid checkpoint, and what it holds."""
-
-    path: Path
-    state: dict[str, Any]
-
-
-def load_latest(run_dir: str | Path) -> Found | None:
-    """The newest valid checkpoint of a run; says on the console which it skipped.
-
-    Raises:
-        NewerFormatError: the newest one is whole, but of a newer format: falling back would lose what it holds.
-    """
-    return _load_latest_in(Path(run_dir, CHECKPOINT_DIR))
-
-
-def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The path of what `load_latest` finds."""
-    return latest_in(Path(run_dir, CHECKPOINT_DIR))
-
-
-def latest_in(directory: Path) -> Path | None:
-    """The newest valid checkpoint of a folder; like `latest_checkpoint`."""
-    found = _load_latest_in(directory)
-    return found.path if found else None
-
-
-def _load_latest_in(directory: Path) -> Found | None:
-    best = directory / BEST_FILE
-    for path in [*reversed(checkpoint_files(directory)), *([best] if best.exists() else [])]:
-        try:
-            return Found(path, load_checkpoint(path))
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            say_once(f"skipped: {error}")
-    return None
-
-
-def find_latest_run(runs_dir: str | Path) -> Path | None:
-    """The run directory below `runs_dir` whose valid checkpoint is the newest."""
-    newest: list[tuple[float, Path]] = []
-    for directory in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}"):
-        best = [directory / BEST_FILE] if (directory / BEST_FILE).exists() else []  # all that a cleaner may have left
-        times = [path.stat().st_mtime for path in [*checkpoint_files(directory), *best] if path.is_file()]
-        if times:
-            newest.append((max(times), directory.parent))
-    ordered = (run_dir for _, run_dir in sorted(newest, reverse=True))
-    return next((run_dir for run_dir in ordered if latest_checkpoint(run_dir)), None)
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """Checkpoint files by iteration, oldest first, without best.pt."""
-    found = [path for path in directory.glob("iteration_*.pt") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=iteration_in_name)
-
-
-def iteration_in_name(path: Path) -> int:
-    """The iteration that a file's name tells; -1 where it tells none."""
-    match = _NAME.match(path.name)
-    return int(match[1]) if match else -1
-
-
-class Best:
-    """The best value so far of the metric that chooses best.pt; equal on all ranks.
-
-    What was reached before stands in best.pt itself, so that no resumed run replaces it by a worse one. Higher is
-    better.
-
-    Args:
-        names: the metric is the first of these that the run reports; none: no best.pt.
-        directory: of the checkpoints.
-    """
-
-    def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
-        self.names, self.world = names, world
-        self.measured: dict[str, float] = {}  # at this iteration
-        self.improved = False
-        value = _value_of_best(names, directory / BEST_FILE) if names and world.main else None
-        self.value = gather_json(value, world)[0]
-
-    def look(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether these metrics of one iteration beat all before; all ranks must call.
-
-        Raises:
-            UserError: the metric is no number.
-        """
-        self.measured, self.improved = {}, False
-        name = next((name for name in self.names if name in metrics), None)
-        if name is not None:
-            value = gather_json(metrics[name], self.world)[0]
-            if not isinstance(value, int | float | None):
-                raise UserError(f"keep_best {name} is no number: name a metric that is one")
-            if value is not None and math.isfinite(value):  # None: no episode has ended, for example
-                self.measured = {name: float(value)}
-                self.improved = self.value is None or value > self.value
-        return self.improved
-
-    def saved(self) -> None:
-        """The checkpoint of this iteration is written; best.pt, too, if it is the best."""
-        if self.improved:
-            (self.value,) = self.measured.values()
-
-
-def _value_of_best(names: Sequence[str], path: Path) -> float | None:
-    """The value that best.pt holds, None where the next one shall replace it."""
-    if not path.exists():
-        return None
-    try:
-        measured = load_checkpoint(path).get(MEASURED) or {}
-    except CheckpointError as error:
-        say_once(f"{error}; the next checkpoint with {' or '.join(names)} takes its place")
-        return None
-    value = next((measured[name] for name in names if name in measured), None)
-    if value is None:
-        was = ", ".join(measured) or "no metric"
-        say_once(f"{path} was chosen by {was}; the next checkpoint with {' or '.join(names)} takes its place")
-    return value
-
-
-def _retain(path: Path, keep: int) -> None:
-    known, iteration = checkpoint_files(path.parent), iteration_in_name(path)
-    at, superseded = known.index(path), path.parent.glob(SUPERSEDED)
-    oldest = [file for file in known[: at + 1] if file.is_file()][-keep:][0]  # a pipe or directory is none of them
-    passed = [old for old in superseded if 0 <= iteration_in_name(old) <= iteration and not old.is_dir()]
-    for old in [*known[: known.index(oldest)], *passed]:
+    known = checkpoint_files(path.parent)
+    at = known.index(path)
+    # a pipe or directory is none of those to keep
+    oldest = [file for file in known[: at + 1] if file.is_file()][-keep:][0]
+    for old in known[: known.index(oldest)]:
         remove(old)
+    for old in path.parent.glob(SUPERSEDED):
+        if 0 <= iteration_in_name(old) <= iteration and not old.is_dir():
+            remove(old)
     for later in known[at + 1 :]:
         _set_aside(later)
+    return path
 
 
 def _set_aside(path: Path) -> None:
@@ -188,4 +68,137 @@ def _set_aside(path: Path) -> None:
         path.replace(path.with_suffix(".pt.superseded"))
         logger.warning("%s is from before this resume or not ours; renamed to .superseded", path)
     except OSError as error:
-        say_once(f"{path} is from before this resume or not ours, and stays: {error.strerror}")
+        log_once(f"{path} is from before this resume or not ours, and stays: {error.strerror}")
+
+
+class Found(NamedTuple):
+    """A valid checkpoint and its state."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def load_latest(run_dir: str | Path) -> Found | None:
+    """Load the newest valid checkpoint of a run; prints which it skipped.
+
+    Raises:
+        NewerFormatError: the newest one is whole, but of a newer format: falling back would lose
+            the training in it.
+    """
+    return _load_latest_in(Path(run_dir, CHECKPOINT_DIR))
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """Return the path of the checkpoint that `load_latest` finds."""
+    return latest_in(Path(run_dir, CHECKPOINT_DIR))
+
+
+def latest_in(directory: Path) -> Path | None:
+    """Return the newest valid checkpoint of a folder; like `latest_checkpoint`."""
+    found = _load_latest_in(directory)
+    return found.path if found else None
+
+
+def _load_latest_in(directory: Path) -> Found | None:
+    for path in reversed(_best_and_files(directory)):
+        try:
+            return Found(path, load_checkpoint(path))
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            log_once(f"skipped: {error}")
+    return None
+
+
+def find_latest_run(runs_dir: str | Path) -> Path | None:
+    """Return the run directory below `runs_dir` whose valid checkpoint is the newest."""
+    newest: list[tuple[float, Path]] = []
+    for directory in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}"):
+        files = [path for path in _best_and_files(directory) if path.is_file()]
+        if files:
+            newest.append((max(path.stat().st_mtime for path in files), directory.parent))
+    ordered = (run_dir for _, run_dir in sorted(newest, reverse=True))
+    return next((run_dir for run_dir in ordered if latest_checkpoint(run_dir)), None)
+
+
+def _best_and_files(directory: Path) -> list[Path]:
+    """List best.pt, which may be all that a cleaner has left, and the others, oldest first."""
+    best = directory / BEST_FILE
+    return [*([best] if best.exists() else []), *checkpoint_files(directory)]
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """List checkpoint files by iteration, oldest first, without best.pt."""
+    found = [path for path in directory.glob("iteration_*.pt") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=iteration_in_name)
+
+
+def iteration_in_name(path: Path) -> int:
+    """Return the iteration in a file's name; -1: there is none."""
+    match = _NAME.match(path.name)
+    return int(match[1]) if match else -1
+
+
+class Best:
+    """The best value so far of the metric that chooses best.pt; equal on all ranks.
+
+    The value reached before stands in best.pt itself, so that no resumed run replaces it by a worse
+    one. Higher is better.
+
+    Args:
+        names: the metric is the first of these that the run reports; none: no best.pt.
+        directory: of the checkpoints.
+        world: the ranks.
+    """
+
+    def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
+        self.names = names
+        self.world = world
+        self.measured: dict[str, float] = {}  # at this iteration
+        self.improved = False
+        value = (
+            _value_of_best(names, directory / BEST_FILE)
+            if names and world.is_main_process
+            else None
+        )
+        self.value = all_gather_json(value, world)[0]
+
+    def look(self, metrics: Mapping[str, Any]) -> bool:
+        """Return True if these metrics beat all before; all ranks must call.
+
+        Raises:
+            UserError: the metric is no number.
+        """
+        self.measured = {}
+        self.improved = False
+        name = next((name for name in self.names if name in metrics), None)
+        if name is not None:
+            value = all_gather_json(metrics[name], self.world)[0]
+            if not isinstance(value, int | float | None):
+                raise UserError(f"keep_best {name} is no number: name a metric that is one")
+            # None: no episode has ended, for example
+            if value is not None and math.isfinite(value):
+                self.measured = {name: float(value)}
+                self.improved = self.value is None or value > self.value
+        return self.improved
+
+    def saved(self) -> None:
+        """Record that this iteration is saved, in best.pt too if it is the best."""
+        if self.improved:
+            (self.value,) = self.measured.values()
+
+
+def _value_of_best(names: Sequence[str], path: Path) -> float | None:
+    """Return the value in best.pt; None: the next one shall replace it."""
+    if not path.exists():
+        return None
+    successor = f"the next checkpoint with {' or '.join(names)} takes its place"
+    try:
+        measured = load_checkpoint(path).get(MEASURED) or {}
+    except CheckpointError as error:
+        log_once(f"{error}; {successor}")
+        return None
+    value = next((measured[name] for name in names if name in measured), None)
+    if value is None:
+        log_once(f"{path} was chosen by {', '.join(measured) or 'no metric'}; {successor}")
+    return value

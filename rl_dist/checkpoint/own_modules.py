@@ -1,7 +1,7 @@
-"""Whose code a run may have imported: its environment may name a module.
+"""Trust in the modules that a run's environment may name.
 
-A run directory may come from anybody. It never runs what it brings along, and names no module to import but those that
-the command line names as well, or that the user's own run names.
+A run directory may come from anybody. It never runs what it brings along, and names no module to
+import but those that the command line names as well, or that the user's own run names.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> Non
     From here on nothing at all is imported from the run directory, be it the current one.
 
     Args:
-        env, kwargs: as the run has them.
+        env: as the run has it.
+        kwargs: of the environment, as the run has them.
+        run_dir: the run directory.
         named: the environment on the command line; None: there is none.
 
     Raises:
-        UserError: the module lies in the run directory; or the command line does not name it, and config.json is
-            somebody else's, or names another one.
+        UserError: the module lies in the run directory; or the command line does not name it, and
+            config.json is somebody else's, or names another one.
     """
     run_dir = run_dir.absolute()
     if not _inside(__file__, run_dir):  # else a folder above the program was taken for a run
@@ -40,16 +42,19 @@ def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> Non
     if not module:
         return
     if any(_inside(place, run_dir) for place in _places(module)):
-        raise UserError(f"env {env} lies in the run directory {run_dir}, from which nothing is run: move it elsewhere")
+        raise UserError(
+            f"env {env} lies in the run directory {run_dir}, from which nothing is run: "
+            "move it elsewhere"
+        )
     if env != named and not _is_own(run_dir / "config.json", env, kwargs):
         raise UserError(
-            f"env {env} has code of its own, and {run_dir}/config.json is not yours or has another env: "
-            f"if you trust the module {module}, add --env {shlex.quote(env)}"
+            f"env {env} has code of its own, and {run_dir}/config.json is not yours or has another "
+            f"env: if you trust the module {module}, add --env {shlex.quote(env)}"
         )
 
 
 def _is_own(path: Path, env: str, kwargs: str) -> bool:
-    """Whether a config.json is this user's, and has this environment."""
+    """Return True for a config.json of this user that has this environment."""
     try:
         with open(path, "rb", opener=plain_file) as file:
             about = os.fstat(file.fileno())
@@ -61,24 +66,25 @@ def _is_own(path: Path, env: str, kwargs: str) -> bool:
 
 
 def _places(module: str) -> list[str]:
-    """Where a module and the packages around it would be imported from; runs nothing of them."""
+    """List where a module and the packages around it would be imported from; runs nothing."""
     found: list[str] = []
     path: Sequence[str] | None = None
-    parts = module.split(".")
-    for number in range(1, len(parts) + 1):
-        name = ".".join(parts[:number])
+    for part in module.split("."):
         try:
-            spec = find_spec(name) if path is None else PathFinder.find_spec(parts[number - 1], path)
+            spec = find_spec(part) if path is None else PathFinder.find_spec(part, path)
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return found  # importing it tells what is wrong
+            return found  # importing it says what is wrong
         path = list(spec.submodule_search_locations or [])
         found += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
     return found
 
 
 def _inside(place: str | Path, folder: Path) -> bool:
-    """Whether a place is in a folder, with or without links followed."""
-    places, folders = ({Path(os.path.abspath(one)), Path(one).resolve()} for one in (place, folder))
+    """Return True for a place in a folder, with or without links followed."""
+    # normpath: without "..", and without following links
+    places, folders = (
+        {Path(os.path.normpath(Path.cwd() / one)), Path(one).resolve()} for one in (place, folder)
+    )
     return any(one.is_relative_to(other) for one in places for other in folders)

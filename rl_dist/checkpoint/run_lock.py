@@ -19,20 +19,24 @@ PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
 
 
 class RunLock(AbstractContextManager["RunLock"]):
-    """The lock on a run directory, which its config.json stands for.
+    """The lock on a run directory; its config.json is the locked file.
 
-    One training holds one lock from its choice of a checkpoint to its end: ranks that are started get the same open
-    file. It is free once all of them have closed it, or are dead.
+    One training holds one lock from its choice of a checkpoint to its end: ranks that are started
+    get the same open file. It is free once all of them have closed it, or are dead.
     """
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self.file = path, file
+    def __init__(self, path: Path, file: IO[bytes], *, made: bool = False) -> None:
+        self.path = path
+        self.file = file
+        self.made = made  # the file, by this lock and not by a run
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to a new process as an inherited descriptor."""
         return _inherited, (self.path, reduction.DupFd(self.file.fileno()))
 
     def __exit__(self, *exc_info: object) -> None:
+        if self.made and leads_to(self.path, self.file) and not self.path.stat().st_size:
+            self.path.unlink()  # refused before a configuration was written
         self.close()
 
     def close(self) -> None:
@@ -46,22 +50,24 @@ def _inherited(path: Path, descriptor: Any) -> RunLock:
 
 
 def hold(path: Path, patience_s: float = PATIENCE_S) -> RunLock:
-    """Take the lock that a file stands for; the file is made if missing.
+    """Take the lock on a file, which is made if missing.
 
     Raises:
-        UserError: another process holds it, and went on doing so; or the file cannot be written, or something else
-            lies in the place of one of the run's files.
+        UserError: another process holds it, and went on doing so; or the file cannot be written, or
+            something else lies in the place of one of the run's files.
     """
     check_layout(path.parent)
-    deadline_s, told = time.monotonic() + patience_s, False
+    in_use = f"{path.parent} is in use by another training"
+    deadline_s = time.monotonic() + patience_s
+    printed = False
     while True:
         if (lock := _try_to_hold(path)) is not None:
             return lock
         if time.monotonic() >= deadline_s:
-            raise UserError(f"{path.parent} is in use by another training: wait for its end, or stop it")
-        if not told:
-            told = True
-            print(f"{path.parent} is in use by another training: waiting up to {patience_s:g} s", flush=True)
+            raise UserError(f"{in_use}: wait for its end, or stop it")
+        if not printed:
+            printed = True
+            print(f"{in_use}: waiting up to {patience_s:g} s", flush=True)
         time.sleep(0.1)
 
 
@@ -74,18 +80,22 @@ def hold_new(path: Path) -> RunLock:
     lock = hold(path, 0.0)
     if path.stat().st_size:  # it has ended since
         lock.close()
-        raise UserError(f"{path.parent} holds a run already: go on with --resume {path.parent}, or name another")
+        raise UserError(
+            f"{path.parent} holds a run already: go on with --resume {path.parent}, or name another"
+        )
     return lock
 
 
 def _try_to_hold(path: Path) -> RunLock | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b", opener=plain_file)  # noqa: SIM115  # NFS locks only what may be written
+        made = not path.exists()
+        # NFS locks only what may be written
+        file = open(path, "a+b", opener=plain_file)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if leads_to(path, file):  # else it was removed meanwhile
-                return RunLock(path, file)
+                return RunLock(path, file, made=made)
         except BlockingIOError:
             pass
         file.close()

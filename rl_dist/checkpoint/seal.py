@@ -1,12 +1,12 @@
-"""How a checkpoint file ends: format version and checksum; needs no torch.
+"""The end of a checkpoint file: format version and checksum; needs no torch.
 
 The comment of its zip archive is the end of the file:
 
     rl_dist checkpoint, format 2, torch 2.13.0, sha256:<64 hexadecimal digits>
 
-The digits are the SHA-256 of every byte before the word sha256, the format version included. So any changed byte is
-refused before torch sees the file, and a file of a newer format is known by its version, not by a strange error.
-Format 1 is the same without the words before sha256.
+The digits are the SHA-256 of every byte before the word sha256, the format version included. So any
+changed byte is refused before torch sees the file, and a file of a newer format is known by its
+version, not by a strange error. Format 1 is the same without the words before sha256.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class NewerFormatError(CheckpointError):
 
 
 def sealed(archive: bytes, format_version: int, torch_version: str) -> bytes:
-    """A zip archive with the comment.
+    """Return a zip archive with the comment.
 
-    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE 4.3.16.
+    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE
+    4.3.16.
     """
     assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
     words = f"rl_dist checkpoint, format {format_version}, torch {torch_version}, ".encode()
@@ -50,41 +51,47 @@ def sealed(archive: bytes, format_version: int, torch_version: str) -> bytes:
 
 @contextmanager
 def open_sealed(path: Path) -> Iterator[IO[bytes]]:
-    """A file that starts and ends like a checkpoint; what lies between is not read.
+    """Open a file that starts and ends like a checkpoint, without reading the rest.
 
     Raises:
         CheckpointError: missing, no plain file, empty, truncated, or no checkpoint at all.
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
-            start, size = file.read(4), os.fstat(file.fileno()).st_size
+            start = file.read(4)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES))
+            wrong = ""
             if not start:
-                raise CheckpointError(f"checkpoint {path} is empty")
-            if start != b"PK\x03\x04":
-                raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: it does not start like one")
-            file.seek(max(0, size - _SEAL_BYTES))
-            if not file.read(len(_MARK)) == _MARK:
-                raise CheckpointError(f"checkpoint {path} is truncated or not ours: its checksum is missing")
+                wrong = "is empty"
+            elif start != b"PK\x03\x04":
+                wrong = "is damaged or no checkpoint: it does not start like one"
+            elif file.read(len(_MARK)) != _MARK:
+                wrong = "is truncated or not ours: its checksum is missing"
+            if wrong:
+                raise CheckpointError(f"checkpoint {path} {wrong}")
             file.seek(0)
             yield file
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
+        cause = error.strerror or error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
 
 
 def read_sealed(path: Path) -> bytes:
-    """A file's bytes, if they are those that were written.
+    """Read a file, if its bytes are those that were written.
 
     Raises:
-        CheckpointError: missing, no plain file, empty, truncated, changed, too large for the memory, or no checkpoint.
+        CheckpointError: as `open_sealed`, or changed, or too large for the memory.
     """
     with open_sealed(path) as file:
         data = read_open(file, None)
     if data[-64:] != hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode():
-        raise CheckpointError(f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum"
+        )
     return data
 
 
 def about(data: bytes) -> tuple[int, str]:
-    """Format version and torch version of a file whose checksum is right."""
+    """Return format version and torch version of a file whose checksum is right."""
     found = _ABOUT.search(data[-_SEAL_BYTES - _ABOUT_BYTES : -_SEAL_BYTES])
     return (int(found[1]), found[2].decode()) if found else (1, "unknown")

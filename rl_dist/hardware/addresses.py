@@ -8,13 +8,13 @@ import socket
 import tempfile
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
-ELASTIC_COUNTS = RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
-HOW_TO_START = "start with torchrun, which sets them all, or unset RANK to let --num_gpus start the ranks"
+HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give --num_gpus"
 
 
 def check_variables() -> None:
-    """Check what the environment says of this rank, and of temporary files.
+    """Check environment variables about this rank and temporary files.
 
     Raises:
         ValueError: a variable is missing, no number, or out of range.
@@ -25,26 +25,35 @@ def check_variables() -> None:
     except OSError as error:
         raise ValueError(f"{error.strerror}: set TMPDIR to a folder that can be written") from None
     if "RANK" not in os.environ:
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set: set both, or neither")
+        if (size_text := os.environ.get("WORLD_SIZE", "1")) != "1":
+            problem = f"WORLD_SIZE is {size_text}, but RANK is not set"
+            raise ValueError(f"{problem}: set both, or neither")
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
     if rank >= size:
-        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered 0..{size - 1}")
+        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
     if size == 1:
         return
-    local_rank, limit = _number("LOCAL_RANK"), "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
+    local_rank = _number("LOCAL_RANK")
+    limit = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
     if local_rank >= _number(limit, 1):
         raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but {limit} is {os.environ[limit]}: it numbers this machine's ranks from 0"
+            f"LOCAL_RANK is {local_rank}, but {limit} is {os.environ[limit]}: it numbers this "
+            "machine's ranks from 0"
         )
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
     _number("MASTER_PORT", 1, 65535)
 
 
+def check_counts() -> None:
+    """Check torchrun's counts; raises like `elastic_count`."""
+    for name in (RESTART_COUNT, MAX_RESTARTS):
+        elastic_count(name)
+
+
 def elastic_count(name: str) -> int:
-    """One of torchrun's ELASTIC_COUNTS; 0: it did not start this process.
+    """RESTART_COUNT or MAX_RESTARTS of torchrun; 0: it did not start this process.
 
     Raises:
         ValueError: it is no count.
@@ -74,32 +83,36 @@ def asked_for_address() -> tuple[str, int] | None:
 
 
 def check_address(host: str, port: int, *, hosted_here: bool) -> None:
-    """Find out early whether ranks can meet at an address.
+    """Check early that ranks can meet at an address.
 
     Args:
         host, port: of MASTER_ADDR and MASTER_PORT.
-        hosted_here: whether this process, or one that it starts, will listen there.
+        hosted_here: this process, or one that it starts, will listen there.
 
     Raises:
         ValueError: no such host; or it is another machine, or the port is taken.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        cure = "set it to the name or address of rank 0's machine, or unset it for a job on one machine"
-        raise ValueError(f"MASTER_ADDR {host!r} is no host that this machine can find: {cure}") from None
+        problem = f"MASTER_ADDR {host!r} is no host that this machine can find"
+        raise ValueError(f"{problem}: name rank 0's machine, or unset it") from None
     if not hosted_here:
         return
+    family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
         try:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                cure = "rank 0 must run on that machine; set MASTER_ADDR to an address of the machine of rank 0"
-                raise ValueError(f"MASTER_ADDR {host!r} is no address of this machine: {cure}") from None
-            reason = "taken by another program" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ValueError(f"MASTER_PORT {port} is {reason}: set another one, such as {free_port()}") from None
+                problem = f"MASTER_ADDR {host!r} is no address of this machine"
+                raise ValueError(f"{problem}: name that of rank 0's machine") from None
+            taken = error.errno == errno.EADDRINUSE
+            problem = (
+                f"MASTER_PORT {port} is {'taken by another program' if taken else error.strerror}"
+            )
+            raise ValueError(f"{problem}: set another one, such as {free_port()}") from None
 
 
 def free_port() -> int:
@@ -107,9 +120,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((DEFAULT_ADDRESS, 0))
         return probe.getsockname()[1]
-
-
-def check_counts() -> None:
-    """Check torchrun's counts; raises like `elastic_count`."""
-    for name in ELASTIC_COUNTS:
-        elastic_count(name)

@@ -1,21 +1,31 @@
-"""What GPUs this machine has, as NVML and torch tell it; read only.
+"""The GPUs of this machine, as NVML and torch report them; read only.
 
-NVML sees every GPU of the machine, torch those that CUDA_VISIBLE_DEVICES leaves. A GPU or a value that does not
-answer is None, or says why in `error`, and hides nothing else.
+NVML sees every GPU of the machine, torch those that CUDA_VISIBLE_DEVICES leaves. A GPU or a value
+that does not answer is None, or says why in `error`, and hides nothing else.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_dist.hardware.nvml import Nvml
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
-TOPOLOGY = {0: "on one board", 10: "one PCIe switch", 20: "several PCIe switches", 30: "one PCIe host bridge",
-            40: "one NUMA node", 50: "across CPU sockets"}  # fmt: skip
-UNCORRECTED, VOLATILE, MAX_LINKS, P2P_NVLINK = 1, 0, 36, 2
+TOPOLOGY = {
+    0: "on one board",
+    10: "one PCIe switch",
+    20: "several PCIe switches",
+    30: "one PCIe host bridge",
+    40: "one NUMA node",
+    50: "across CPU sockets",
+}
+UNCORRECTED = 1
+VOLATILE = 0
+MAX_LINKS = 36
+P2P_NVLINK = 2
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; None: it does not tell."""
+    """One GPU; None: unknown."""
 
     index: int  # NVML's number, or torch's where there is no NVML
     torch_index: int | None = None  # None: torch does not see it
@@ -58,14 +68,14 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Link:
+class GpuLink:
     """Between two GPUs, by `Gpu.index`."""
 
     first: int
     second: int
     peer_access: bool | None  # torch: one can read the other's memory
     nvlink: bool | None
-    path: str | None  # what lies between them
+    path: str | None  # between them
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class GpuInfo:
     """All GPUs of this machine."""
 
     gpus: tuple[Gpu, ...]
-    links: tuple[Link, ...]
+    links: tuple[GpuLink, ...]
     driver: str | None  # NVIDIA's
     driver_cuda: tuple[int, int] | None  # the newest CUDA it can serve
     rocm: str | None  # torch is built for AMD: RCCL answers to the name nccl, and there is no NVML
@@ -97,13 +107,10 @@ def read_gpus(nvml: Nvml, torch: Any) -> GpuInfo:
     handles: dict[int, Any] = {}
     gpus: list[Gpu] = []
     for index in range(nvml.count()):
-        handle, reason = nvml.handle(index)
-        if handle is None:
-            gpus.append(Gpu(index=index, error=reason))
-            continue
-        handles[index] = handle
-        gpus.append(_from_nvml(nvml, index, handle))
-    gpus, torch_error = _with_torch(gpus, torch)
+        handles[index], reason = nvml.handle(index)
+        known = handles[index] is not None
+        gpus.append(_from_nvml(nvml, index, handles[index]) if known else Gpu(index, error=reason))
+    torch_error = _add_torch(gpus, torch)
     version = nvml.read("nvmlSystemGetCudaDriverVersion")
     return GpuInfo(
         gpus=tuple(gpus),
@@ -117,20 +124,20 @@ def read_gpus(nvml: Nvml, torch: Any) -> GpuInfo:
 
 
 def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
+    def get(name: str, *more: int) -> Any:
+        return nvml.read(f"nvmlDeviceGet{name}", handle, *more)
+
     reading = nvml.reading(handle)
-    name, mute = nvml.ask("nvmlDeviceGetName", handle)
-    capability = nvml.read("nvmlDeviceGetCudaComputeCapability", handle)
-    limit_mw = nvml.read("nvmlDeviceGetPowerManagementLimit", handle)
-    ecc, mig = nvml.read("nvmlDeviceGetEccMode", handle), nvml.read("nvmlDeviceGetMigMode", handle)
-    mode = nvml.read("nvmlDeviceGetComputeMode", handle)
-    links = [nvml.read("nvmlDeviceGetNvLinkState", handle, link) for link in range(MAX_LINKS)]
-    told = [state for state in links if state is not None]
-    processes = nvml.read("nvmlDeviceGetComputeRunningProcesses", handle) or []
+    name, silent = nvml.ask("nvmlDeviceGetName", handle)
+    capability, limit_mw = get("CudaComputeCapability"), get("PowerManagementLimit")
+    ecc, mig, mode = get("EccMode"), get("MigMode"), get("ComputeMode")
+    states = [get("NvLinkState", link) for link in range(MAX_LINKS)]
+    known = [state for state in states if state is not None]
     return Gpu(
         index=index,
         name=name or "",
-        error=mute if reading.memory_total_bytes is None and name is None else "",
-        uuid=nvml.read("nvmlDeviceGetUUID", handle) or "",
+        error=silent if reading.memory_total_bytes is None and name is None else "",
+        uuid=get("UUID") or "",
         compute_capability=capability and "{}.{}".format(*capability),
         memory_total_bytes=reading.memory_total_bytes,
         memory_free_bytes=reading.memory_free_bytes,
@@ -138,24 +145,27 @@ def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
         temperature_c=reading.temperature_c,
         power_limit_w=None if limit_mw is None else limit_mw / 1000,
         ecc=None if ecc is None else bool(ecc[0]),
-        ecc_uncorrected_errors=nvml.read("nvmlDeviceGetTotalEccErrors", handle, UNCORRECTED, VOLATILE),
+        ecc_uncorrected_errors=get("TotalEccErrors", UNCORRECTED, VOLATILE),
         mig=None if mig is None else bool(mig[0]),
         compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
-        pcie_generation=nvml.read("nvmlDeviceGetCurrPcieLinkGeneration", handle),
-        pcie_generation_max=nvml.read("nvmlDeviceGetMaxPcieLinkGeneration", handle),
-        pcie_width=nvml.read("nvmlDeviceGetCurrPcieLinkWidth", handle),
-        pcie_width_max=nvml.read("nvmlDeviceGetMaxPcieLinkWidth", handle),
-        nvlinks=sum(map(bool, told)) if told else None,
-        processes=tuple(GpuProcess(p.pid, getattr(p, "usedGpuMemory", None)) for p in processes),
+        pcie_generation=get("CurrPcieLinkGeneration"),
+        pcie_generation_max=get("MaxPcieLinkGeneration"),
+        pcie_width=get("CurrPcieLinkWidth"),
+        pcie_width_max=get("MaxPcieLinkWidth"),
+        nvlinks=sum(map(bool, known)) if known else None,
+        processes=tuple(
+            GpuProcess(process.pid, getattr(process, "usedGpuMemory", None))
+            for process in get("ComputeRunningProcesses") or []
+        ),
     )
 
 
-def _with_torch(gpus: list[Gpu], torch: Any) -> tuple[list[Gpu], str]:
-    """Add what torch knows, and the GPUs that only torch knows; and why it knows nothing."""
+def _add_torch(gpus: list[Gpu], torch: Any) -> str:
+    """Add what torch knows, and the GPUs that only torch knows; return why it knows nothing."""
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:
-        return gpus, _line(error)
+        return _line(error)
     by_uuid = {_bare(gpu.uuid): place for place, gpu in enumerate(gpus) if gpu.uuid}
     for number in range(count):
         try:
@@ -167,47 +177,40 @@ def _with_torch(gpus: list[Gpu], torch: Any) -> tuple[list[Gpu], str]:
         if place is None:  # without NVML, or a MIG slice
             place = len(gpus)
             gpus.append(Gpu(index=place, name=found.name))
-        gpus[place] = _told_by_torch(gpus[place], number, found, torch)
-    return gpus, ""
+        gpu = gpus[place]
+        free, error_text = gpu.memory_free_bytes, gpu.error
+        if free is None:
+            try:
+                free = torch.cuda.mem_get_info(number)[0]
+            except RuntimeError as error:
+                error_text = error_text or f"torch: {_line(error)}"
+        gpus[place] = replace(
+            gpu,
+            torch_index=number,
+            error=error_text,
+            name=gpu.name or found.name,
+            compute_capability=gpu.compute_capability or f"{found.major}.{found.minor}",
+            multiprocessors=found.multi_processor_count,
+            threads_per_block=getattr(found, "max_threads_per_block", None),
+            shared_memory_per_block_bytes=getattr(found, "shared_memory_per_block", None),
+            integrated=bool(getattr(found, "is_integrated", False)),
+            memory_total_bytes=gpu.memory_total_bytes or found.total_memory,
+            memory_free_bytes=free,
+        )
+    return ""
 
 
-def _told_by_torch(gpu: Gpu, number: int, found: Any, torch: Any) -> Gpu:
-    free, error = gpu.memory_free_bytes, gpu.error
-    if free is None:
-        try:
-            free = torch.cuda.mem_get_info(number)[0]
-        except RuntimeError as failure:
-            error = error or f"torch: {_line(failure)}"
-    return Gpu(
-        **vars(gpu)
-        | {
-            "torch_index": number,
-            "error": error,
-            "name": gpu.name or found.name,
-            "compute_capability": gpu.compute_capability or f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
-            "threads_per_block": getattr(found, "max_threads_per_block", None),
-            "shared_memory_per_block_bytes": getattr(found, "shared_memory_per_block", None),
-            "integrated": bool(getattr(found, "is_integrated", False)),
-            "memory_total_bytes": gpu.memory_total_bytes or found.total_memory,
-            "memory_free_bytes": free,
-        }
-    )
-
-
-def _link(first: Gpu, second: Gpu, handles: dict[int, Any], nvml: Nvml, torch: Any) -> Link:
-    peer = None
-    if first.torch_index is not None and second.torch_index is not None and not (first.error or second.error):
-        try:
-            peer = bool(torch.cuda.can_device_access_peer(first.torch_index, second.torch_index))
-        except (RuntimeError, AssertionError):
-            peer = None
-    status = path = None
-    if first.index in handles and second.index in handles:
-        pair = handles[first.index], handles[second.index]
+def _link(first: Gpu, second: Gpu, handles: dict[int, Any], nvml: Nvml, torch: Any) -> GpuLink:
+    peer = status = path = None
+    numbers = first.torch_index, second.torch_index
+    if None not in numbers and not (first.error or second.error):
+        with suppress(RuntimeError, AssertionError):
+            peer = bool(torch.cuda.can_device_access_peer(*numbers))
+    pair = handles.get(first.index), handles.get(second.index)
+    if None not in pair:
         status = nvml.read("nvmlDeviceGetP2PStatus", *pair, P2P_NVLINK)
         path = nvml.read("nvmlDeviceGetTopologyCommonAncestor", *pair)
-    return Link(
+    return GpuLink(
         first=first.index,
         second=second.index,
         peer_access=peer,

@@ -1,7 +1,8 @@
-"""NVIDIA's management library, value by value: a GPU that is mute hides none.
+"""NVIDIA's management library, value by value: an unresponsive GPU hides none.
 
-NVML reads what a GPU does from outside: no CUDA context, no waiting for kernels. It numbers all GPUs of the machine,
-while torch numbers those in CUDA_VISIBLE_DEVICES, in CUDA's own order: a device is found by its UUID or PCI bus id.
+NVML reads what a GPU does from outside: no CUDA context, no waiting for kernels. It numbers all
+GPUs of the machine, while torch numbers those in CUDA_VISIBLE_DEVICES, in CUDA's own order: a
+device is found by its UUID or PCI bus id.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GpuReading:
-    """What one GPU does at one instant; None: it does not tell."""
+    """A GPU's readings at one instant; None: unknown."""
 
     utilization_percent: float | None = None  # of the last sample period in which a kernel ran
     memory_used_bytes: int | None = None  # by all processes
@@ -24,9 +25,7 @@ class GpuReading:
 
 
 class Nvml:
-    """NVML, open until `close`; where there is none, all is empty.
-
-    `reason` then says why.
+    """NVML, open until `close`; without it all is empty, and `reason` says why.
 
     Args:
         module: pynvml, or something that answers like it.
@@ -48,7 +47,7 @@ class Nvml:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to ask."""
+        """True if there is anything to ask."""
         return self._module is not None
 
     def read(self, function: str, *args: Any) -> Any:
@@ -84,9 +83,9 @@ class Nvml:
             uuid: with or without the prefix GPU- or MIG-.
             pci_bus_id: domain:bus:device.function.
         """
-        names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
-        for name in names if uuid else []:
-            handle = self.read("nvmlDeviceGetHandleByUUID", name)
+        bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
+        for prefix in ("GPU-", "MIG-") if uuid else ():
+            handle = self.read("nvmlDeviceGetHandleByUUID", prefix + bare)
             if handle is not None:
                 return handle
         return self.read("nvmlDeviceGetHandleByPciBusId", pci_bus_id) if pci_bus_id else None
@@ -96,20 +95,19 @@ class Nvml:
         return self.find(*identity(index)) if self.is_open else None
 
     def reading(self, handle: Any) -> GpuReading:
-        """What a GPU does now."""
+        """Read what a GPU does now."""
         if handle is None:
             return GpuReading()
-        rates, power_mw = (
-            self.read("nvmlDeviceGetUtilizationRates", handle),
-            self.read("nvmlDeviceGetPowerUsage", handle),
-        )
+        rates = self.read("nvmlDeviceGetUtilizationRates", handle)
+        power_mw = self.read("nvmlDeviceGetPowerUsage", handle)
         memory = self.read("nvmlDeviceGetMemoryInfo", handle)
         return GpuReading(
             utilization_percent=getattr(rates, "gpu", None),
             memory_used_bytes=getattr(memory, "used", None),
             memory_free_bytes=getattr(memory, "free", None),
             memory_total_bytes=getattr(memory, "total", None),
-            temperature_c=self.read("nvmlDeviceGetTemperature", handle, 0),  # 0: NVML_TEMPERATURE_GPU
+            # 0: NVML_TEMPERATURE_GPU
+            temperature_c=self.read("nvmlDeviceGetTemperature", handle, 0),
             power_w=None if power_mw is None else power_mw / 1000,
         )
 
@@ -120,12 +118,12 @@ class Nvml:
 
 
 def identity(index: int) -> tuple[str, str]:
-    """UUID and PCI bus id of torch's CUDA device `index`; "" where not told."""
+    """UUID and PCI bus id of torch's CUDA device `index`; "" where unknown."""
     import torch  # slow to import, and its devices are asked for only where it is there already
 
     found = torch.cuda.get_device_properties(index)
     uuid = str(getattr(found, "uuid", ""))
     if not hasattr(found, "pci_bus_id"):
         return uuid, ""
-    domain, bus, device = (getattr(found, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
-    return uuid, f"{domain:08x}:{bus:02x}:{device:02x}.0"
+    domain, device = (getattr(found, f"pci_{name}_id", 0) for name in ("domain", "device"))
+    return uuid, f"{domain:08x}:{found.pci_bus_id:02x}:{device:02x}.0"

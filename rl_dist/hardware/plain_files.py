@@ -1,6 +1,7 @@
 """Opens and reads files of a run directory, whatever lies in their place.
 
-Anybody may have put a pipe, a device or a giant there: to open or read it could take for ever, or all memory.
+Anybody may have put a pipe, a device or a giant there: to open or read it could take for ever, or
+all memory.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     """A plain file's content.
 
     Args:
-        most: bytes that it may have; None: half of the memory that is free, for what is read takes as much again.
+        most: bytes that it may have; None: half of the memory that is free, for what is read takes
+            as much again.
 
     Raises:
         OSError: it cannot be read, is no plain file, or is too large.
@@ -58,32 +60,34 @@ def read_open(file: IO[bytes], most: int | None) -> bytes:
     """
     size = os.fstat(file.fileno()).st_size
     if most is None:
-        from rl_dist.hardware.host_memory import host_memory  # slow to import, and not always needed
+        # slow to import, and not always needed
+        from rl_dist.hardware.memory import host_memory
 
         most = host_memory().available // 2
     if size > most:
-        raise OSError(errno.EINVAL, f"it has {size:,} bytes, and at most {most:,} are read here", str(file.name))
+        problem = f"it has {size:,} bytes, and at most {most:,} are read here"
+        raise OSError(errno.EINVAL, problem, str(file.name))
     return file.read(size)
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:
-    """Whether a path still leads to the open file, not deleted or replaced."""
+    """True if a path still leads to the open file, not deleted or replaced."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
         return False
 
 
 def remove(path: Path) -> None:
-    """Remove a file that is no longer needed; what cannot be removed is told once."""
+    """Remove a file that is no longer needed; a failure is logged once."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        say_once(f"{path} cannot be removed and stays: {error.strerror or error}")
+        log_once(f"{path} cannot be removed and stays: {error.strerror or error}")
 
 
 @functools.cache
-def say_once(line: str) -> None:
-    """Tell the user, from one rank and only once, however often a file is looked at."""
+def log_once(line: str) -> None:
+    """Log a line from one rank and only once, however often it is called."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning("%s", line)

@@ -18,7 +18,8 @@ from rl_dist.process_group.process_ends import die_with_parent
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE, *ADDRESS_VARIABLES)
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
+RANK_VARIABLES |= set(ADDRESS_VARIABLES)
 
 
 def start(
@@ -29,17 +30,20 @@ def start(
     own_session: bool = True,
     **options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start this Python with arguments, in a process group of its own.
-
-    It has no stdin.
+    """Start this Python in a process group of its own, without stdin.
 
     Args:
+        arguments: of the interpreter.
         path: where it looks for modules first; None: the current directory.
         variables: of its environment, beside ours without those that make a process a rank.
         own_session: Linux shares out cores by session; without it, the child counts as one of ours.
         options: of `subprocess.Popen`.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and "TORCHELASTIC" not in k}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK_VARIABLES and "TORCHELASTIC" not in name
+    }
     paths = filter(None, [str(path or Path.cwd()), os.environ.get("PYTHONPATH", "")])
     group: dict[str, Any] = {"start_new_session": True} if own_session else {"process_group": 0}
     return subprocess.Popen(
@@ -64,5 +68,5 @@ def kill_group(job: subprocess.Popen[Any], patience_s: float = 5.0) -> None:
 
 
 def errors_of(lines: Sequence[str]) -> list[str]:
-    """What the `error: ` lines of our commands say."""
+    """Return the messages of our commands' `error: ` lines."""
     return [line.removeprefix("error: ").strip() for line in lines if line.startswith("error: ")]

@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
-from rl_dist.launch.all_reduce_bench import BenchFailed, measure_all_reduce
+from rl_dist.launch.all_reduce_bench import BenchError, measure_all_reduce
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.parallel.choice import LADDER
+from rl_dist.parallel.choice import Measurement, choose_strategy
+from rl_dist.parallel.config import Mode
 
 PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0
 
@@ -28,7 +30,7 @@ def try_ranks(resolved: ResolvedLaunch) -> None:
     """Start ranks that reduce and take a few DDP steps.
 
     Raises:
-        BenchFailed: they cannot.
+        BenchError: they cannot.
     """
     measure_all_reduce(
         resolved.num_ranks,
@@ -41,13 +43,15 @@ def try_ranks(resolved: ResolvedLaunch) -> None:
     )
 
 
-def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] = try_ranks) -> Settled:
+def resolve_launch(
+    config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] = try_ranks
+) -> Settled:
     """Decide as `resolve` does, but for earlier choices and --fallback.
 
     What a run chose on the same ranks stands; --fallback steps down to what works.
 
     Args:
-        probe: raises BenchFailed where ranks cannot work together; called with --fallback only.
+        probe: raises BenchError where ranks cannot work together; called with --fallback only.
 
     Raises:
         ValueError: as `resolve`; with --fallback only what no other strategy would mend.
@@ -62,26 +66,31 @@ def settle_launch(config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] 
         return Settled(config, resolve(config))
     config.check_hybrid()
     if config.strategy != "none":  # a mistake in other flags is no reason to step down
-        one_process = config.strategy == "dp" and "RANK" not in os.environ  # torchrun's ranks are as many as they are
+        # torchrun's ranks are as many as they are
+        one_process = config.strategy == "dp" and "RANK" not in os.environ
         resolve(_with_mode(config, "none" if one_process else "default"))
-    first = "ddp" if config.strategy in ("default", "auto") else config.strategy
-    failed: list[str] = []
-    for mode in (config.strategy, *LADDER[LADDER.index(first) + 1 :]):
+
+    def attempt(mode: str) -> Measurement:
         try:
             resolved = resolve(config if mode == config.strategy else _with_mode(config, mode))
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
                 probe(resolved)
-        except (ValueError, BenchFailed) as error:
-            failed.append(" ".join(str(error).split()))
-            continue
-        if mode == config.strategy:
-            return Settled(config, resolved)
-        compression = _with_mode(config, mode).gradient_compression
-        settled = dataclasses.replace(
-            config, chosen_strategy=mode, chosen_on=resolved.place, gradient_compression=compression
-        )
-        return Settled(settled, resolved, f"fallback to strategy {mode}, {resolved.place}: {'; '.join(failed)}")
-    raise ValueError(failed[0])
+        except (ValueError, BenchError) as error:
+            return Measurement(mode, " ".join(str(error).split()))
+        return Measurement(mode)
+
+    found = choose_strategy(config.strategy_config, None, attempt, fallback=True)
+    if found.mode == config.strategy:
+        return Settled(config, resolve(config))
+    lower = _with_mode(config, found.mode)
+    resolved = resolve(lower)
+    settled = dataclasses.replace(
+        config,
+        chosen_strategy=cast("Mode", found.mode),
+        chosen_on=resolved.place,
+        gradient_compression=lower.gradient_compression,
+    )
+    return Settled(settled, resolved, f"{found.reason}, {resolved.place}")
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:

@@ -1,4 +1,4 @@
-"""Which of the GPUs that torch sees a job uses: --gpu_ids."""
+"""The GPUs that a job uses, of those that torch sees: --gpu_ids."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from rl_dist.errors import UserError
 
 
 def parse_gpu_ids(text: str) -> tuple[int, ...]:
-    """Ids out of "0,2,3"; none out of "".
+    """Read ids out of "0,2,3"; none out of "".
 
     Raises:
         UserError: no list of whole numbers, or one twice.
     """
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() for word in words):
-        raise UserError(f"gpu_ids must be whole numbers with commas between, such as 0,2,3, got {text!r}")
+        raise UserError(
+            f"gpu_ids must be whole numbers with commas between, such as 0,2,3, got {text!r}"
+        )
     ids = tuple(int(word) for word in words)
     twice = sorted({number for number in ids if ids.count(number) > 1})
     if twice:
@@ -27,6 +29,7 @@ def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
     """Compare ids with the GPUs there are and with the number asked for.
 
     Args:
+        ids: of --gpu_ids; none: nothing to check.
         num_gpus: the flag; -1: as many as there are ids.
         visible: GPUs that torch sees.
 
@@ -35,23 +38,31 @@ def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
     """
     if not ids:
         return
-    told = ",".join(map(str, ids))
     if not visible:
-        raise UserError(f"gpu_ids is {told}, but torch sees no CUDA GPU on this machine: leave it out")
+        raise UserError(
+            f"gpu_ids is {','.join(map(str, ids))}, but torch sees no CUDA GPU on this machine: "
+            "leave it out"
+        )
     unknown = [number for number in ids if number >= visible]
     if unknown:
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")
-        counted = f" in CUDA_VISIBLE_DEVICES={limit}, whose entries are counted from 0" if limit else ""
+        counted = f" in CUDA_VISIBLE_DEVICES={limit}, whose entries are counted from 0"
         there = "only 0" if visible == 1 else f"0..{visible - 1}"
-        raise UserError(f"gpu_ids has {unknown[0]}, but torch sees {there}{counted}")
+        raise UserError(
+            f"gpu_ids has {unknown[0]}, but torch sees {there}{counted if limit else ''}"
+        )
     if num_gpus not in (-1, len(ids)):
-        raise UserError(f"gpu_ids names {len(ids)} GPU(s), but num_gpus is {num_gpus}: leave num_gpus out")
+        raise UserError(
+            f"gpu_ids names {len(ids)} GPU(s), but num_gpus is {num_gpus}: leave num_gpus out"
+        )
 
 
 def check_adopted(ids: tuple[int, ...], local_ranks: int, *, several_each: bool) -> None:
-    """Whether ranks of torchrun can take one GPU each, or a single one all.
+    """Check that ranks of torchrun can take one GPU each, or a single one all.
 
     Args:
+        ids: of --gpu_ids.
+        local_ranks: that torchrun started on this machine.
         several_each: the strategy may use several GPUs in one process.
 
     Raises:
@@ -59,6 +70,6 @@ def check_adopted(ids: tuple[int, ...], local_ranks: int, *, several_each: bool)
     """
     if ids and len(ids) != local_ranks and not (several_each and local_ranks == 1):
         raise UserError(
-            f"gpu_ids names {len(ids)} GPU(s), but the launcher started {local_ranks} rank(s) on this machine: "
-            "name one for each"
+            f"gpu_ids names {len(ids)} GPU(s), but the launcher started {local_ranks} rank(s) on "
+            "this machine: name one for each"
         )

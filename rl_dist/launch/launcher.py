@@ -2,13 +2,13 @@
 
 Signals: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP reaches every rank once the launcher, the
 process group or any one rank has it; ranks stop at their next iteration end, save and leave, and
-`launch` returns 128 + the signal's number. A second SIGINT or SIGTERM ends everything at once. Ranks of a
-killed launcher get SIGTERM from the kernel and leave by themselves.
+`launch` returns 128 + the signal's number. A second SIGINT or SIGTERM ends everything at once.
+Ranks of a killed launcher get SIGTERM from the kernel and leave by themselves.
 
 Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
-once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Anything else: traceback
-and rank, once, exit code 1. The traceback of either goes to the rank's log file. A rank that ends without
-a report, by a signal or `os._exit`, has failed, whatever its exit code. With
+once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Anything
+else: traceback and rank, once, exit code 1. The traceback of either goes to the rank's log file. A
+rank that ends without a report, by a signal or `os._exit`, has failed, whatever its exit code. With
 `max_restarts`, all ranks start again after anything but a message for the user or a stop signal;
 `fn` finds out by `restart_count()`.
 """
@@ -16,18 +16,17 @@ a report, by a signal or `os._exit`, has failed, whatever its exit code. With
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from rl_dist.config import flag, recorded
-from rl_dist.errors import UserError, tell_once
+from rl_dist.config import Text, configuration, recorded, setting
+from rl_dist.errors import UserError, print_error_once, report_to_caller
 from rl_dist.hardware.addresses import (
     RESTART_COUNT,
     asked_for_address,
@@ -37,92 +36,79 @@ from rl_dist.hardware.addresses import (
     elastic_count,
 )
 from rl_dist.launch.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
-from rl_dist.launch.rank import RankFunction, Report, run_guarded
-from rl_dist.launch.rank_group import RankGroup, say
-from rl_dist.parallel.config import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig
-from rl_dist.parallel.data_parallel import check_devices
-from rl_dist.parallel.precision import PRECISIONS, parameter_dtype
+from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_guarded
+from rl_dist.parallel.choice import Hardware, check_strategy
+from rl_dist.parallel.config import (
+    Compression,
+    HybridForm,
+    Mode,
+    Precision,
+    StrategyConfig,
+    parameter_dtype,
+)
 from rl_dist.process_group.process_ends import STOP_SIGNALS
-from rl_dist.process_group.world import close_any_world, ignored_limit, leave_world, stop_flag, threads_per_rank
+from rl_dist.process_group.world import (
+    close_any_world,
+    leave_world,
+    stop_flag,
+    threads_per_rank,
+)
 from rl_dist.telemetry import events
+from rl_dist.telemetry.state_file import launcher_pid, record_exit
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class LaunchConfig:
     """On how many processes and on what hardware a job runs."""
 
-    num_gpus: int = flag(
-        -1, "ranks on this machine, one per GPU; -1 = all. Without a GPU: CPU processes, -1 is one", "ranks"
-    )
-    device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda"))
-    gpu_ids: str = flag(
-        "", "GPUs to use, one rank each, such as 0,2,3; ids count those in CUDA_VISIBLE_DEVICES, if that is set"
-    )
-    strategy: str = flag(
-        "default",
-        "how the GPUs train together; default: ddp on several ranks, none on one; dp: one process for several GPUs; "
-        "auto: what a few gradient steps at the start show to be the fastest",
-        choices=MODES,
-    )
-    hybrid_form: str = flag(
-        "shard", "what strategy hybrid does; pipeline: two stages on pairs of ranks", choices=HYBRID_FORMS
-    )
-    shard_size: int = flag(
-        0, "ranks that share one copy of gradients and Adam's state in strategy hybrid; 0 = all of a machine", "ranks"
-    )
-    fallback: bool = flag(
-        False, "if the strategy cannot be set up here, step down (hybrid, ddp, dp, none) and say so, instead of ending"
-    )
-    precision: str = flag(
-        "auto",
-        "auto = fp32; tf32: fp32 rounded in products, GPUs; bf16, fp16: autocast, parameters stay fp32; fp64: proofs",
-        choices=PRECISIONS,
-    )
-    gradient_compression: str = flag(
-        "none", "bf16: gradients travel in half the bytes, for slow links; ddp only", choices=tuple(COMPRESSIONS)
-    )
-    cudnn_autotune: bool = flag(
-        False, "cuDNN times its algorithms for convolutions and keeps the fastest; GPUs, sizes that stay the same"
-    )
-    max_restarts: int = flag(
-        0, "start all ranks again, from the newest checkpoint, this often after one died or failed", "restarts"
-    )
-    on_event: str = flag(
-        "",
-        "shell command called when the run failed, restarted, skipped bad_steps, stopped or finished; "
-        "gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...; not stored: give it again to --resume",
-        stored=False,
-    )
+    num_gpus: int = setting(-1, "ranks", within=(-1, None), main=True)
+    """Number of training processes (ranks): one per GPU, -1 = all; on a CPU that many processes,
+    -1 = one."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Where to train; auto: on the GPUs if there are any."""
+    gpu_ids: Text = setting("")
+    """GPUs to use, one rank each, such as 0,2,3; the ids count those in CUDA_VISIBLE_DEVICES, if
+    that is set."""
+    strategy: Mode = setting("default")
+    """How the ranks train together; default: ddp on several ranks, none on one; dp: one process
+    for several GPUs; hybrid: see hybrid_form; auto: the fastest in a few gradient steps at the
+    start."""
+    hybrid_form: HybridForm = setting("shard")
+    """What strategy hybrid does; shard: gradients and Adam's state are split over ranks; pipeline:
+    the network is cut into two stages on pairs of ranks."""
+    shard_size: int = setting(0, "ranks", within=(0, None), derived="all ranks of a machine")
+    """Ranks that share one copy of gradients and Adam's state in strategy hybrid."""
+    fallback: bool = setting(False)
+    """If the strategy cannot be set up here, take the next simpler one (hybrid, ddp, dp, none) and
+    say so, instead of ending."""
+    precision: Precision = setting("auto")
+    """auto: fp32; tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast, the parameters
+    stay fp32; fp64: for proofs."""
+    gradient_compression: Compression = setting("none")
+    """bf16: gradients travel in half the bytes, for slow links; strategy ddp only."""
+    max_restarts: int = setting(0, "restarts", within=(0, 1_000_000))
+    """Start all ranks again from the newest checkpoint after one died or failed, this often at
+    most."""
+    on_event: Text = setting("", stored=False)
+    """Shell command called when the run failed, restarted, skipped bad steps, stopped or finished;
+    gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...; not stored: give it again to
+    --resume."""
 
-    chosen_strategy: str = recorded("")  # what auto or fallback came to; "": nothing yet
-    chosen_on: str = recorded("")  # the ranks and the device on which it did
+    # what auto or fallback came to; "": nothing yet
+    chosen_strategy: Literal[Mode, ""] = recorded("")
+    chosen_on: Text = recorded("")  # the ranks and the device on which it did
 
     def __post_init__(self) -> None:
         if parse_gpu_ids(self.gpu_ids) and (self.device == "cpu" or self.num_gpus == 0):
             other = "device cpu" if self.device == "cpu" else "num_gpus 0"
             raise ValueError(f"gpu_ids {self.gpu_ids} contradicts {other}: leave one of them out")
-        if self.chosen_strategy not in ("", *MODES):
-            raise ValueError(f"chosen_strategy must be one of {', '.join(MODES)}, got {self.chosen_strategy!r}")
-        if not 0 <= self.max_restarts <= 1_000_000:
-            raise ValueError(f"max_restarts must be 0..1000000, got {self.max_restarts}")
-        if self.shard_size < 0:
-            raise ValueError(f"shard_size must be at least 0, got {self.shard_size}: 0 is all ranks of a machine")
-        if self.num_gpus < -1:
-            raise ValueError(f"num_gpus must be -1 (all) or at least 0, got {self.num_gpus}")
-        for name, choices in (
-            ("device", ("auto", "cpu", "cuda")),
-            ("strategy", MODES),
-            ("hybrid_form", HYBRID_FORMS),
-            ("precision", PRECISIONS),
-            ("gradient_compression", tuple(COMPRESSIONS)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.hybrid_form == "pipeline" and self.shard_size:
-            cure = "use --hybrid_form shard, or --shard_size 0"
-            raise ValueError(f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: {cure}")
+            raise ValueError(
+                f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: "
+                "use --hybrid_form shard, or --shard_size 0"
+            )
 
     def check_hybrid(self) -> None:
         """Refuse flags of strategy hybrid beside another one.
@@ -138,7 +124,10 @@ class LaunchConfig:
                 "use --strategy hybrid, or --shard_size 0"
             )
         if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
-            raise ValueError(f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: add --strategy hybrid")
+            raise ValueError(
+                f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: "
+                "add --strategy hybrid"
+            )
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -149,12 +138,16 @@ class LaunchConfig:
             hybrid_form=self.hybrid_form,
             precision=self.precision,
             gradient_compression=self.gradient_compression,
-            cudnn_autotune=self.cudnn_autotune,
         )
 
     def by_default(self) -> LaunchConfig:
         """The same with the default strategy and without the flags of others."""
-        others = {"hybrid_form": "shard", "shard_size": 0, "fallback": False, "gradient_compression": "none"}
+        others = {
+            "hybrid_form": "shard",
+            "shard_size": 0,
+            "fallback": False,
+            "gradient_compression": "none",
+        }
         return replace(self, strategy="default", **others)  # type: ignore[arg-type]
 
     @property
@@ -165,12 +158,13 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLaunch:
-    """What `resolve` decided."""
+    """The ranks and devices that `resolve` decided on."""
 
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
     message: str  # one line for the user, to be printed once
-    gpu_ids: tuple[int, ...] = ()  # of this machine's ranks, or of the one process of dp; (): rank i takes number i
+    # of this machine's ranks, or of the one process of dp; (): rank i takes number i
+    gpu_ids: tuple[int, ...] = ()
 
     @property
     def place(self) -> str:
@@ -182,55 +176,58 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine.
 
     Raises:
-        ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs that are not there,
-            flags without effect here, num_gpus against what torchrun started, or environment variables that clash.
+        ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs
+            that are not there, flags without effect here, num_gpus against what torchrun started,
+            or environment variables that clash.
     """
     check_variables()
     config.check_hybrid()
+    adopted = "RANK" in os.environ
+    # the device
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and gpus == 0:
         raise ValueError("device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
     if config.device == "cuda" and config.num_gpus == 0:
         raise ValueError("num_gpus 0 contradicts device cuda; leave one of them out")
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
-    mode, gpu_ids = config.strategy_config.mode, parse_gpu_ids(config.gpu_ids)
+    device_type = "cuda" if on_gpu else "cpu"
+    # the ranks
+    mode = config.strategy_config.mode
+    gpu_ids = parse_gpu_ids(config.gpu_ids)
     check_gpu_ids(gpu_ids, config.num_gpus, gpus)
-    if "RANK" in os.environ:
+    if adopted:
         num_ranks = _adopted_ranks(config.num_gpus)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         check_adopted(gpu_ids, local_ranks, several_each=mode in ("dp", "auto"))
     elif on_gpu:
         num_ranks = len(gpu_ids) or (gpus if config.num_gpus == -1 else config.num_gpus)
+        if num_ranks > gpus:
+            raise ValueError(
+                f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1"
+            )
     else:
         num_ranks = max(1, config.num_gpus)
-    if on_gpu and "RANK" not in os.environ and num_ranks > gpus:
-        raise ValueError(f"num_gpus is {num_ranks}, but this machine has {gpus}; use at most {gpus}, or -1")
     if mode == "dp":
-        num_ranks, gpu_ids = _one_process(num_ranks, gpu_ids, gpus, on_gpu)
-    config.strategy_config.resolve(num_ranks)
+        # one rank takes as many GPUs as there would be ranks; one of torchrun's takes all
+        gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
+        num_ranks = num_ranks if adopted else 1
+    check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
+    # where they meet
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
-    config.strategy_config.check_device("cuda" if on_gpu else "cpu")
-    if "RANK" in os.environ:
+    if adopted:
         if config.max_restarts:
-            cure = "give --max_restarts 0 here and --max-restarts to torchrun"
-            raise ValueError(f"max_restarts is {config.max_restarts}, but the ranks were started elsewhere: {cure}")
+            raise ValueError(
+                f"max_restarts is {config.max_restarts}, but the ranks were started elsewhere: "
+                "give --max_restarts 0 here and --max-restarts to torchrun"
+            )
     elif num_ranks > 1 and (address := asked_for_address()):
         check_address(*address, hosted_here=True)
-        message += f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
-    device_type = "cuda" if on_gpu else "cpu"
-    return ResolvedLaunch(num_ranks=num_ranks, device_type=device_type, message=message, gpu_ids=gpu_ids)
-
-
-def _one_process(num_ranks: int, gpu_ids: tuple[int, ...], gpus: int, on_gpu: bool) -> tuple[int, tuple[int, ...]]:
-    """The single rank of strategy dp, and the GPUs that it takes: as many as there would be ranks.
-
-    A process that torchrun started takes all GPUs, unless gpu_ids names some.
-    """
-    adopted = "RANK" in os.environ
-    ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
-    num_ranks = num_ranks if adopted else 1
-    check_devices("cuda" if on_gpu else "cpu", len(ids), num_ranks)
-    return num_ranks, ids
+        message += (
+            f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
+        )
+    return ResolvedLaunch(
+        num_ranks=num_ranks, device_type=device_type, message=message, gpu_ids=gpu_ids
+    )
 
 
 def _count(number: int, what: str) -> str:
@@ -238,10 +235,12 @@ def _count(number: int, what: str) -> str:
 
 
 def _adopted_ranks(num_gpus: int) -> int:
-    """World size of torchrun's environment, which `--num_gpus` may repeat but not change."""
+    """Return the world size of torchrun's environment; `--num_gpus` may repeat it only."""
     size = int(os.environ["WORLD_SIZE"])
     if num_gpus not in (-1, size, int(os.environ.get("LOCAL_WORLD_SIZE", size))):
-        raise ValueError(f"num_gpus is {num_gpus}, but the launcher started {size} ranks; leave it out")
+        raise ValueError(
+            f"num_gpus is {num_gpus}, but the launcher started {size} ranks; leave it out"
+        )
     return size
 
 
@@ -255,13 +254,11 @@ def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...])
         return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
-    message = f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
-    ignored = f"; OMP_NUM_THREADS is {ignored_limit()!r}, no number of threads, and is ignored"
-    return message + ignored * bool(ignored_limit())
+    return f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
 
 
 def restart_count() -> int:
-    """How often the ranks were started again before this start."""
+    """Return how often the ranks were started again before this start."""
     return elastic_count(RESTART_COUNT)
 
 
@@ -279,11 +276,11 @@ def launch(
     process. Otherwise `fn` must be importable and `args` picklable: each rank is a new process.
 
     Args:
-        fn: what a rank does.
+        fn: the work of a rank.
         args: for `fn`.
         num_ranks: processes.
         max_restarts: how often all ranks start again after one died or failed.
-        run_dir: where `fn` keeps its checkpoints, to say where a restart goes on from.
+        run_dir: where `fn` keeps its checkpoints, to print where a restart goes on from.
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
@@ -293,19 +290,31 @@ def launch(
     """
     check_counts()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
-        report, restarts = _run_here(fn, args), restart_count()
+        report = _run_here(fn, args)
+        restarts = restart_count()
     else:
+        from rl_dist.launch.rank_group import RankGroup
+
         group = RankGroup(fn, args, num_ranks, max_restarts, run_dir)
-        report, restarts = group.run(), group.restarts
+        report = group.run()
+        restarts = group.restarts
+    if "\n" in report.message:  # a traceback of this rank
+        sys.stderr.write(report.message + "\n")
+        sys.stderr.flush()
+    elif report.message:
+        print_error_once(report.message)
     if report.message:
-        (say if "\n" in report.message else tell_once)(report.message)  # several lines: a traceback of this rank
-    _tell_the_user(report, restarts)
+        report_to_caller(error=report.summary)
+    if run_dir is not None and os.environ.get("RANK", "0") == "0":
+        record_exit(run_dir, launcher_pid(), report.exit_code, report.summary)
+    _notify_end(report, restarts)
     if report.failed and leave_world():
-        atexit.register(_exit_without_teardown, report.exit_code or 1)
+        # closing the process group could wait for ranks that are inside a collective
+        atexit.register(flush_and_exit, report.exit_code or 1)
     return report.exit_code
 
 
-def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> Report:
+def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     stop_flag.install()
     try:
         report = run_guarded(fn, args)
@@ -317,23 +326,17 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> Report:
         stop_flag.signum = 0
 
 
-def _exit_without_teardown(code: int) -> None:
-    """End a failed rank: closing its process group could wait for ranks that are inside a collective."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
-    os._exit(code)
-
-
-def _tell_the_user(report: Report, restarts: int) -> None:
-    """The one event of how a run ended; see `rl_dist.telemetry.events`."""
-    facts = {"exit_code": report.exit_code, "restarts": restarts}
-    if report.exit_code == 0:
-        events.notify("finished", "the run has finished", **facts)
-    elif report.exit_code - 128 in STOP_SIGNALS:
-        name = signal.Signals(report.exit_code - 128).name
-        events.notify("stopped", report.summary or f"stopped by {name}, saved", **facts)
+def _notify_end(report: RankReport, restarts: int) -> None:
+    """Send the one event of how a run ended; see `rl_dist.telemetry.events`."""
+    code = report.exit_code
+    facts: dict[str, Any] = {"exit_code": code, "restarts": restarts}
+    if code == 0:
+        event, message = "finished", "the run has finished"
+    elif code - 128 in STOP_SIGNALS:
+        event, message = "stopped", f"stopped by {signal.Signals(code - 128).name}, saved"
     else:
-        events.notify("failed", report.summary or f"ended with code {report.exit_code}", rank=report.rank, **facts)
-    pressed_twice = report.exit_code == 128 + signal.SIGINT and report.message
+        event, message = "failed", f"ended with code {code}"
+        facts["rank"] = report.rank
+    events.notify(event, report.summary or message, **facts)
+    pressed_twice = code == 128 + signal.SIGINT and report.message
     events.close(2.0 if pressed_twice else events.LIMIT_S)

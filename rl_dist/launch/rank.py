@@ -13,37 +13,47 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_dist.errors import outlive_readers
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.process_ends import STOP_SIGNALS, ReportPage, die_with_parent, report_to
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
-from rl_dist.process_group.world import close_any_world, connection_broke, leave_when_orphaned, stop_flag
+from rl_dist.process_group.world import (
+    close_any_world,
+    connection_broke,
+    leave_when_orphaned,
+    stop_flag,
+)
 from rl_dist.telemetry import events
 
-logger = logging.getLogger(__name__)  # for the log files only: `launch` itself tells the console, once
+# for the log files only: `launch` prints to the console, once
+logger = logging.getLogger(__name__)
 logger.addHandler(logging.NullHandler())
-LONGEST_MESSAGE, LONGEST_SUMMARY = 50_000, 5_000  # characters, of up to six bytes each in a page
+# characters, of up to six bytes each in a page
+LONGEST_MESSAGE = 50_000
+LONGEST_SUMMARY = 5_000
 RankFunction = Callable[..., int | None]
 
 
 @dataclass
-class Report:
+class RankReport:
     """How one rank ended."""
 
     exit_code: int
     message: str = ""  # for the user
     rank: int = 0
-    at_ns: int = 0  # when it raised (0: it returned); the earliest is the cause, the others consequences
+    # when it raised (0: it returned); the earliest is the cause, the others consequences
+    at_ns: int = 0
     summary: str = ""  # the message in one line
     by_user: bool = False  # to start again would not help
-    consequence: bool = False  # of another rank's end: the connection to it broke, or it was waited for in vain
+    # of another rank's end: the connection to it broke, or it was waited for in vain
+    consequence: bool = False
 
     @property
     def failed(self) -> bool:
-        """Whether the rank raised, instead of returning an exit code."""
+        """True if the rank raised, instead of returning an exit code."""
         return self.at_ns > 0
 
 
@@ -60,11 +70,12 @@ class RankPlace:
     address: tuple[str, int] | None  # where the ranks meet; None: in `job_dir`
 
     def variables(self) -> dict[str, str]:
-        """The environment of the rank, in torchrun's words."""
+        """Return the environment of the rank, in torchrun's words."""
         found = {JOB_DIR_VARIABLE: self.job_dir, "TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
         found |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
         found |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
-        return found | (dict(zip(ADDRESS_VARIABLES, map(str, self.address), strict=True)) if self.address else {})
+        address = map(str, self.address or ())
+        return found | dict(zip(ADDRESS_VARIABLES, address, strict=False))
 
 
 _raised_ns = 0  # when this rank's function failed; 0: it has not
@@ -76,22 +87,25 @@ def mark_failure() -> None:
     _raised_ns = _raised_ns or time.monotonic_ns()
 
 
-def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> Report:
+def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     """Run `fn(*args)` and report how it ended."""
     global _raised_ns
-    rank, _raised_ns = int(os.environ.get("RANK", 0)), 0
+    rank = int(os.environ.get("RANK", 0))
+    _raised_ns = 0
     by_user = consequence = False
     try:
-        return Report(exit_code=int(fn(*args) or 0), rank=rank)
+        return RankReport(exit_code=int(fn(*args) or 0), rank=rank)
     except ValueError as error:
         mark_failure()
         logger.exception("rank %d stops", rank)
         summary = " ".join(str(error).split())
-        message, code = f"error: {summary}", getattr(error, "exit_code", 2)
-        by_user, consequence = code == 2, connection_broke(error)
+        message = f"error: {summary}"
+        code = getattr(error, "exit_code", 2)
+        by_user = code == 2
+        consequence = connection_broke(error)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
-            return Report(exit_code=leaving.code or 0, rank=rank)
+            return RankReport(exit_code=leaving.code or 0, rank=rank)
         mark_failure()
         message = summary = str(leaving.code)
         by_user, code = True, 1
@@ -99,9 +113,10 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> Report:
         mark_failure()
         logger.exception("rank %d failed", rank)
         summary = " ".join(f"rank {rank} failed with {type(error).__name__}: {error}".split())
-        message, code = f"{traceback.format_exc()}error: rank {rank} failed, see the traceback above", 1
+        message = f"{traceback.format_exc()}error: rank {rank} failed, see the traceback above"
+        code = 1
         consequence = connection_broke(error)
-    return Report(code, message, rank, _raised_ns, summary, by_user, consequence)
+    return RankReport(code, message, rank, _raised_ns, summary, by_user, consequence)
 
 
 def run_as_rank(fn: RankFunction, args: tuple[Any, ...], place: RankPlace) -> None:
@@ -110,30 +125,35 @@ def run_as_rank(fn: RankFunction, args: tuple[Any, ...], place: RankPlace) -> No
         os.environ.pop(name, None)
     os.environ.update(place.variables())
     outlive_readers()
-    # A spawned process would spawn all of its own, such as a DataLoader's workers: seconds each, and only for what can
-    # be pickled. They shall start as they do without ranks, or under torchrun.
+    # A spawned process would spawn all of its own, such as a DataLoader's workers: seconds each,
+    # and only for what can be pickled. They shall start as they do without ranks.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
-    atexit.register(_ignore_stop_signals)  # Python restores their deadly defaults while it shuts down
+    # Python restores their deadly defaults while it shuts down
+    atexit.register(_ignore_stop_signals)
     die_with_parent(place.launcher_pid)
     done = threading.Event()
-    threading.Thread(target=leave_when_orphaned, args=(place.launcher_pid, done), daemon=True).start()
+    threading.Thread(
+        target=leave_when_orphaned, args=(place.launcher_pid, done), daemon=True
+    ).start()
     report_to(place.page)
     report = run_guarded(fn, args)
-    report.message, report.summary = report.message[-LONGEST_MESSAGE:], report.summary[:LONGEST_SUMMARY]
+    report.message = report.message[-LONGEST_MESSAGE:]
+    report.summary = report.summary[:LONGEST_SUMMARY]
     process_ends.report(**vars(report))
     events.close()
     if report.failed:  # without teardown, which could wait for the other ranks for ever
-        _flush()
-        os._exit(report.exit_code or 1)
+        flush_and_exit(report.exit_code or 1)
     close_any_world()
     done.set()
 
 
-def _flush() -> None:
+def flush_and_exit(code: int) -> NoReturn:
+    """End this process without teardown, after its last words."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
+    os._exit(code)
 
 
 def _ignore_stop_signals() -> None:

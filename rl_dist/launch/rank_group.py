@@ -20,13 +20,22 @@ from typing import Any
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import asked_for_address
 from rl_dist.hardware.plain_files import leads_to, plain_file
-from rl_dist.launch.rank import RankFunction, RankPlace, Report, run_as_rank
-from rl_dist.process_group.process_ends import EXIT_GRACE_S, STOP_SIGNALS, ReportPage, StopRelay, how_it_ended
+from rl_dist.launch.rank import RankFunction, RankPlace, RankReport, run_as_rank
+from rl_dist.process_group.process_ends import (
+    EXIT_GRACE_S,
+    FAILED_GRACE_S,
+    STOP_SIGNALS,
+    ReportPage,
+    StopRelay,
+    how_it_ended,
+)
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.telemetry import events
+from rl_dist.telemetry.state_file import update_state
 
-PREFIX, LOCK = "rl_dist_", "lock_of_launcher"
-
+# of a job directory, and of the file in it that its launcher locks
+PREFIX = "rl_dist_"
+LOCK = "lock_of_launcher"
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
 
@@ -34,8 +43,9 @@ DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
 class RankGroup:
     """Ranks on this machine, each a new process.
 
-    A rank leaves a report before it ends; one that ends without has failed, whatever its exit code. Stop signals are
-    blocked while processes start, so that none meets a rank before its handlers are set; `run` passes them on.
+    A rank leaves a report before it ends; one that ends without has failed, whatever its exit code.
+    Stop signals are blocked while processes start, so that none meets a rank before its handlers
+    are set; `run` passes them on.
     """
 
     def __init__(
@@ -46,41 +56,46 @@ class RankGroup:
         max_restarts: int = 0,
         run_dir: Path | None = None,
     ) -> None:
-        self.fn, self.args, self.num_ranks = fn, args, num_ranks
-        self.max_restarts, self.run_dir = max_restarts, run_dir
+        self.fn = fn
+        self.args = args
+        self.num_ranks = num_ranks
+        self.max_restarts = max_restarts
+        self.run_dir = run_dir
         self.restarts = 0
         self.relay = StopRelay()
         self.job_dir = ""
         self.address: tuple[str, int] | None = None  # where the ranks meet; None: in `job_dir`
         self.processes: list[BaseProcess] = []  # in rank order
         self.pages: list[ReportPage] = []  # theirs
-        self.first_dead: list[int] = []  # ranks that had ended when one was first seen to have failed
+        # ranks that had ended when one was first seen to have failed
+        self.first_dead: list[int] = []
 
-    def run(self) -> Report:
+    def run(self) -> RankReport:
         """Start the ranks, again where that may help; return how the last ones ended."""
         try:
             self.address = asked_for_address()
         except ValueError as error:
-            return Report(exit_code=2, message=f"error: {error}", summary=str(error))
+            return RankReport(exit_code=2, message=f"error: {error}", summary=str(error))
         with job_directory() as self.job_dir:
             self.relay.install()
             try:
-                report = self._run_once()
-                while self._may_restart(report):
-                    report = self._run_once()
+                while self._may_restart(report := self._run_once()):
+                    pass
                 return report
             finally:
                 self.relay.uninstall()
 
-    def _run_once(self) -> Report:
-        """One life of all ranks."""
-        self.processes, self.pages, self.first_dead = [], [], []
+    def _run_once(self) -> RankReport:
+        """Start all ranks once and wait for their end."""
+        self.processes = []
+        self.pages = []
+        self.first_dead = []
         try:
             self._start()
             self._wait()
         except OSError as error:  # no memory, no more processes or descriptors
             words = f"the ranks cannot be started: {error}"
-            return Report(exit_code=1, message=f"error: {words}", summary=words)
+            return RankReport(exit_code=1, message=f"error: {words}", summary=words)
         finally:
             self._kill(signal.SIGKILL)
             for process in self.processes:
@@ -90,41 +105,57 @@ class RankGroup:
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # its start unblocks signals
-        with _signals_blocked(), _environment(OMP_NUM_THREADS=str(threads_per_rank(self.num_ranks))):
+        with _signals_blocked(), _threads_limited(threads_per_rank(self.num_ranks)):
             for rank in range(self.num_ranks):
                 page = ReportPage()
                 group = self.num_ranks, self.restarts, self.job_dir
                 place = RankPlace(rank, *group, page, os.getpid(), self.address)
-                process = spawn.Process(target=run_as_rank, args=(self.fn, self.args, place), name=f"rank {rank}")
+                process = spawn.Process(
+                    target=run_as_rank, args=(self.fn, self.args, place), name=f"rank {rank}"
+                )
                 process.start()
                 self.processes.append(process)
                 self.pages.append(page)
 
     def _wait(self) -> None:
-        """Wait for all ranks; pass a stop signal on, and end what insisting or a failed rank leaves behind."""
-        passed_on, deadline_s = False, None
+        """Wait for all ranks; pass a stop signal on, and kill those that a failure left behind."""
+        passed_on = False
+        deadline_s: float | None = None
         while self._alive():
             time.sleep(POLL_S)
-            if self.relay.signums and not passed_on:
+            if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
-                self._kill(self.relay.signums[0])
+                self._kill(signum)
             if deadline_s is None and (grace_s := self._grace_s()) is not None:
                 deadline_s = time.monotonic() + grace_s
             if self.relay.insists or (deadline_s is not None and time.monotonic() > deadline_s):
                 self._kill(signal.SIGKILL)
 
+    def _stop_signal(self) -> int:
+        """The first stop signal to the launcher or to a rank that it ended; 0: none came.
+
+        A rank handles stop signals until all is saved. The final evaluation is simply ended by one.
+        """
+        ended_by = (-process.exitcode for process in self.processes if process.exitcode)
+        return next((one for one in (*self.relay.signums, *ended_by) if one in STOP_SIGNALS), 0)
+
     def _grace_s(self) -> float | None:
-        """How long ranks may still run; None: as long as they like."""
-        ended = [rank for rank, process in enumerate(self.processes) if process.exitcode is not None]
+        """Return how long ranks may still run; None: as long as they like."""
+        ended = self._ended()
         reports = self._reports() if ended else {}
         if any(rank not in reports or reports[rank].failed for rank in ended):
-            self.first_dead = [rank for rank, process in enumerate(self.processes) if process.exitcode is not None]
+            self.first_dead = self._ended()
             return DEATH_GRACE_S
-        return EXIT_GRACE_S if len(reports) == self.num_ranks else None
+        if len(reports) < self.num_ranks:
+            return None
+        return FAILED_GRACE_S if any(one.failed for one in reports.values()) else EXIT_GRACE_S
 
-    def _reports(self) -> dict[int, Report]:
+    def _reports(self) -> dict[int, RankReport]:
         found = {rank: page.read() for rank, page in enumerate(self.pages)}
-        return {rank: Report(**facts) for rank, facts in found.items() if facts}
+        return {rank: RankReport(**facts) for rank, facts in found.items() if facts}
+
+    def _ended(self) -> list[int]:
+        return [rank for rank, one in enumerate(self.processes) if one.exitcode is not None]
 
     def _alive(self) -> list[BaseProcess]:
         return [process for process in self.processes if process.exitcode is None]
@@ -134,44 +165,52 @@ class RankGroup:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(process.pid or 0, signum)
 
-    def _outcome(self) -> Report:
-        """What the ranks' ends mean for all: a death without a report explains the complaints of others."""
+    def _outcome(self) -> RankReport:
+        """Return the report of the group: a silent death explains the complaints of other ranks."""
         reports = self._reports()
-        signum = self.relay.signums[0] if self.relay.signums else 0
+        signum = self._stop_signal()
+        words = ""
         if self.relay.insists:
             words = "stopped at once, nothing saved since the last checkpoint"
-            return Report(exit_code=128 + signum, message=words, summary=words)
-        if signum and any(process.exitcode == -signum for process in self.processes):
-            words = f"stopped by {signal.Signals(signum).name} after training was saved"  # while judging
-            return Report(exit_code=128 + signum, message=words, summary=words)
-        failed = sorted((report for report in reports.values() if report.failed), key=lambda report: report.at_ns)
-        own = [report for report in failed if not report.consequence]
+        elif signum and any(process.exitcode == -signum for process in self.processes):
+            # during the final evaluation
+            words = f"stopped by {signal.Signals(signum).name} after training was saved"
+        if words:
+            return RankReport(exit_code=128 + signum, message=words, summary=words)
+        failed = sorted((one for one in reports.values() if one.failed), key=lambda one: one.at_ns)
+        causes = [one for one in failed if not one.consequence]
         silent = [rank for rank in self.first_dead if rank not in reports]
-        if own:
-            return own[0]
-        if silent:
-            process = self.processes[silent[0]]
-            words = f"rank {silent[0]} (process {process.pid}) {how_it_ended(process.exitcode or 0)}"
-            return Report(exit_code=1, message=f"error: {words}", rank=silent[0], summary=words, at_ns=1)
+        if silent and not causes:
+            rank = silent[0]
+            end = how_it_ended(self.processes[rank].exitcode or 0)
+            words = f"rank {rank} (process {self.processes[rank].pid}) {end}"
+            return RankReport(1, f"error: {words}", rank=rank, summary=words, at_ns=1)
         if failed:
-            return failed[0]
-        return Report(exit_code=next((r.exit_code for _, r in sorted(reports.items()) if r.exit_code), 0))
+            return (causes or failed)[0]
+        codes = (report.exit_code for _, report in sorted(reports.items()))
+        return RankReport(exit_code=next((code for code in codes if code), 0))
 
-    def _may_restart(self, report: Report) -> bool:
-        """Whether to start all ranks again; prints why and from where."""
-        if not report.failed or report.by_user or self.relay.signums or self.restarts >= self.max_restarts:
+    def _may_restart(self, report: RankReport) -> bool:
+        """Decide to start all ranks again or not; print why and from where."""
+        hopeless = not report.failed or report.by_user or self.relay.signums
+        if hopeless or self.restarts >= self.max_restarts:
             return False
         self.restarts += 1
         message = f"{report.summary}: restart {self.restarts} of {self.max_restarts}"
-        iteration = None
+        facts = {"restart": self.restarts, "rank": report.rank}
         if self.run_dir is not None:
             newest = latest_checkpoint(self.run_dir)
-            iteration = iteration_in_name(newest) if newest else 0
-            message += f", going on from iteration {iteration}" if newest else " from the beginning, without checkpoint"
+            facts["iteration"] = iteration_in_name(newest) if newest else 0
+            message += (
+                f", going on from iteration {facts['iteration']}"
+                if newest
+                else " from the beginning, without checkpoint"
+            )
+            update_state(self.run_dir, phase="restarting", restarts=self.restarts)
         say(message)
-        where = {} if iteration is None else {"iteration": iteration}
-        events.notify("restarted", message, restart=self.restarts, rank=report.rank, **where)
-        Path(self.job_dir).mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
+        events.notify("restarted", message, **facts)
+        # a cleaner of temporary files may have taken it
+        Path(self.job_dir).mkdir(mode=0o700, exist_ok=True)
         return True
 
 
@@ -185,34 +224,34 @@ def _signals_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Variables that new processes read before any of our code runs in them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _threads_limited(threads: int) -> Iterator[None]:
+    """Set the variable that new processes read before any of our code runs in them."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def say(message: str) -> None:
-    """Tell the user, on stderr."""
+    """Print for the user, on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def job_directory() -> Iterator[str]:
-    """A new folder that nobody else may enter; those of killed launchers go."""
+    """Make a folder that nobody else may enter; remove those of killed launchers."""
     _remove_abandoned()
     with ExitStack() as held:
         while True:
             folder = held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
-            lock = held.enter_context(open(Path(folder, LOCK), "wb"))
+            lock = held.enter_context(Path(folder, LOCK).open("wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if leads_to(lock.name, lock):  # else another launcher has just removed it, for it was not locked yet
+            # else another launcher has just removed it, for it was not locked yet
+            if leads_to(lock.name, lock):
                 break
         yield folder
 

@@ -1,15 +1,16 @@
 """Short runs of the training script side by side, which do not communicate.
 
-    trial = run_trial(["--num_envs", "32", "--batch_size", "64"], copies=2, threads=1, iterations=5)
+    result = measure_short_runs(["--num_envs", "32"], copies=2, threads=1, iterations=5)
 
-As many independent one-rank trainings as a run would have ranks on this machine, each with a rank's threads or a GPU
-of its own: what they cost each other (cores, caches, memory) is seen, and waiting for each other is not. All are
-killed at the end, and when the caller dies.
+As many independent one-rank trainings as a run would have ranks on this machine, each with a rank's
+threads or a GPU of its own: what they cost each other (cores, caches, memory) is seen, and waiting
+for each other is not. All are killed at the end, and when the caller dies.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import UserError
-from rl_dist.launch.child_process import SCRIPT, errors_of, kill_group, start
+from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
+from rl_dist.launch.child_process import SCRIPT, kill_group, start
 from rl_dist.telemetry.metrics import METRICS_FILE
+from rl_dist.telemetry.state_file import read_state
 
-# Seeds differ, so that the copies' episodes do not end together. Nothing is saved or judged.
+# Seeds differ, so that the copies' episodes do not end together. Nothing is saved or evaluated.
 CHOSEN = {
     "total_steps": "1000000000000000",
     "validate_every": "0",
@@ -34,14 +36,20 @@ CHOSEN = {
 }
 DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", "gpu_ids", "profile", *CHOSEN)
 POLL_S = 0.05
+Record = dict[str, Any]
 
 
-class TrialFailed(Exception):
+class ShortRunError(Exception):
     """A copy failed or made no progress; the message is for the user."""
 
 
-class TrialTooLong(TrialFailed):
+class ShortRunTimeoutError(ShortRunError):
     """The copies work, but did not end in time."""
+
+    def __init__(self, message: str, config: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        # of the first copy, by section; empty: it was not there yet
+        self.config = config or {}
 
 
 @dataclass
@@ -50,30 +58,28 @@ class Copy:
 
     job: subprocess.Popen[bytes]
     run_dir: Path
-    errors: Path
-
-    def _metrics(self) -> bytes:
-        path = self.run_dir / METRICS_FILE
-        return path.read_bytes() if path.exists() else b""
-
-    def num_iterations(self) -> int:
-        """Iterations that it has ended."""
-        return self._metrics().count(b"\n")
-
-    def records(self) -> list[dict[str, Any]]:
-        """Its metrics of the iterations it has ended."""
-        return [json.loads(line) for line in self._metrics().rpartition(b"\n")[0].splitlines()]
+    errors: Path  # its stderr
+    result: Path  # its own report, see `rl_dist.errors.report_to_caller`
 
     def config(self) -> dict[str, Any]:
-        """Its configuration by section."""
+        """Return its configuration by section."""
         return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
 
-    def log(self) -> str:
-        """Its log so far."""
-        return (self.run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8", errors="replace")
+    def config_so_far(self) -> dict[str, Any]:
+        """Its configuration; empty: it has not written all of it yet."""
+        try:
+            return self.config()
+        except (OSError, ValueError):
+            return {}
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of its gradient; it has ended an iteration."""
+        state = read_state(self.run_dir)
+        assert state is not None
+        return state.gradient_bytes
 
     def memory_bytes(self) -> int:
-        """Resident memory of all its processes that they do not share; 0: unknown."""
+        """Return the resident memory of its processes that they do not share; 0: unknown."""
         import psutil  # training imports this module, and goes without
 
         try:
@@ -83,31 +89,32 @@ class Copy:
         except psutil.Error:
             return 0
 
+    def failure(self) -> Exception:
+        """Return the reason of its end."""
+        facts = json.loads(self.result.read_text())
+        error, code = facts.get("error", ""), self.job.returncode
+        if "unknown_flag" in facts:
+            return UnknownFlagError(error, facts["unknown_flag"])
+        if code == 2 and error:
+            return UserError(error)
+        last_lines = self.errors.read_text(errors="replace").splitlines()[-3:]
+        words = error or "; ".join(last_lines) or "it printed nothing"
+        return ShortRunError(f"a short run of {SCRIPT.name} ended with code {code}: {words}")
+
 
 @dataclass(frozen=True)
 class Trial:
-    """What copies measured while all of them trained."""
+    """The measurements of copies while all of them trained."""
 
-    records: list[list[dict[str, Any]]]  # by copy: its metrics of the iterations that all copies trained through
+    # by copy: its metrics of the iterations that all copies trained through
+    records: list[list[Record]]
     config: dict[str, Any]  # of the first copy, by section
-    log: str  # of the first copy
+    gradient_bytes: int
     copy_bytes: int = 0  # of memory that the first copy alone takes; 0: unknown
 
 
 class SideBySide:
-    """Trainings at the same time, which can be halted; a context manager.
-
-    Args:
-        flags: of the training script, with the sizes that one rank has. How long, where, what to save and the seed
-            are chosen here.
-        copies: processes; with device_type "cuda" each has a GPU of its own.
-        threads: of each copy.
-        num_gpus: ranks of each copy.
-
-    Raises:
-        UserError: the script was not content with the flags; its own words.
-        TrialFailed: a copy failed in another way, or took too long.
-    """
+    """Trainings at the same time, which can be halted; a context manager."""
 
     def __init__(
         self,
@@ -117,25 +124,35 @@ class SideBySide:
         *,
         num_gpus: int = 1,
         device_type: str = "cpu",
-        script: Path = SCRIPT,
     ) -> None:
-        if copies < 1 or threads < 1:
-            raise UserError(f"copies {copies} and threads {threads} must be at least 1")
+        """Plan the trainings; they start where the context begins.
+
+        Args:
+            flags: of the training script, with the sizes that one rank has. How long, where, what
+                to save and the seed are chosen here.
+            copies: processes; with device_type "cuda" each has a GPU of its own.
+            threads: of each copy.
+            num_gpus: ranks of each copy.
+
+        Raises:
+            UserError: the flags ask for a resume.
+        """
+        assert copies > 0 < threads
         if without(flags, ["resume"]) != list(flags):
-            raise UserError("--resume: short runs begin anew; give the flags that the run was started with")
-        self._how = flags, copies, threads, num_gpus, device_type, script
+            fix = "give the flags that the run was started with"
+            raise UserError(f"--resume: short runs begin again from the start; {fix}")
+        chosen = CHOSEN | {"num_gpus": str(num_gpus), "device": device_type}
+        self._flags = [*without(flags, DROPPED), *(f"--{k}={v}" for k, v in chosen.items())]
+        self._num_copies, self._threads = copies, threads
+        self._on_gpu = device_type == "cuda"
         self._folder = tempfile.TemporaryDirectory(prefix="trial_")
         self.running: list[Copy] = []
-        self.on_wait: Callable[[int], None] = lambda slowest: None  # with the iterations that all have ended
         self._under_way = 1  # iterations that do not count at the next measurement
 
     def __enter__(self) -> SideBySide:
-        flags, copies, threads, num_gpus, device_type, script = self._how
         try:
-            for number in range(copies):
-                chosen = [*without(flags, DROPPED), f"--num_gpus={num_gpus}", f"--seed={number + 1}"]
-                copy = _start(chosen, number, threads, device_type, script, Path(self._folder.name))
-                self.running.append(copy)
+            for number in range(self._num_copies):
+                self.running.append(self._start(number))
         except BaseException:
             self.__exit__()
             raise
@@ -146,19 +163,79 @@ class SideBySide:
             kill_group(copy.job)
         self._folder.cleanup()
 
-    def measure(self, iterations: int, timeout_s: float = 600.0) -> list[list[dict[str, Any]]]:
-        """The records of each copy's next whole iterations, so many of the slowest."""
+    def _start(self, number: int) -> Copy:
+        run_dir = Path(self._folder.name, f"copy_{number}")
+        errors, result = run_dir.with_suffix(".err"), run_dir.with_suffix(".json")
+        result.write_text("{}")
+        variables = {"OMP_NUM_THREADS": str(self._threads), RESULT_FILE: str(result)}
+        if self._on_gpu:
+            variables["CUDA_VISIBLE_DEVICES"] = _gpu(number)
+        with errors.open("wb") as stderr:
+            job = start(
+                [SCRIPT, *self._flags, f"--seed={number + 1}", "--run_dir", run_dir],
+                variables=variables,
+                own_session=False,  # N ranks have one session, too
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+        return Copy(job, run_dir, errors, result)
+
+    def measure(
+        self,
+        iterations: int,
+        timeout_s: float = 600.0,
+        on_wait: Callable[[int], None] = lambda slowest: None,
+        *,
+        first_s: float = math.inf,
+        enough_s: float = math.inf,
+    ) -> list[list[Record]]:
+        """Return the records of the next iterations, so many of the slowest copy.
+
+        Args:
+            timeout_s: for everything.
+            on_wait: called over and over with the iterations that all have ended since their start.
+            first_s: of training until the first iteration ends.
+            enough_s: of training, after which one iteration is enough, were it the first.
+
+        Raises:
+            UserError: the script refuses the flags; its own words.
+            ShortRunError: a copy failed in another way.
+            ShortRunTimeoutError: timeout_s or first_s have passed.
+        """
         deadline_s = time.monotonic() + timeout_s
-        begun = [copy.num_iterations() + self._under_way for copy in self.running]
+        ready_s = math.inf  # when all had their configuration, soon after which they train
+        begun = [len(ended_lines(copy.run_dir)) + self._under_way for copy in self.running]
         self._under_way = 1
-        ended = _wait(self.running, [count + iterations for count in begun], deadline_s, self.on_wait)
-        found = [copy.records() for copy in self.running]
-        return [records[a:b] for records, a, b in zip(found, begun, ended, strict=True)]
+        while True:
+            ended = [ended_lines(copy.run_dir) for copy in self.running]
+            slowest = min(map(len, ended))
+            on_wait(slowest)
+            if ready_s == math.inf and all(copy.config_so_far() for copy in self.running):
+                ready_s = time.monotonic()
+            trained_s = time.monotonic() - ready_s
+            if slowest and trained_s > enough_s:
+                # the first iteration is slower than the others: it counts where it is alone
+                begun = [min(a, len(lines) - 1) for a, lines in zip(begun, ended, strict=True)]
+                iterations = 1
+            measured = [lines[first:] for lines, first in zip(ended, begun, strict=True)]
+            missing = max(
+                first + iterations - len(lines) for lines, first in zip(ended, begun, strict=True)
+            )
+            if missing <= 0:
+                return [[json.loads(line) for line in lines] for lines in measured]
+            for copy in self.running:
+                if copy.job.poll() is not None:
+                    raise copy.failure()
+            if time.monotonic() > deadline_s or (not slowest and trained_s > first_s):
+                words = f"a short run took too long: {missing} iterations are missing"
+                config = self.running[0].config_so_far()
+                raise ShortRunTimeoutError(f"{words}; try smaller sizes", config)
+            time.sleep(POLL_S)
 
     def halt(self) -> None:
         """Stop all, in the middle of whatever they do.
 
-        Should the caller die meanwhile, the kernel wakes and ends them: their process groups are then orphaned.
+        Should the caller die meanwhile, the kernel wakes and ends the orphaned process groups.
         """
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGSTOP)
@@ -167,10 +244,11 @@ class SideBySide:
         """Let all go on after `halt`."""
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGCONT)
-        self._under_way = 2  # the one that was halted; and the spread of the next compares its steps with that
+        # the one that was halted; and the spread of the next compares its steps with that
+        self._under_way = 2
 
 
-def run_trial(
+def measure_short_runs(
     flags: Sequence[str],
     copies: int,
     threads: int,
@@ -178,33 +256,46 @@ def run_trial(
     *,
     warm_up: int = 2,
     timeout_s: float = 600.0,
+    first_s: float = math.inf,
+    enough_s: float = math.inf,
+    device_type: str = "cpu",
     on_wait: Callable[[float], None] = lambda share: None,
-    **options: Any,
 ) -> Trial:
-    """Train copies side by side; what each measured while all of them trained.
+    """Train copies side by side and measure them while all of them train.
 
     Args:
-        flags, copies, threads: as of `SideBySide`, and `options` (device_type, script) as well.
+        flags, copies, threads, device_type: as of `SideBySide`.
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
+        first_s, enough_s: as of `SideBySide.measure`.
         on_wait: called over and over with the share that is done; starting counts as one iteration.
 
     Raises:
-        UserError, TrialFailed: as of `SideBySide`.
+        UserError, ShortRunError: as of `SideBySide`.
     """
-    if iterations < 1 or warm_up < 0:
-        raise UserError(f"iterations {iterations} must be at least 1, warm_up {warm_up} at least 0")
-    with SideBySide(flags, copies, threads, **options) as together:
-        first = together.running[0]
-        total = warm_up + iterations + 1
-        together.on_wait = lambda slowest: on_wait(min(1.0, (slowest + (slowest > 0)) / total))
+    total = warm_up + iterations + 1
+
+    def waiting(slowest: int) -> None:
+        on_wait(min(1.0, (slowest + (slowest > 0)) / total))
+
+    with SideBySide(flags, copies, threads, device_type=device_type) as together:
         if warm_up:
-            together.measure(warm_up - 1, timeout_s)
-        return Trial(together.measure(iterations, timeout_s), first.config(), first.log(), first.memory_bytes())
+            together.measure(warm_up - 1, timeout_s, waiting)
+        records = together.measure(
+            iterations, timeout_s, waiting, first_s=first_s, enough_s=enough_s
+        )
+        first = together.running[0]
+        return Trial(records, first.config(), first.gradient_bytes(), first.memory_bytes())
+
+
+def ended_lines(run_dir: Path) -> list[bytes]:
+    """Return the records of all iterations that a run has ended, as JSON."""
+    path = run_dir / METRICS_FILE
+    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The flags but for those of these names, however spelled, and their values."""
+    """Return the flags without those of these names, however spelled."""
     kept: list[str] = []
     keep = True
     for word in flags:
@@ -216,51 +307,7 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def _start(flags: Sequence[str], number: int, threads: int, device_type: str, script: Path, folder: Path) -> Copy:
-    run_dir, errors = folder / f"copy_{number}", folder / f"copy_{number}.err"
-    chosen = [f"--{name}={value}" for name, value in CHOSEN.items()]
-    variables = {"OMP_NUM_THREADS": str(threads)}
-    if device_type == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = _gpu(number)
-    with errors.open("wb") as stderr:
-        job = start(
-            [script, *flags, *chosen, "--device", device_type, "--run_dir", run_dir],
-            variables=variables,
-            own_session=False,  # N ranks have one session, too
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        )
-    return Copy(job, run_dir, errors)
-
-
 def _gpu(number: int) -> str:
-    """The name of this process's GPU `number` for a process of its own."""
+    """Return the name of this process's GPU `number` for a process of its own."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return visible[number] if number < len(visible) else str(number)
-
-
-def _wait(
-    copies: list[Copy], least: list[int], deadline_s: float, on_wait: Callable[[int], None]
-) -> list[int]:
-    """Wait until every copy has so many iterations; returns how many each then has."""
-    while True:
-        counts = [copy.num_iterations() for copy in copies]
-        on_wait(min(counts))
-        if all(count >= wanted for count, wanted in zip(counts, least, strict=True)):
-            return counts
-        for copy in copies:
-            if copy.job.poll() is not None:
-                raise _failure(copy)
-        if time.monotonic() > deadline_s:
-            told = f"{min(counts)} iterations of {max(least)}"
-            raise TrialTooLong(f"a short run took too long: {told}; try smaller sizes")
-        time.sleep(POLL_S)
-
-
-def _failure(copy: Copy) -> Exception:
-    lines = copy.errors.read_text(errors="replace").splitlines()
-    errors = errors_of(lines)
-    if copy.job.returncode == 2 and errors:
-        return UserError(errors[-1])
-    said = "; ".join(errors[-1:] or lines[-3:]) or "it said nothing"
-    return TrialFailed(f"a short run of {SCRIPT.name} ended with code {copy.job.returncode}: {said}")

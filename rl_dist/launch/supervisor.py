@@ -1,21 +1,25 @@
 """Supervises the training process: a death without a report is a failure.
 
-`supervise` forks before torch is imported: the child trains, or starts the ranks; this process passes stop signals on,
-waits, and prints how the child died where the child could not. It loads the standard library only.
+`supervise` forks before torch is imported: the child trains, or starts the ranks; this process
+passes stop signals on, waits, and prints how the child died where the child could not. It loads the
+standard library only.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
+    FAILED_GRACE_S,
     STOP_SIGNALS,
     ReportPage,
     StopRelay,
@@ -27,35 +31,53 @@ from rl_dist.process_group.process_ends import (
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # linux/asm-generic/siginfo.h: not sent by a process
-LOOKING_IN = {"bdb", "profile", "pydevd"}  # modules of what would look into this process instead of the training
+# modules that would look into this process instead of the training
+INSPECTORS = {"bdb", "profile", "pydevd"}
 LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
 
 
 def supervise() -> None:
     """Return in a child that this process watches and then follows.
 
-    This process ends here, with the child's exit code, or 1 where it died without a report. Under torchrun, which
-    watches its ranks, under a debugger or profiler and with `python -i` it returns at once.
+    This process ends here, with the child's exit code, or 1 where it died without a report. Under
+    torchrun, which watches its ranks, under a debugger or profiler and with `python -i` it returns
+    at once.
     """
-    looked_into = sys.flags.interactive or sys.modules.keys() & LOOKING_IN
-    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait") or looked_into:  # that macOS lacks
+    inspected = sys.flags.interactive or sys.modules.keys() & INSPECTORS
+    # macOS lacks sigtimedwait
+    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait") or inspected:
         return
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a file of ours would become a closed stdout
+    # or a file of ours would become a closed stdout
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns of a death
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        page, supervisor, child = ReportPage(by_fork=True), os.getpid(), os.fork()
+        page = ReportPage(by_fork=True)
+        supervisor = os.getpid()
+        child = os.fork()
     except OSError as error:
         sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:
-        sys.exit(_watch(child, page))
-    die_with_parent(supervisor, signal.SIGKILL)  # who kills the process that he started means this one
+        code = _watch(child, page)
+        _record_exit(child, page, code)
+        sys.exit(code)
+    # who kills the process that he started means this one
+    die_with_parent(supervisor, signal.SIGKILL)
+    # An import may swallow a KeyboardInterrupt: until `imports_done`, Ctrl-C ends this process.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     sys.excepthook = _quiet_interrupt
     report_to(page)
     atexit.register(report, ended_in_order=True)  # then its exit code is what it means
+
+
+def imports_done() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt from here on, which closes what is open."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -65,27 +87,33 @@ def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any
 
 
 def _watch(child: int, page: ReportPage) -> int:
-    """Wait for the child; its exit code, or 1 where it died without a report."""
+    """Wait for the child; return its exit code, or 1 where it died without a report."""
+
     def pass_on(signum: int) -> None:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(child, signum)
 
     relay = StopRelay()
-    awaited = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}  # nohup
+    # nohup
+    awaited = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
     deadline_s: float | None = None
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             break
-        if deadline_s is None and (relay.insists or "exit_code" in page.read()):
-            deadline_s = time.monotonic() + (LAST_WORD_S if relay.insists else EXIT_GRACE_S)
+        if deadline_s is None and (exit_code := page.read().get("exit_code")) is not None:
+            deadline_s = time.monotonic() + (FAILED_GRACE_S if exit_code == 1 else EXIT_GRACE_S)
         if deadline_s is not None and time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
-        if arrived := signal.sigtimedwait(awaited, POLL_S):  # they are blocked since before the fork
+        # they are blocked since before the fork
+        if arrived := signal.sigtimedwait(awaited, POLL_S):
             relay.count(arrived.si_signo)
             if arrived.si_code != SI_KERNEL:  # else the terminal has sent it to the child as well
                 pass_on(arrived.si_signo)
-    facts, code = page.read(), os.waitstatus_to_exitcode(status)
+            if relay.insists:
+                deadline_s = min(deadline_s or math.inf, time.monotonic() + LAST_WORD_S)
+    facts = page.read()
+    code = os.waitstatus_to_exitcode(status)
     if "exit_code" in facts:
         return facts["exit_code"]
     if facts.get("ended_in_order") and code >= 0:
@@ -96,14 +124,30 @@ def _watch(child: int, page: ReportPage) -> int:
     if relay.signums and (relay.insists or -code in relay.signums):
         print(f"stopped by {signal.Signals(relay.signums[0]).name}", file=sys.stderr)
         return 128 + relay.signums[0]
-    return _print_death(child, code, facts)
-
-
-def _print_death(child: int, code: int, facts: dict[str, Any]) -> int:
-    run_dir = facts.get("run_dir", "")
+    signum = -code if code < 0 else None
     words = f"the training process ({child}) {how_it_ended(code)}"
-    fix = f"; go on with --resume {run_dir}" if run_dir and os.path.isdir(os.path.join(run_dir, "checkpoints")) else ""
+    _record_exit(child, page, 1, words, signum)
+    return _print_death(words, facts)
+
+
+def _record_exit(
+    child: int, page: ReportPage, code: int, words: str = "", signum: int | None = None
+) -> None:
+    """Complete the run's state.json, where the child could not."""
+    if run_dir := page.read().get("run_dir"):
+        from rl_dist.telemetry.state_file import record_exit
+
+        record_exit(Path(run_dir), child, code, words, signum)
+
+
+def _print_death(words: str, facts: dict[str, Any]) -> int:
+    run_dir = facts.get("run_dir", "")
+    can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
+    fix = f"; go on with --resume {run_dir}" if can_resume else ""
     print(f"error: {words}{fix}", file=sys.stderr, flush=True)
+    from rl_dist.errors import report_to_caller
+
+    report_to_caller(error=words)
     if facts.get("on_event"):
         from rl_dist.telemetry import events
 

@@ -1,31 +1,26 @@
-"""The training command as a function: start, wait, tell what came of it."""
+"""The training command as a function: start it, wait, return its result."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
-import sys
-import threading
+import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from rl_dist.launch.child_process import SCRIPT, errors_of, kill_group, start
-from rl_dist.telemetry.metrics import METRICS_FILE
-from rl_dist.telemetry.rank_logs import tail
-
-_RUN_DIR = re.compile(r"run directory: (.+?)(?:, going on from .*)?\n")  # as the script announces it
-KEPT_LINES = 50  # of what the script says
+from rl_dist.errors import RESULT_FILE
+from rl_dist.launch.child_process import SCRIPT, kill_group, start
+from rl_dist.launch.short_run import ended_lines
+from rl_dist.telemetry.state_file import open_state
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What came of a training."""
+    """The result of a training."""
 
     success: bool
     exit_code: int  # of the script; negative: ended by that signal
@@ -42,7 +37,7 @@ def launch_distributed_training(
     """Run train_distributed.py to its end, in processes of its own.
 
         >>> from rl_dist import launch_distributed_training
-        >>> result = launch_distributed_training(num_gpus=2, device="cpu", quick=True, anneal_lr=False)
+        >>> result = launch_distributed_training(num_gpus=2, device="cpu", quick=True)
         >>> if result.success:
         ...     print(result.run_dir, result.iterations, result.final_losses["loss/policy"])
         ... else:
@@ -52,29 +47,34 @@ def launch_distributed_training(
 
     Args:
         flags: of the script, as on its command line.
-        echo: pass on what the script says.
+        echo: let the script print to stdout and stderr of this process.
         script: the training script.
-        named: flags by name: True is --name, False --no-name, None leaves the flag out, a dict becomes JSON.
+        named: flags by name: True is --name, False --no-name, None no flag, a dict becomes JSON.
     """
     started_s = time.monotonic()
-    job = start(
-        [script, *flags, *as_flags(named)],
-        variables={"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    assert job.stdout and job.stderr
-    out, err = _Listener(job.stdout, sys.stdout if echo else None), _Listener(job.stderr, sys.stderr if echo else None)
-    try:
-        _wait(job)
-    finally:
-        kill_group(job)
-        out.close()
-        err.close()
-    run_dir = Path(out.run_dir).absolute() if out.run_dir and Path(out.run_dir).is_dir() else None
-    last = _last_record(run_dir)
+    output = None if echo else subprocess.DEVNULL
+    with tempfile.NamedTemporaryFile("w+", prefix="rl_dist_result_") as file:
+        job = start(
+            [script, *flags, *as_flags(named)],
+            variables={"PYTHONUNBUFFERED": "1", RESULT_FILE: file.name},
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            job.wait()
+        except KeyboardInterrupt:
+            # it is in a session of its own: Ctrl-C has not reached it
+            job.send_signal(signal.SIGINT)
+            job.wait()
+            raise
+        finally:
+            kill_group(job)
+        facts = json.loads(Path(file.name).read_text() or "{}")
+    run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
+    if run_dir and not run_dir.is_dir():  # a failed start leaves none
+        run_dir = None
+    lines = ended_lines(run_dir) if run_dir else []
+    last = json.loads(lines[-1]) if lines else {}
     return TrainingResult(
         success=job.returncode == 0,
         exit_code=job.returncode,
@@ -82,12 +82,12 @@ def launch_distributed_training(
         final_losses={name: value for name, value in last.items() if name.startswith("loss/")},
         seconds=time.monotonic() - started_s,
         run_dir=run_dir,
-        error=_error(job.returncode, list(out.lines), list(err.lines)),
+        error=_error(job.returncode, facts, run_dir),
     )
 
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments as words of a command line."""
+    """Turn keyword arguments into words of a command line."""
     words = []
     for name, value in named.items():
         if isinstance(value, bool):
@@ -97,59 +97,11 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _wait(job: subprocess.Popen[str]) -> None:
-    try:
-        job.wait()
-    except KeyboardInterrupt:
-        job.send_signal(signal.SIGINT)  # it is in a session of its own: Ctrl-C has not reached it
-        job.wait()
-        raise
-
-
-class _Listener:
-    """Reads a stream to its end in a thread, keeps the last lines, passes all of them on."""
-
-    def __init__(self, stream: IO[str], echo: IO[str] | None) -> None:
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self.run_dir = ""
-        self._stream, self._echo = stream, echo
-        self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for line in self._stream:
-            self.lines.append(line)
-            if found := _RUN_DIR.fullmatch(line):
-                self.run_dir = self.run_dir or found[1]
-            if self._echo is not None:
-                try:
-                    self._echo.write(line)
-                    self._echo.flush()
-                except (OSError, ValueError):  # nobody reads it any more: the training goes on
-                    self._echo = None
-
-    def close(self) -> None:
-        self._thread.join()
-        self._stream.close()
-
-
-def _last_record(run_dir: Path | None) -> dict[str, Any]:
-    for line in reversed(tail(run_dir / METRICS_FILE).splitlines() if run_dir else []):
-        try:
-            record = json.loads(line)
-        except ValueError:  # torn
-            continue
-        if isinstance(record, dict):
-            return record
-    return {}
-
-
-def _error(code: int, out: Sequence[str], err: Sequence[str]) -> str:
-    """Why it did not succeed, in a line."""
+def _error(code: int, facts: dict[str, str], run_dir: Path | None) -> str:
     if code == 0:
         return ""
-    stopped = [line.strip() for line in out if line.startswith("stopped by ")]
-    said = [line.strip() for line in err if line.strip()]
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    return (errors_of(err) or stopped or said or [f"ended with code {code} without a word"])[-1]
+    keeper = open_state(run_dir) if run_dir else None
+    recorded = keeper.state.exit.error if keeper and keeper.state.exit else ""
+    return facts.get("error") or recorded or f"ended with code {code} without a report"

@@ -1,8 +1,8 @@
 """torch.nn.DataParallel along any axis of each input: one process, several GPUs.
 
-DataParallel cuts every input along one and the same axis. A recurrent module's inputs have their batch on
-different ones (steps are [L, N, ...], states [N, S, H]), so here all go in with the batch first, and are put back
-inside, on each GPU.
+DataParallel cuts every input along one and the same axis. A recurrent module's inputs have their
+batch on different ones (steps are [L, N, ...], states [N, S, H]), so here all go in with the batch
+first, and are put back inside, on each GPU.
 """
 
 from __future__ import annotations
@@ -17,20 +17,6 @@ from torch.utils._pytree import tree_map
 from rl_dist.errors import UserError
 
 
-def check_devices(device_type: str, num_devices: int, num_ranks: int) -> None:
-    """Whether DataParallel can do anything here.
-
-    Raises:
-        UserError: several ranks, no GPU, or one only.
-    """
-    if num_ranks > 1:
-        raise UserError(f"strategy dp works in one process, got {num_ranks} ranks; use --strategy ddp")
-    if device_type != "cuda":
-        raise UserError("strategy dp shares a batch out over CUDA GPUs, and there is none here: use --strategy none")
-    if num_devices < 2:
-        raise UserError(f"strategy dp needs at least 2 GPUs, got {num_devices}: use --strategy none")
-
-
 class DataParallel(nn.DataParallel):
     """torch.nn.DataParallel with a batch axis of each input.
 
@@ -40,29 +26,33 @@ class DataParallel(nn.DataParallel):
         batch_axes: of each input; the last counts for all that follow, the first for the outputs.
     """
 
-    def __init__(self, module: nn.Module, device_ids: Sequence[int], batch_axes: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, module: nn.Module, device_ids: Sequence[int], batch_axes: Sequence[int] = (0,)
+    ) -> None:
         super().__init__(BatchFirst(module, batch_axes), list(device_ids))
         self.batch_axes = tuple(batch_axes)
 
     @property
     def inner(self) -> nn.Module:
-        """The module that was wrapped, whose parameters they are."""
+        """The module that was wrapped."""
         return self.module.module  # type: ignore[return-value]
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the module returns for the whole batch.
+        """Return the module's outputs for the whole batch.
 
         Raises:
             UserError: the inputs are not equally long on their batch axes.
         """
-        return back_from_first(super().forward(*batch_first(inputs, self.batch_axes)), self.batch_axes[0])
+        outputs = super().forward(*batch_first(inputs, self.batch_axes))
+        return tree_map(lambda value: value.movedim(0, self.batch_axes[0]), outputs)
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         """Run the replicas in threads of their own, with the type of autocast.
 
         torch passes on whether autocast is on, and leaves its type behind.
         """
-        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        enabled = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda")
 
         def alike(replica: nn.Module) -> Any:
             def call(*parts: Tensor, **options: Any) -> Any:
@@ -82,32 +72,27 @@ class BatchFirst(nn.Module):
         self.module, self.batch_axes = module, tuple(batch_axes)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The module's outputs for inputs with the batch first."""
+        """Return the module's outputs, batch first, for inputs with the batch first."""
         axes = _axis_of_each(len(inputs), self.batch_axes)
-        outputs = self.module(*(value.movedim(0, axis) for value, axis in zip(inputs, axes, strict=True)))
-        return tree_map(lambda value: value.movedim(self.batch_axes[0], 0), outputs)
+        moved = (value.movedim(0, axis) for value, axis in zip(inputs, axes, strict=True))
+        return tree_map(lambda out: out.movedim(self.batch_axes[0], 0), self.module(*moved))
 
 
 def batch_first(inputs: Sequence[Tensor], batch_axes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Inputs with their batch axes first.
+    """Move the batch axes of inputs to the front.
 
     Raises:
-        UserError: an input has no such axis, or another length there than the first has: cutting it along
-            that axis would mix samples up.
+        UserError: an input has no such axis, or another length there than the first one: cutting it
+            there would mix samples up.
     """
     axes = _axis_of_each(len(inputs), batch_axes)
     for number, (value, axis) in enumerate(zip(inputs, axes, strict=True)):
         if value.ndim <= axis or value.shape[axis] != inputs[0].shape[axes[0]]:
             raise UserError(
-                f"strategy dp: batch_axes says axis {axis} of input {number}, whose shape is {list(value.shape)}, and "
-                f"axis {axes[0]} of input 0, whose shape is {list(inputs[0].shape)}: their lengths there must be equal"
+                f"strategy dp: batch_axes names axis {axis} of input {number}, {list(value.shape)}"
+                f", and axis {axes[0]} of input 0, {list(inputs[0].shape)}: they must be as long"
             )
     return tuple(value.movedim(axis, 0) for value, axis in zip(inputs, axes, strict=True))
-
-
-def back_from_first(outputs: Any, axis: int) -> Any:
-    """Outputs with the batch, which they have first, back on its axis."""
-    return tree_map(lambda value: value.movedim(0, axis), outputs)
 
 
 def _axis_of_each(count: int, batch_axes: Sequence[int]) -> list[int]:

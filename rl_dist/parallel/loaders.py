@@ -1,19 +1,26 @@
 """A DataLoader shared out over ranks: the same batches whatever their number.
 
-The batch size of the loader is the total over ranks. While training, batch k of an epoch holds the same samples on any
-number of ranks; while evaluating, every sample is seen exactly once, by one rank.
+The batch size of the loader is the total over ranks. While training, batch k of an epoch holds the
+same samples on any number of ranks; while evaluating, one rank sees each sample exactly once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
@@ -29,7 +36,7 @@ class SharedLoader(DataLoader):
     lengths: list[int]  # samples of each batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its number decides the order and the seeds of workers."""
+        """Begin an epoch, whose number decides the order and the seeds of workers."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(epoch)
         assert self.generator is not None
@@ -37,30 +44,38 @@ class SharedLoader(DataLoader):
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:
-    """A seed for what a rank draws in an epoch."""
+    """Return a seed for what a rank draws in an epoch."""
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0]) >> 1
 
 
-def shared_loader(loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> SharedLoader:
-    """This rank's share of `loader`; see `Strategy.loader`.
+def shared_loader(
+    loader: DataLoader, world: World, *, training: bool, seed: int = 0
+) -> SharedLoader:
+    """Return this rank's share of `loader`; see `Strategy.loader`.
 
     Raises:
         UserError: it has no length, draws samples in a way of its own, or cannot be shared out.
     """
-    if not isinstance(loader, DataLoader):
-        raise UserError(f"batches come from a torch DataLoader, got a {type(loader).__name__}: make one of it")
-    shuffles = isinstance(loader.sampler, RandomSampler)
-    _refuse_foreign(loader, shuffles)
+    check_loader_type(loader)
+    _refuse_foreign(loader)
     batch_size, num_samples = int(loader.batch_size or 0), len(loader.dataset)  # type: ignore[arg-type]
     options: dict[str, Any]
     if training:
-        _check_training(batch_size, num_samples, world.size)
+        own_size = _train_batch_size(batch_size, num_samples, world.size)
         sampler: DistributedSampler = DistributedSampler(
-            loader.dataset, world.size, world.rank, shuffle=shuffles, seed=seed, drop_last=True
+            loader.dataset,
+            world.size,
+            world.rank,
+            shuffle=isinstance(loader.sampler, RandomSampler),
+            seed=seed,
+            drop_last=True,
         )
-        options = {"batch_size": batch_size // world.size, "sampler": sampler, "drop_last": True}
+        options = {"batch_size": own_size, "sampler": sampler, "drop_last": True}
+        lengths = [own_size] * (len(sampler) // own_size)
     else:
-        options = {"batch_sampler": evaluation_batches(num_samples, batch_size, world.rank, world.size)}
+        batches = evaluation_batches(num_samples, batch_size, world.rank, world.size)
+        options = {"batch_sampler": batches}
+        lengths = [len(batch) for batch in batches]
     workers = loader.num_workers > 0
     shared: SharedLoader = SharedLoader(
         loader.dataset,
@@ -72,88 +87,97 @@ def shared_loader(loader: DataLoader, world: World, *, training: bool, seed: int
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor if workers else None,
         persistent_workers=workers,
-        generator=torch.Generator(),  # its own: loading draws nothing from the generators of the module
+        # its own: loading draws nothing from the generators of the module
+        generator=torch.Generator(),
         **options,
     )
-    shared.seed, shared.rank, shared.global_batch_size, shared.training = seed, world.rank, batch_size, training
-    shared.lengths = (
-        [batch_size // world.size] * len(shared) if training else [len(batch) for batch in options["batch_sampler"]]
-    )
+    shared.seed = seed
+    shared.rank = world.rank
+    shared.global_batch_size = batch_size
+    shared.training = training
+    shared.lengths = lengths
     shared.set_epoch(0)
     return shared
 
 
-def evaluation_batches(num_samples: int, batch_size: int, rank: int, num_ranks: int) -> list[range]:
-    """A rank's batches of sample numbers: over all ranks each sample once.
+def check_loader_type(loader: Any) -> None:
+    """Refuse batches from anything but a DataLoader."""
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"batches come from a torch DataLoader, got a {type(loader).__name__}")
 
-    Every rank gets the same number of batches, none of them empty: a module that communicates in its forward pass
-    would wait for ever otherwise. Shares differ by one sample at most, and so do the sizes of batches.
+
+def evaluation_batches(num_samples: int, batch_size: int, rank: int, num_ranks: int) -> list[range]:
+    """Return a rank's batches of sample numbers: over all ranks each sample once.
+
+    Every rank gets the same number of batches, none of them empty: a module that communicates in
+    its forward pass would wait for ever otherwise. Shares differ by one sample at most, and so do
+    the sizes of batches.
 
     Raises:
         UserError: fewer samples than ranks.
     """
-    if not num_samples:
-        raise UserError("there is no sample to evaluate: the dataset is empty")
     if num_samples < num_ranks:
-        raise UserError(f"{num_samples} samples cannot be evaluated on {num_ranks} ranks: use fewer ranks")
+        raise UserError(f"{num_samples} samples are too few to evaluate on {num_ranks} rank(s)")
     largest = math.ceil(num_samples / num_ranks)
     count = min(math.ceil(largest / max(1, batch_size // num_ranks)), num_samples // num_ranks)
-    share = _cut(range(num_samples), num_ranks)[rank]
-    return _cut(share, count)
+    return _cut(_cut(range(num_samples), num_ranks)[rank], count)
 
 
 def _cut(numbers: range, parts: int) -> list[range]:
-    """Consecutive parts of nearly the same length."""
+    """Cut into consecutive parts of nearly the same length."""
     bounds = [len(numbers) * part // parts for part in range(parts + 1)]
-    return [numbers[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [numbers[first:last] for first, last in pairwise(bounds)]
 
 
-def _refuse_foreign(loader: DataLoader, shuffles: bool) -> None:
-    """Refuse loaders whose batches cannot be told before they are drawn."""
+def _refuse_foreign(loader: DataLoader) -> None:
+    """Refuse loaders whose batches are not known before they are drawn."""
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        raise UserError("a dataset without a length cannot be shared out over ranks: give it __len__ and __getitem__")
+        raise UserError("a dataset without a length cannot be shared out: give it __len__")
     if loader.batch_size is None:
-        raise UserError("a loader with a batch_sampler of its own cannot be shared out: give batch_size and shuffle")
-    replaced = isinstance(loader.sampler, RandomSampler) and (
-        loader.sampler.replacement or loader.sampler.num_samples != len(loader.dataset)
-    )
-    if replaced or not (shuffles or type(loader.sampler) is SequentialSampler):
-        name = type(loader.sampler).__name__
-        raise UserError(f"a loader with sampler {name} of its own cannot be shared out: leave it out, or use shuffle")
-
-
-def _check_training(batch_size: int, num_samples: int, num_ranks: int) -> None:
-    if batch_size % num_ranks:
-        near = sorted({batch_size // num_ranks * num_ranks, -(-batch_size // num_ranks) * num_ranks} - {0})
         raise UserError(
-            f"batch_size {batch_size} is the total over {num_ranks} ranks, which does not divide it: "
-            f"try {' or '.join(map(str, near))}"
+            "a loader with a batch_sampler of its own cannot be shared out: use batch_size, shuffle"
+        )
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler
+    if isinstance(sampler, RandomSampler):
+        plain = not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    if not plain:
+        raise UserError(
+            f"a loader with a {type(sampler).__name__} of its own cannot be shared out: use shuffle"
+        )
+
+
+def _train_batch_size(batch_size: int, num_samples: int, num_ranks: int) -> int:
+    """Return a rank's share of the batch; raises UserError if there is none."""
+    if batch_size % num_ranks:
+        below = batch_size // num_ranks * num_ranks
+        raise UserError(
+            f"batch_size {batch_size}, a total, does not divide over {num_ranks} ranks: "
+            f"try {f'{below} or ' if below else ''}{below + num_ranks}"
         )
     if num_samples < batch_size:
-        raise UserError(f"batch_size {batch_size} is more than the {num_samples} samples to train on: make it smaller")
+        raise UserError(f"batch_size {batch_size} is more than the {num_samples} samples")
+    return batch_size // num_ranks
 
 
 def pair_of(batch: Any) -> Any:
-    """A batch, if it is a pair of inputs and targets.
+    """Return a batch, if it is a pair of inputs and targets.
 
     Raises:
         UserError: it is something else, such as one dict of both.
     """
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch
-    got = f"a {type(batch).__name__}"
-    if isinstance(batch, Mapping):
-        got += f" of {', '.join(map(str, batch))}"
-    elif isinstance(batch, list | tuple):
-        got += f" of {len(batch)}"
+    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    size = f" of {len(batch)}" if isinstance(batch, list | tuple) else names
     raise UserError(
-        f"a batch must be a pair (inputs, targets), got {got}: "
-        "give the DataLoader a collate_fn that makes one; inputs and targets may be dicts or tuples"
+        f"a batch must be a pair (inputs, targets), got a {type(batch).__name__}{size}: give the "
+        "DataLoader a collate_fn that makes one; inputs and targets may be dicts or tuples"
     )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on a device, whatever they are nested in."""
+    """Return a batch with all its tensors on a device, whatever they are nested in."""
     if isinstance(batch, torch.Tensor | PackedSequence):  # of which a part stays on the CPU
         return batch.to(device, non_blocking=True)  # type: ignore[arg-type]
     if isinstance(batch, Mapping):

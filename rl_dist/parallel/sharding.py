@@ -1,10 +1,11 @@
 """Gradients and optimizer state shared out over groups of ranks (FSDP2).
 
-The module is one unit: its forward may call its parts another number of times on every rank (as sequences cut
-at episode starts do), and a unit's collectives follow its forward. Between steps the parameters are whole, so
-that the bare module acts, is judged and is hashed as everywhere; gradients and optimizer state never are.
+The module is one unit: its forward may call its parts another number of times on every rank (as
+sequences cut at episode starts do), and a unit's collectives follow its forward. Between steps the
+parameters are whole, so that the bare module acts, is evaluated and is hashed as everywhere;
+gradients and optimizer state never are.
 
-Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277; the 2-D mesh is its hybrid sharding.
+Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277; its hybrid sharding.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_dist.process_group.world import World, take_from_main
+from rl_dist.process_group.world import World, broadcast_from_rank0
 
 REPLICATE, SHARD = "replicate", "shard"
 # Newer torch has other names for these, and warns of the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Outputs of a policy are views of its network's; nobody changes them in place.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+warnings.filterwarnings(
+    "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
+)
 
 
 class Shards:
     """A module whose parameters are sharded in place, those of rank 0 on every rank.
 
-    Neighbouring ranks form a group of `shard_size`; ranks of equal places in their groups hold the same shards.
+    Neighbouring ranks form a group of `shard_size`; ranks of equal places in their groups hold the
+    same shards.
     The module's class changes, for good: what wants the module as it was needs a copy made before.
     """
 
@@ -43,25 +47,28 @@ class Shards:
         self.world = world
         with world.waiting("start of sharding"):
             for tensor in (*module.parameters(), *module.buffers()):
-                take_from_main(tensor)
+                broadcast_from_rank0(tensor)
             shape = (world.size // shard_size, shard_size)
-            self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-        self.module, self._unit = module, fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
-        self._unit.set_force_sum_reduction_for_comms(True)  # then divides: gloo has no mean of its own
+            names = (REPLICATE, SHARD)
+            self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        self.module = module
+        self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
+        # then divides: gloo has no mean of its own
+        self._unit.set_force_sum_reduction_for_comms(True)
         reducing: Any = _AnnouncedReduceScatter(world)  # torch keeps the base classes to itself
         gathering: Any = _NamedAllGather(world)
         self._unit.set_custom_reduce_scatter(reducing)
         self._unit.set_custom_all_gather(gathering)
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.make_whole()
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.unshard()
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         """Gather the parameters from their shards; nothing happens if they are whole."""
         with self.world.waiting("gather of parameters"):
             self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
-        """Let the next backward pass reduce its gradients, and those before it, or not."""
+        """Let the next backward pass reduce all gradients so far, if it is the last."""
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
@@ -71,7 +78,8 @@ class Shards:
         Returns:
             The norm of the whole gradient before clipping, the same on all ranks.
         """
-        shards = [grad.to_local() for parameter in self.parameters if isinstance(grad := parameter.grad, DTensor)]
+        grads = [p.grad for p in self.parameters]
+        shards = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
         own = nn.utils.get_total_norm(shards)
         square = own.double().square()
         with self.world.waiting("norm of the gradient"):
@@ -83,37 +91,43 @@ class Shards:
         return norm
 
     def module_state(self) -> dict[str, Tensor]:
-        """The module's whole `state_dict`, on the CPU of every rank."""
+        """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
             state = _whole(self.module.state_dict())  # which first drops the whole parameters
-        self.make_whole()
+        self.unshard()
         return state
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's whole `state_dict`, on the CPU of every rank."""
+        """Gather the optimizer's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of the optimizer's state"):
             return _whole(optimizer.state_dict())
 
     def load(
-        self, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
+        self,
+        weights: dict[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
     ) -> None:
         """Take this rank's shards of whole states."""
         own = self.module.state_dict()
-        self.module.load_state_dict({name: _shard_of(weights[name], like) for name, like in own.items()})
-        optimizer.load_state_dict(_sharded_optimizer_state(optimizer_state, self.parameters))
-        self.make_whole()
+        mine = {name: _shard_of(weights[name], like) for name, like in own.items()}
+        self.module.load_state_dict(mine)
+        states = {}
+        for index, values in optimizer_state["state"].items():
+            parameter = self.parameters[index]
+            # a tensor of another shape is a count, the same for all shards
+            states[index] = {
+                key: _shard_of(value, parameter)
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for key, value in values.items()
+            }
+        optimizer.load_state_dict(optimizer_state | {"state": states})
+        self.unshard()
 
-    def facts(self) -> dict[str, Any]:
-        """Shape of the mesh, and what this rank holds of the parameters."""
-        shards = [parameter.to_local() for parameter in self.parameters if isinstance(parameter, DTensor)]
-        return {
-            "mesh": {REPLICATE: self.mesh.shape[0], SHARD: self.mesh.shape[1]},
-            "shard_bytes": sum(shard.numel() * shard.element_size() for shard in shards),
-        }
 
-
-class _Told:
-    """Communication of FSDP's own, of which the world is told."""
+class _AnnouncedCollective:
+    """A collective of FSDP that the world is told of."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -122,48 +136,45 @@ class _Told:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _NamedAllGather(_Told):
-    """Gather of parameters, also where a forward pass finds them sharded: after a backward pass without a step."""
+class _NamedAllGather(_AnnouncedCollective):
+    """Gather of parameters, also by a forward pass after a backward pass without a step."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
-        named = bool(self.world.doing.place)  # by `make_whole`
+        named = bool(self.world.doing.place)  # by `unshard`
         with nullcontext() if named else self.world.waiting("gather of parameters"):
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _AnnouncedReduceScatter(_Told):
+class _AnnouncedReduceScatter(_AnnouncedCollective):
     """Reduction of gradients; waiting for others begins with it."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         self.world.gradients_ready()
         return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _whole(state: Any) -> Any:
-    """Nested state with every shard replaced by the whole tensor, on the CPU; all ranks must call."""
+    """Replace every shard of a nested state by the whole tensor, on the CPU; all ranks call."""
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 
 def _shard_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor that every rank has; nothing is sent."""
+    """Return this rank's shard of a whole tensor that every rank has; nothing is sent."""
     if not isinstance(like, DTensor):
         return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _sharded_optimizer_state(state: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """This rank's part of an optimizer's whole `state_dict`."""
-
-    def part(value: Any, parameter: nn.Parameter) -> Any:
-        alike = isinstance(value, Tensor) and value.shape == parameter.shape  # else a count, the same for all shards
-        return _shard_of(value, parameter) if alike else value
-
-    shared = {
-        index: {key: part(value, parameters[index]) for key, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    return state | {"state": shared}
+    return distribute_tensor(
+        value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )

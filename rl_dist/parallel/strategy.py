@@ -15,9 +15,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,29 +26,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import COMPRESSIONS, HYBRID_FORMS, MODES, StrategyConfig, resolve_shard_size
-from rl_dist.parallel.data_parallel import DataParallel, check_devices
-from rl_dist.parallel.loaders import SharedLoader, shared_loader
-from rl_dist.parallel.precision import autocast, autocast_dtype, loss_scaler, set_cuda_math
-from rl_dist.process_group.hashes import parameter_hash, tensor_hash
-from rl_dist.process_group.phases import section
+from rl_dist.parallel.choice import Hardware, check_strategy, resolve_shard_size
+from rl_dist.parallel.config import (
+    COMPRESSIONS,
+    StrategyConfig,
+    autocast,
+    autocast_dtype,
+    loss_scaler,
+    set_cuda_math,
+)
+from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import GROUP_TIMEOUT, World
 
 if TYPE_CHECKING:
+    from rl_dist.parallel.loaders import SharedLoader
     from rl_dist.parallel.sharding import Shards
 
-__all__ = [
-    "COMPRESSIONS",
-    "GRADIENT_BYTES_LOGGED",
-    "HYBRID_FORMS",
-    "MODES",
-    "Strategy",
-    "StrategyConfig",
-    "parameter_hash",
-    "resolve_shard_size",
-    "tensor_hash",
-]
-GRADIENT_BYTES_LOGGED = "gradients of %d bytes"
 logger = logging.getLogger(__name__)
 
 
@@ -62,31 +54,31 @@ class Strategy:
         UserError: it cannot work here.
     """
 
-    scheduled: Callable[..., Tensor] | None = None  # where forward and backward of a step have an order of their own
+    # forward and backward of a step at once, where they have an order of their own
+    scheduled: Callable[..., Tensor] | None = None
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
-        self.mode = config.resolve(world.size)
-        if self.mode == "auto":
-            raise UserError("strategy auto has to be measured first, see rl_dist.parallel.choice; or name a mode")
-        if self.mode == "dp":
-            check_devices(world.device.type, len(config.device_ids), world.size)
         device_type = world.device.type
-        config.check_device(device_type)
+        hardware = Hardware(world.size, device_type, len(config.device_ids))
+        self.mode = check_strategy(config, hardware)
+        if self.mode == "auto":
+            raise UserError("strategy auto must be measured first: see rl_dist.parallel.choice")
         if device_type == "cuda":
             set_cuda_math(config.precision, config.cudnn_autotune)
         self.scaler = loss_scaler(config.precision, device_type)
-        self.overflowed = False  # the last step was skipped, and the loss scale may be the only reason
+        # the last step was skipped, and the loss scale may be the only reason
+        self.overflowed = False
         self.module: nn.Module | None = None  # as wrapped last
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.group: dist.ProcessGroup | None = None  # of gradients alone; None: the world's
         self.shards: Shards | None = None
         sharded = self.mode == "hybrid" and not config.pipelined
         self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
-        self.gradient_bytes = self.steps = self.skipped = 0
+        self.gradient_bytes = self.skipped = 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module whose forward trains it; it must be on the world's device.
+        """Return the module whose forward trains it; it must be on the world's device.
 
         Only a loss computed through the returned module's `forward` is reduced; calling the inner
         module directly trains replicas apart without any error.
@@ -95,68 +87,79 @@ class Strategy:
             UserError: it cannot be trained in this way.
         """
         if self.config.pipelined:
-            raise UserError("hybrid_form pipeline trains the cascaded policy only: use hybrid_form shard, or ddp")
-        if isinstance(module, DistributedDataParallel | nn.DataParallel | DataParallel):
-            raise UserError(f"wrap takes the bare module, got one in {type(module).__name__}: give its inner module")
-        self.gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        logger.info(GRADIENT_BYTES_LOGGED, self.gradient_bytes)
-        self.module = self._wrapped(module)
+            raise UserError(
+                "hybrid_form pipeline trains the cascaded policy only: use shard, or ddp"
+            )
+        if isinstance(module, DistributedDataParallel | nn.DataParallel):
+            raise UserError(f"wrap takes the bare module, got one in {type(module).__name__}")
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        if self.mode == "hybrid":
+        self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
+        logger.info("gradients of %d bytes", self.gradient_bytes)
+        self.module = module
+        if self.mode == "dp":
+            from rl_dist.parallel.data_parallel import DataParallel
+
+            self.module = DataParallel(module, self.config.device_ids, self.config.batch_axes)
+        elif self.mode == "ddp":
+            self.module = self._with_ddp(module)
+        elif self.mode == "hybrid":
             from rl_dist.parallel.sharding import Shards  # a second to import
 
             self.shards = Shards(module, self.shard_size, self.world)
             self.parameters = self.shards.parameters
         return self.module
 
-    def _wrapped(self, module: nn.Module) -> nn.Module:
-        if self.mode == "dp":
-            return DataParallel(module, self.config.device_ids, self.config.batch_axes)
-        return self._with_ddp(module) if self.mode == "ddp" else module
-
     def _with_ddp(self, module: nn.Module) -> nn.Module:
         config, device = self.config, self.world.device
         with self.world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
             if config.backend and self.group is None:
                 self.group = dist.new_group(backend=config.backend, timeout=GROUP_TIMEOUT)
-            # Newer torch wants another name, which 2.10 does not know.
+            # newer torch wants another name for it, which 2.11 does not know
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             wrapped = OrderedDDP(
                 module,
                 device_ids=[device.index] if device.type == "cuda" else None,
                 process_group=self.group,
-                broadcast_buffers=False,  # buffers are merged over ranks by their owner, not overwritten
+                # buffers are merged over ranks by their owner, not overwritten
+                broadcast_buffers=False,
                 gradient_as_bucket_view=config.gradient_as_bucket_view,
                 static_graph=config.static_graph,
                 find_unused_parameters=config.find_unused_parameters,
                 bucket_cap_mb=config.bucket_mb or math.ceil(self.gradient_bytes / 2**20) + 1,
             )
-        hook, group = COMPRESSIONS[config.gradient_compression], self.group
-        # A lambda, because torch refuses the types of ours.
-        wrapped.register_comm_hook(self.world, lambda world, bucket: _reduce(world, group, bucket, hook))
+        world, group = self.world, self.group
+        hook: Any = COMPRESSIONS[config.gradient_compression]
+
+        # without annotations, for torch compares them with its own types
+        def reduce(state, bucket):  # type: ignore[no-untyped-def]
+            world.gradients_ready()
+            return hook(group, bucket)
+
+        wrapped.register_comm_hook(None, reduce)
         return wrapped
 
     def end_update(self) -> None:
-        """Make the module whole on every rank, once an update is done."""
+        """Make the bare module whole on every rank; nothing is missing but in a pipeline."""
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Around forward and backward of a part of a step; the last one reduces."""
+        """Enclose forward and backward of a part of a step; the last one reduces."""
         if self.shards:
             self.shards.accumulate(last)
         silent = isinstance(self.module, DistributedDataParallel) and not last
-        with self.module.no_sync() if silent else nullcontext():  # type: ignore[union-attr, operator]
+        no_sync: Any = getattr(self.module, "no_sync", None)
+        with no_sync() if silent else nullcontext():
             yield
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around a module's forward pass: matrix products in the strategy's precision."""
+        """Enclose a forward pass, whose matrix products get the strategy's precision."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     @contextmanager
     def reducing(self, loss: Tensor) -> Iterator[Tensor]:
-        """Around `backward` of the loss that it gives: gradients are reduced over ranks.
+        """Enclose `backward` of the loss that it gives: gradients are reduced over ranks.
 
-        A loss that is not finite spoils the gradient, which tells the other ranks.
+        A loss that is not finite makes the gradient NaN, which all ranks see.
         """
         one = torch.ones_like(loss)
         with section("backward"), self.world.reducing():
@@ -169,83 +172,77 @@ class Strategy:
             scaled.backward()
 
     @section("optimizer")
-    def step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf) -> tuple[Tensor, bool]:
+    def step(
+        self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
+    ) -> tuple[Tensor, bool]:
         """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
 
-        A loss scale that was too large falls, which `overflowed` tells.
+        A loss scale that was too large falls, and sets `overflowed`.
 
         Returns:
             The norm of the reduced gradient before clipping, and whether the step was taken.
 
         Raises:
-            UserError: the optimizer steps other parameters than `parameters`, or one of these was not used.
+            UserError: the optimizer steps other parameters than `parameters`, or one was not used.
         """
-        self._check_optimizer(optimizer)
         self._check_gradients(optimizer)
         if self.scaler:
             self.scaler.unscale_(optimizer)
-        clip = self.shards.clip if self.shards else partial(nn.utils.clip_grad_norm_, self.parameters)
-        grad_norm = clip(max_grad_norm)
+        if self.shards:
+            grad_norm = self.shards.clip(max_grad_norm)
+        else:
+            grad_norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
         stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
         if stepped:
             optimizer.step()
         if self.shards:
-            self.shards.make_whole()
+            self.shards.unshard()
         if self.scaler:
             self.overflowed = not stepped and self.scaler.get_scale() > 1.0
             self.scaler.update()
-        self.steps += stepped
         self.skipped += not stepped
         return grad_norm, stepped
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the module's own parameters would change nothing where shards have taken their place."""
-        if not self.shards:
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that would not be reduced, and parameters that are not trained."""
+        if self.mode not in ("ddp", "hybrid"):
             return
         known = {id(parameter) for parameter in self.parameters}
-        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        foreign = [each for each in stepped if id(each) not in known]
+        if self.shards and foreign:
             raise UserError(
                 "the optimizer holds parameters that strategy hybrid has replaced by shards: "
                 "make it of strategy.parameters, after wrap"
             )
-
-    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what DistributedDataParallel would not reduce: buckets with a gap, parameters that it never saw."""
-        if not isinstance(self.module, DistributedDataParallel):
+        if self.mode != "ddp":
             return
-        gaps_are_fine = self.config.find_unused_parameters or self.config.static_graph
-        if not gaps_are_fine and any(parameter.grad is None for parameter in self.parameters):
-            named = self._inner.named_parameters()
-            own = {id(parameter) for parameter in self.parameters}
-            unused = [name for name, parameter in named if id(parameter) in own and parameter.grad is None]
+        if late := [each for each in foreign if each.grad is not None]:
             raise UserError(
-                f"{len(unused)} parameter(s) took no part in this step, such as {unused[0]}: "
-                "use StrategyConfig(find_unused_parameters=True), or freeze them with requires_grad_(False) before wrap"
+                f"the optimizer holds a parameter of shape {list(late[0].shape)} that was not "
+                "there, or frozen, when the module was wrapped: its gradient is not reduced"
             )
-        known = {id(parameter) for parameter in self.parameters}
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if parameter.grad is not None and id(parameter) not in known:
-                raise UserError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that was not there, or frozen, "
-                    "when the module was wrapped: its gradient is not reduced; make it part of the module, then wrap"
-                )
+        named = self._inner.named_parameters()
+        unused = [name for name, each in named if id(each) in known and each.grad is None]
+        if unused and not (self.config.find_unused_parameters or self.config.static_graph):
+            raise UserError(
+                f"{len(unused)} parameter(s) took no part in this step, such as {unused[0]}: use "
+                "StrategyConfig(find_unused_parameters=True), or requires_grad_(False) before wrap"
+            )
 
     def module_state(self) -> dict[str, Tensor]:
-        """The whole `state_dict` of the module given to `wrap`.
-
-        It is the same in every mode; all ranks must call.
-        """
+        """Return the whole `state_dict`, alike in every mode; all ranks call."""
         return self.shards.module_state() if self.shards else self._inner.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole `state_dict` of an optimizer of `parameters`.
-
-        It is the same in every mode; all ranks must call.
-        """
+        """Return the whole `state_dict` of an optimizer of `parameters`; all ranks call."""
         return self.shards.optimizer_state(optimizer) if self.shards else optimizer.state_dict()
 
     def load(
-        self, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any]
+        self,
+        weights: dict[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
     ) -> None:
         """Go on from whole states, saved in whatever mode by however many ranks."""
         if self.shards:
@@ -257,42 +254,29 @@ class Strategy:
     @property
     def _inner(self) -> nn.Module:
         assert self.module is not None, "nothing was wrapped"
-        if isinstance(self.module, DataParallel):
-            return self.module.inner
-        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        if self.mode == "dp":
+            return self.module.inner  # type: ignore[return-value]
+        if isinstance(self.module, DistributedDataParallel):
+            return self.module.module
+        return self.module
 
     def loader(self, loader: DataLoader, *, training: bool = True, seed: int = 0) -> SharedLoader:
-        """This rank's share of a DataLoader whose batch size is the total over ranks.
+        """Return this rank's share of a DataLoader whose batch size is a total.
 
-        Training: shuffled if `loader` shuffles, by `seed` and the number given to `set_epoch`; batch k holds the same
-        samples on any number of ranks, and the incomplete last one is left out. Evaluation: in order, every sample
-        once, without padding. Memory is pinned for CUDA; worker processes persist.
+        Training: shuffled if `loader` shuffles, by `seed` and the number given to `set_epoch`;
+        batch k holds the same samples on any number of ranks, and the incomplete last one is left
+        out. Evaluation: in order, every sample once, without padding. Memory is pinned for CUDA;
+        worker processes persist.
 
         Raises:
-            UserError: the dataset has no length, the loader a sampler of its own, or the batch does not divide.
+            UserError: no dataset length, a sampler of its own, or a batch that does not divide.
         """
+        from rl_dist.parallel.loaders import shared_loader
+
         return shared_loader(loader, self.world, training=training, seed=seed)
 
-    def synchronize(self) -> None:
-        """Wait until every rank's device has done what was asked of it."""
-        with self.world.waiting("synchronize"):
-            if self.world.size > 1:
-                dist.barrier()
-
-    def stats(self) -> dict[str, Any]:
-        """What was wrapped and how often it stepped."""
-        return {
-            "mode": self.mode,
-            "ranks": self.world.size,
-            "parameters": sum(p.numel() for p in self.parameters),
-            "gradient_bytes": self.gradient_bytes,
-            "steps": self.steps,
-            "skipped_steps": self.skipped,
-            **(self.shards.facts() if self.shards else {}),
-        }
-
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the loss scale of fp16."""
+        """Return what a resumed run needs: the loss scale of fp16."""
         return {"loss_scaler": self.scaler.state_dict()} if self.scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -309,33 +293,47 @@ class Strategy:
             nccl = self.config.backend == "nccl"
             with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
                 dist.destroy_process_group(self.group)
-        self.module, self.parameters, self.shards, self.group = None, [], None, None
+        self.module = None
+        self.parameters = []
+        self.shards = None
+        self.group = None
 
 
 class OrderedDDP(DistributedDataParallel):
     """DistributedDataParallel whose buckets are the same in every step.
 
-    Torch's own puts gradients elsewhere in its first step than in those after it. A gradient's place decides in which
-    order gloo's ring adds the ranks, so that a resumed run would round its first step differently on three and more.
-    Here alone stand parts of torch that it keeps to itself; `tests/test_ordered.py` tells when one changes.
+    Torch's own puts gradients elsewhere in its first step than in those after it. A gradient's
+    place decides in which order gloo's ring adds the ranks, so that a resumed run would round its
+    first step differently on three and more.
+
+    Private parts of torch are used. They were checked with torch 2.11, 2.12 and 2.13;
+    `tests/parallel/test_ordered_ddp.py` fails where another release has changed them.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
+        # what torch does after its first step; it does so once
         self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()  # what torch does after its first step; it does so once
+        self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """The last parameters first: about the order in which gradients become ready."""
+        """Give the last parameters first: about the order in which gradients become ready."""
         parameters, sparse = super()._build_params_for_reducer()
-        way = 1 if self.find_unused_parameters else -1  # torch keeps its first buckets there, and turns them itself
+        # torch keeps its first buckets there, and turns them itself
+        way = 1 if self.find_unused_parameters else -1
         return parameters[::way], sparse[::way]
 
 
-def _reduce(
-    world: World, group: dist.ProcessGroup | None, bucket: dist.GradBucket, hook: Any
-) -> torch.futures.Future[torch.Tensor]:
-    """The mean over all ranks, by one of torch's hooks; the world learns when waiting begins."""
-    world.gradients_ready()
-    return hook(group, bucket)
+def make_adam(
+    parameters: Iterable[nn.Parameter], lr: float, device: torch.device, fused: str
+) -> torch.optim.Adam:
+    """Return Adam with the step that `fused`, one of FUSED, asks for."""
+    one_kernel = fused == "on" or (fused == "auto" and device.type == "cuda")
+    return torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=one_kernel)
 
+
+def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return saved state of one group, with the options of `optimizer`."""
+    saved = state["param_groups"][0]
+    own = optimizer.param_groups[0]
+    return state | {"param_groups": [own | {"params": saved["params"]}]}

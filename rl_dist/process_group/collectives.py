@@ -7,6 +7,7 @@ tensors travel on `world.device` and come back to where they were. The time spen
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -14,15 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_dist.errors import UserError
-from rl_dist.process_group.hashes import tensor_hash
 from rl_dist.process_group.world import World
 
-# Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's grain size)
-# opens a second OpenMP team there, for good; libgomp then stops spinning between the training thread's parallel
-# regions, and every one of them sleeps in the kernel: iterations took twice as long. So gathers travel in parts.
+# Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's
+# grain size) opens a second OpenMP team there, for good; libgomp then stops spinning between the
+# training thread's parallel regions, and every one of them sleeps in the kernel: iterations took
+# twice as long. So gathers travel in chunks.
 GATHER_WORDS = 16_384  # of 8 bytes
 
 
@@ -33,7 +34,7 @@ class DesyncError(UserError):
         super().__init__(message, exit_code=1)
 
 
-def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
+def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
     """Sum named numbers and tensors over all ranks in one float64 all-reduce.
 
     The layout is by sorted name. Its fingerprint travels along, so that ranks that disagree about
@@ -47,16 +48,20 @@ def sum_over_ranks(values: Mapping[str, float | Tensor], world: World) -> dict[s
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
-    mark = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)  # its square and sums are exact in float64
+    # the square and the sums of this number are exact in float64
+    mark = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
     head = torch.tensor([mark, mark * mark], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
-    told = [f"{name}{shape}" if shape else name for name, shape in layout]
-    with world.waiting(f"sum of {', '.join(told)}"):
+    words = [f"{name}{shape}" if shape else name for name, shape in layout]
+    with world.waiting(f"sum of {', '.join(words)}"):
         dist.all_reduce(packed)
         sums, squares = packed[:2].tolist()
-    if (sums, squares) != (mark * world.size, mark * mark * world.size):  # equal only if all marks are
-        raise DesyncError(f"rank {world.rank} sums {list(tensors)}, another rank sums other names or shapes")
+    # equal only if all marks are
+    if (sums, squares) != (mark * world.size, mark * mark * world.size):
+        raise DesyncError(
+            f"rank {world.rank} sums {list(tensors)}, another rank sums other names or shapes"
+        )
     parts = packed[2:].split([tensor.numel() for tensor in flat])
     return {
         name: part.reshape(tensor.shape).to(tensor.device)
@@ -74,42 +79,51 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
         DesyncError: the ranks passed different names, types or trailing shapes.
     """
     names = sorted(tensors)
-    layouts = gather_json([[n, str(tensors[n].dtype), list(tensors[n].shape)] for n in names], world)
+    own = [[name, str(tensors[name].dtype), list(tensors[name].shape)] for name in names]
+    layouts = all_gather_json(own, world)
     for rank, layout in enumerate(layouts):
-        for mine, theirs in zip(layouts[0], layout, strict=False):
-            if mine[:2] != theirs[:2] or mine[2][1:] != theirs[2][1:]:
-                raise DesyncError(f"rank {rank} gathers {theirs} where rank 0 gathers {mine}")
+        for first, entry in zip(layouts[0], layout, strict=False):
+            if first[:2] != entry[:2] or first[2][1:] != entry[2][1:]:
+                raise DesyncError(f"rank {rank} gathers {entry} where rank 0 gathers {first}")
         if len(layout) != len(layouts[0]):
-            raise DesyncError(f"rank {rank} gathers {len(layout)} tensors, rank 0 {len(layouts[0])}")
+            raise DesyncError(
+                f"rank {rank} gathers {len(layout)} tensors, rank 0 {len(layouts[0])}"
+            )
     if not names:
-        return {} if world.main else None
-    raw = torch.cat([_as_bytes(tensors[name]) for name in names])
-    sizes = [sum(_num_bytes(tensors[e[0]].dtype, e[2]) for e in layout) for layout in layouts]
-    received = _gather_bytes(raw, max(sizes), world, everywhere=False)
+        return {} if world.is_main_process else None
+    received = _gather_bytes(torch.cat([_as_bytes(tensors[name]) for name in names]), world)
     if received is None:
         return None
-    ranks = [_unpack(buffer, layout, tensors) for buffer, layout in zip(received, layouts, strict=True)]
-    return {name: torch.cat([rank[name] for rank in ranks]) for name in tensors}
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    for raw, layout in zip(received, layouts, strict=True):
+        start = 0
+        for name, _, shape in layout:
+            dtype = tensors[name].dtype
+            end = start + torch.Size(shape).numel() * dtype.itemsize
+            # the clone is aligned to its type
+            rows[name].append(raw[start:end].clone().view(dtype).reshape(shape))
+            start = end
+    return {name: torch.cat(rows[name]) for name in tensors}
 
 
-def gather_json(obj: Any, world: World) -> list[Any]:
-    """Every rank's JSON-serialisable object, in rank order, on every rank."""
+def all_gather_json(obj: Any, world: World) -> list[Any]:
+    """Return every rank's JSON-serialisable object, in rank order, on every rank."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
+    received = _gather_bytes(raw, world, everywhere=True)
+    assert received is not None
+    return [json.loads(bytes(text.numpy())) for text in received]
+
+
+def _gather_bytes(raw: Tensor, world: World, *, everywhere: bool = False) -> list[Tensor] | None:
+    """Return every rank's bytes on the CPU; None where they do not arrive."""
     with world.waiting("gather of sizes"):
         size = torch.tensor([raw.numel()], device=world.device)
         sizes = [torch.empty_like(size) for _ in range(world.size)]
         dist.all_gather(sizes, size)
-        lengths = [int(s) for s in sizes]
-    received = _gather_bytes(raw, max(lengths), world, everywhere=True)
-    assert received is not None
-    return [json.loads(bytes(r[:n].numpy())) for r, n in zip(received, lengths, strict=True)]
-
-
-def _gather_bytes(raw: Tensor, longest: int, world: World, *, everywhere: bool) -> list[Tensor] | None:
-    """Every rank's bytes on the CPU, padded to the longest rank's; None where they do not arrive."""
-    padded = torch.zeros(-(-longest // 8) * 8, dtype=torch.uint8)
+        lengths = [int(length) for length in sizes]
+    padded = torch.zeros(-(-max(lengths) // 8) * 8, dtype=torch.uint8)
     padded[: raw.numel()] = raw
-    arrives = everywhere or world.main
+    arrives = everywhere or world.is_main_process
     with world.waiting("gather of bytes"):
         words = padded.view(torch.int64).to(world.device)
         received = [torch.empty_like(words) for _ in range(world.size)] if arrives else None
@@ -120,11 +134,14 @@ def _gather_bytes(raw: Tensor, longest: int, world: World, *, everywhere: bool) 
                 dist.all_gather(places, part)
             else:
                 dist.gather(part, places, dst=0)
-        return [rank.cpu().view(torch.uint8) for rank in received] if received else None
+        if received is None:
+            return None
+        on_cpu = [rank.cpu().view(torch.uint8) for rank in received]
+    return [rank[:length] for rank, length in zip(on_cpu, lengths, strict=True)]
 
 
-def agree_max(value: int, world: World) -> int:
-    """The largest of all ranks' integers: how ranks take a decision together."""
+def all_reduce_max(value: int, world: World) -> int:
+    """Return the largest of all ranks' integers: how ranks take a decision together."""
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
     with world.waiting("agreement on a number"):
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
@@ -139,19 +156,23 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     """
     if world.size == 1:
         return
-    hashes = gather_json(tensor_hash(*tensors.values()), world)
+    hashes = all_gather_json(tensor_hash(*tensors.values()), world)
     usual = max(hashes, key=hashes.count)  # of several the first
     if hashes.count(usual) == world.size:
         return
-    named = gather_json({name: tensor_hash(tensor) for name, tensor in tensors.items()}, world)  # all ranks know
-    right, told = named[hashes.index(usual)], []
-    for rank, own in enumerate(named):
+    # all ranks know of the difference, and look for it together
+    by_name = all_gather_json(
+        {name: tensor_hash(tensor) for name, tensor in tensors.items()}, world
+    )
+    right = by_name[hashes.index(usual)]
+    found = []
+    for rank, own in enumerate(by_name):
         names = [name for name in right | own if own.get(name) != right.get(name)]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told.append(f"rank {rank} in {', '.join(names[:3])}{more}")
+            found.append(f"rank {rank} in {', '.join(names[:3])}{more}")
     raise DesyncError(
-        f"the ranks drifted apart: {'; '.join(told)} (against rank {hashes.index(usual)}); "
+        f"the ranks drifted apart: {'; '.join(found)} (against rank {hashes.index(usual)}); "
         "no checkpoint is written of this"
     )
 
@@ -160,14 +181,16 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _num_bytes(dtype: torch.dtype, shape: list[int]) -> int:
-    return torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+def parameter_hash(module: nn.Module) -> str:
+    """Return the SHA-256 of all parameters' bytes in order, wrapped or not."""
+    return tensor_hash(*module.parameters())
 
 
-def _unpack(raw: Tensor, layout: list[Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    tensors, first = {}, 0
-    for name, _, shape in layout:
-        last = first + _num_bytes(like[name].dtype, shape)
-        tensors[name] = raw[first:last].clone().view(like[name].dtype).reshape(shape)  # clone: aligned
-        first = last
-    return tensors
+def tensor_hash(*tensors: Tensor) -> str:
+    """Return the SHA-256 of the bytes of tensors, one after the other."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        # a copy, for numpy pins storage for good, and whole parameters are freed
+        copied = tensor.detach().to("cpu", copy=True)
+        digest.update(copied.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

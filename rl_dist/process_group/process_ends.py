@@ -15,36 +15,42 @@ from types import FrameType
 from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_KEYPRESS_S = 0.5  # Ctrl-C may come twice: from the terminal and from a launcher that passes it on
-EXIT_GRACE_S = 10.0  # for a process that has reported its end; a thread of an environment may keep it
+# Ctrl-C may come twice: from the terminal and from a launcher that passes it on
+SAME_KEYPRESS_S = 0.5
+# for the teardown of a process that has reported its end, or its failure; a thread may never end
+EXIT_GRACE_S = 60.0
+FAILED_GRACE_S = 10.0
 PAGE_BYTES = 2**19
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Looked up here: between fork and exec of a process with threads, loading a library can deadlock.
-_prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None) if sys.platform.startswith("linux") else None
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+_prctl = getattr(_libc, "prctl", None)
 
 
 class StopRelay:
     """Collects the stop signals that reach a process; one key press counts once.
 
-    SIGUSR1 and SIGHUP announce an end, so that a SIGTERM may follow them; a second SIGINT or SIGTERM insists.
+    SIGUSR1 and SIGHUP announce an end: a SIGTERM may follow. A second SIGINT or SIGTERM insists.
     """
 
     def __init__(self, pass_on: Callable[[int], None] = lambda signum: None) -> None:
         """Remember signals; each goes to `pass_on`, too."""
         self.signums: list[int] = []
-        self._pass_on, self._last_s = pass_on, 0.0
+        self._pass_on = pass_on
+        self._last_s = 0.0
         self._previous: dict[int, Any] = {}
 
     @property
     def installed(self) -> bool:
-        """Whether the handlers are set."""
+        """True while the handlers are set."""
         return bool(self._previous)
 
     def install(self) -> None:
         """Set the handlers and forget signals of before; main thread only."""
         self.signums.clear()
         for signum in STOP_SIGNALS:
-            if not (signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN):  # nohup
+            # nohup
+            if not (signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN):
                 self._previous[signum] = signal.signal(signum, self._on_signal)
 
     def uninstall(self) -> None:
@@ -55,7 +61,7 @@ class StopRelay:
 
     @property
     def insists(self) -> bool:
-        """Whether the process shall end at once."""
+        """True once the process shall end at once."""
         return sum(signum in (signal.SIGINT, signal.SIGTERM) for signum in self.signums) > 1
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -80,15 +86,17 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
 
 
 class ReportPage:
-    """What a process reports, in memory that it shares with the one that watches it.
+    """Memory in which a process reports to the one that watches it.
 
-    It outlives the process, and neither closed descriptors, a full disk nor a cleaner of temporary files takes it away.
+    It outlives the process. Closed descriptors, a full disk or a cleaner of temporary files do not
+    take it away.
     """
 
     def __init__(self, descriptor: Any = None, *, by_fork: bool = False) -> None:
         """Make a page, or with the descriptor that `__reduce__` sends, share one.
 
         Args:
+            descriptor: of a page that another process made.
             by_fork: only a fork of this process will share it, which needs no file.
         """
         if by_fork:
@@ -101,6 +109,7 @@ class ReportPage:
         self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to a new process as an inherited descriptor."""
         from multiprocessing.reduction import DupFd
 
         return ReportPage, (DupFd(self._descriptor),)
@@ -112,9 +121,10 @@ class ReportPage:
         self._memory[:] = data.ljust(PAGE_BYTES, b"\0")
 
     def read(self) -> dict[str, Any]:
-        """What was reported; {}: nothing yet, or not to the end."""
+        """Return what was reported; {}: nothing yet, or not to the end."""
         try:
-            return json.loads(self._memory[: self._memory.find(b"\0")] or b"{}")  # what it watches costs no time
+            # `find` first: a slice of the whole page would cost the training time
+            return json.loads(self._memory[: self._memory.find(b"\0")] or b"{}")
         except ValueError:
             return {}
 
@@ -134,7 +144,8 @@ _owner = 0  # the process that reports; its own children share the page, too
 def report_to(page: ReportPage) -> None:
     """Report to the process that made the page, from now on."""
     global _page, _owner
-    _page, _owner = page, os.getpid()
+    _page = page
+    _owner = os.getpid()
 
 
 def report(**facts: Any) -> None:
@@ -150,14 +161,15 @@ def leave(code: int) -> NoReturn:
 
 
 def how_it_ended(code: int) -> str:
-    """A death without a report in words.
+    """Describe a death without a report.
 
     Args:
         code: the exit code, or minus the signal's number.
     """
-    if code < 0:
-        try:
-            return f"was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was ended by signal {-code}"
-    return f"ended with code {code} and without a report: its environment or a library ended the process"
+    if code >= 0:
+        return (
+            f"ended with code {code} and without a report: "
+            "its environment or a library ended the process"
+        )
+    known = -code in {member.value for member in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"

@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,60 +17,69 @@ from rl_dist.hardware.addresses import check_address
 
 logger = logging.getLogger(__name__)
 
-GREETING_EVERY_S, TELL_AFTER_S = 0.05, 15.0
+GREETING_EVERY_S = 0.05
+WARN_AFTER_S = 15.0
 
 
 def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
-    """Where ranks meet: a file in `job_dir`, or MASTER_ADDR and MASTER_PORT.
+    """Open the store in which ranks meet: a file, or MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the address does not work, or not all ranks came there in time.
     """
     if size == 1:
         return dist.HashStore()
-    if job_dir and not os.environ.get("MASTER_PORT"):  # no port is opened, and nobody else may read the directory
+    timeout = timedelta(seconds=timeout_s)
+    # no port is opened, and nobody else may read the directory
+    if job_dir and not os.environ.get("MASTER_PORT"):
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        os.makedirs(job_dir, mode=0o700, exist_ok=True)  # a cleaner of temporary files may have taken it
+        # a cleaner of temporary files may have taken it
+        Path(job_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
-        store.set_timeout(timedelta(seconds=timeout_s))
+        store.set_timeout(timeout)
         return store
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     check_address(host, port, hosted_here=hosted_here)
     deadline_s = time.monotonic() + timeout_s
     try:
         if not hosted_here:
             _wait_for_listener(rank, host, port, deadline_s)
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(
+            host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False
+        )
         return _own_part(store, rank, size, deadline_s)
     except (dist.DistError, TimeoutError) as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} within "
-            f"{timeout_s:g} s: check both on every machine, that {size} ranks were started, and the firewall ({cause})"
+            f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
+            f"within {timeout_s:g} s: check both on every machine, that {size} ranks were started, "
+            f"and the firewall ({cause})"
         ) from None
 
 
 def _wait_for_listener(rank: int, host: str, port: int, deadline_s: float) -> None:
     """Wait until somebody listens: torch would, too, but with pages of complaints."""
-    started_s, told = time.monotonic(), False
+    warn_at_s = time.monotonic() + WARN_AFTER_S
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
         except OSError as error:
-            now = time.monotonic()
-            if now > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 raise TimeoutError(error.strerror or str(error)) from None
-            if not told and now - started_s > TELL_AFTER_S:
-                told = True
-                logger.warning("rank %d waits for MASTER_ADDR %s, MASTER_PORT %d: %s", rank, host, port, error)
+            if now_s > warn_at_s:
+                warn_at_s = deadline_s
+                logger.warning(
+                    "rank %d waits for MASTER_ADDR %s, MASTER_PORT %d: %s", rank, host, port, error
+                )
         time.sleep(0.2)
 
 
 def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
-    """A part of the store that only ranks of this start use.
+    """Return a part of the store that only ranks of this start use.
 
     torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
     variable numbers the starts (a node that rejoins keeps its TORCHELASTIC_RESTART_COUNT), so the
@@ -83,7 +93,8 @@ def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dis
     store.set(f"greeting/{rank}", own)
     while time.monotonic() < deadline_s:
         if rank == 0:
-            store.set("heard", json.dumps([own, *(read(f"greeting/{other}") for other in range(1, size))]))
+            greetings = [own, *(read(f"greeting/{other}") for other in range(1, size))]
+            store.set("heard", json.dumps(greetings))
             if all(read(f"agreed/{other}") == own for other in range(1, size)):
                 return dist.PrefixStore(own, store)
         else:

@@ -1,11 +1,11 @@
-"""Ends a rank that waits in vain for others, and says which and where.
+"""Ends a rank that waits in vain for others, and says for which rank and where.
 
-The process group's own timeout cannot tell a slow rank from a dead one, nor say who did not come. So every rank
-tells the others what it is doing, every few seconds, through the store where the ranks met, from a thread of its
-own. A rank that waits reads what the others do. It ends when
+The process group's own timeout cannot tell a slow rank from a dead one, nor say who did not come.
+So every rank publishes its status every few seconds, through the store where the ranks met, from a
+thread of its own. A rank that waits reads the others'. It ends when
 
-- all ranks wait, but not all in the same collective: they made different calls, and none will ever come back;
-- a rank has left for good and never made the call in which it waits; or
+- all ranks wait, but not all in the same collective: none of these calls will ever come back;
+- a rank has left for good and never made the call in which this one waits; or
 - a rank has neither come nor made progress for `timeout_s`. A slow rank that goes on is waited for.
 
 Where the store is lost, training goes on as long as no collective takes longer than `timeout_s`.
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,37 +30,29 @@ from rl_dist.process_group.process_ends import leave, report
 
 logger = logging.getLogger(__name__)
 
-JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher; its ranks meet there
+# private directory of a job of our launcher; its ranks meet there
+JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 STARTUP = "start-up"
 LEFT = "left"  # the phase of a rank that makes no more calls
 STARTUP_TIMEOUT_S = 600.0
-PERIOD_S = 5.0  # between two beats
+PERIOD_S = 5.0  # between two messages of a rank
 LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
-STEADY_BEATS = 2  # news of a rank that still waits in the same place, before it is believed to be stuck
+# messages of a rank that still waits in the same place, before it is believed to be stuck
+STEADY_MESSAGES = 2
 
 
 @dataclass
-class Doing:
-    """What this rank's main thread is doing; it alone writes here."""
+class RankStatus:
+    """What a rank's main thread is doing; on its own rank, it alone writes here."""
 
     phase: str = STARTUP
     progress: int = 0  # grows while work goes on
     place: str = ""  # the collective it waits in
     calls: int = 0  # collectives entered so far
 
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank told the others."""
-
-    phase: str
-    progress: int
-    place: str
-    calls: int
-
     @property
     def where(self) -> str:
-        """The place in words."""
+        """Describe the place in words."""
         if self.phase == LEFT:
             return f"which has left after collective {self.calls}"
         if self.place:
@@ -72,24 +64,34 @@ class Beat:
 class _Seen:
     """A rank as another one sees it."""
 
-    beat: Beat
-    number: int  # of the beat; grows while the rank's thread is alive
+    status: RankStatus
+    number: int  # of the message; grows while the rank's thread is alive
     since_s: float  # when it was first seen like this
-    news: int = 0  # beats since then
+    news: int = 0  # messages since then
 
 
 def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> None:
     """Report an error and end this process at once, from any thread.
 
     Args:
+        message: without the word error.
+        exit_code: of the process.
         consequence: another rank is to blame.
     """
     rank = int(os.environ.get("RANK", 0))
-    text = f"error: rank {rank}: {message}"
-    logging.getLogger("rl_dist.launch.rank").error(text)  # for the log file: the launcher tells the console
-    if JOB_DIR_VARIABLE in os.environ:  # the launcher tells the user, once
-        facts = {"message": text, "rank": rank, "at_ns": time.monotonic_ns(), "consequence": consequence}
-        report(**facts, summary=text.removeprefix("error: "), exit_code=exit_code)
+    summary = f"rank {rank}: {message}"
+    text = f"error: {summary}"
+    # for the log file only
+    logging.getLogger("rl_dist.launch.rank").error(text)
+    if JOB_DIR_VARIABLE in os.environ:  # the launcher prints it, once
+        report(
+            message=text,
+            rank=rank,
+            at_ns=time.monotonic_ns(),
+            consequence=consequence,
+            summary=summary,
+            exit_code=exit_code,
+        )
     else:
         sys.stderr.write(text + "\n")
     sys.stdout.flush()
@@ -98,7 +100,7 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> 
     leave(exit_code)
 
 
-class BeatFiles:
+class StatusFiles:
     """The latest value of every key, each in a file of its own.
 
     Torch's FileStore keeps all: 2 MB a day and rank.
@@ -107,36 +109,44 @@ class BeatFiles:
     def __init__(self, stem: str) -> None:
         self._stem = stem
 
+    def _path(self, key: str) -> Path:
+        return Path(f"{self._stem}.{key}")
+
     def set(self, key: str, value: str) -> None:
         """Put a value, whole."""
-        part = Path(f"{self._stem}.{key}.part")
+        part = self._path(f"{key}.part")
         part.write_text(value)
-        part.replace(f"{self._stem}.{key}")
+        part.replace(self._path(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them have a value."""
-        return all(os.path.exists(f"{self._stem}.{key}") for key in keys)
+        """Return True if all of them have a value."""
+        return all(self._path(key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:
-        """The latest value."""
-        return Path(f"{self._stem}.{key}").read_bytes()
+        """Return the latest value."""
+        return self._path(key).read_bytes()
 
 
 class Watchdog:
-    """The thread of one rank that tells the others what it does and looks after them."""
+    """The thread of one rank that publishes its status and looks after the others."""
 
-    def __init__(self, doing: Doing, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-        self.doing, self.rank, self.size, self.timeout_s = doing, rank, size, timeout_s
+    def __init__(
+        self, doing: RankStatus, store: dist.Store, rank: int, size: int, timeout_s: float
+    ) -> None:
+        self.doing = doing
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10)
-        self._store: dist.Store | BeatFiles
+        self._store: dist.Store | StatusFiles
         if isinstance(store, dist.FileStore):
-            self._store = BeatFiles(store.path)  # type: ignore[attr-defined]  # it has
+            self._store = StatusFiles(store.path)  # type: ignore[attr-defined]  # it has
         else:
             self._store = dist.PrefixStore("doing", store)
         self._number = 0
-        self._own = Beat("", 0, "", 0)
+        self._own = RankStatus("")
         self._own_since_s = time.monotonic()
-        self._told_stack = False
+        self._logged_stack = False
         self._seen: dict[int, _Seen] = {}
         self._closed = threading.Event()
         self._main = threading.current_thread()
@@ -153,79 +163,97 @@ class Watchdog:
         answers = True
         while not self._closed.wait(self.period_s):
             try:
-                self._beat()
+                self._publish()
                 verdict = self._look() if self._own.place else ""
                 answers = True
-            except (RuntimeError, OSError) as error:  # files were cleared away, or another machine is out of reach
+            # files were cleared away, or another machine is out of reach
+            except (RuntimeError, OSError) as error:
                 if answers:
-                    cause = str(error).splitlines()[0]
-                    logger.warning("the store where the ranks met does not answer, training goes on: %s", cause)
-                answers, verdict = False, self._alone()
+                    logger.warning(
+                        "the store where the ranks met does not answer, training goes on: %s",
+                        str(error).splitlines()[0],
+                    )
+                answers = False
+                verdict = self._alone()
             if verdict and not self._closed.is_set():
-                self._tell_stack()
+                self._log_stack()
                 end_rank(verdict, consequence=True)
         with suppress(RuntimeError, OSError):  # a store that others have taken along
-            self.doing.phase, self.doing.place = LEFT, ""
-            self._beat()
+            self.doing.phase = LEFT
+            self.doing.place = ""
+            self._publish()
 
     def _alone(self) -> str:
-        """Like `_look`, when nothing can be read of the others: they may be slow or gone."""
+        """Decide like `_look`, when nothing can be read of the others."""
         waited_s = time.monotonic() - self._own_since_s
         if not self._own.place or waited_s < self._limit_s():
             return ""
-        return f"waited {waited_s:.0f} s {self._own.where}, and the store that would say for whom is lost"
+        return (
+            f"waited {waited_s:.0f} s {self._own.where}, "
+            "and the store that would say for whom is lost"
+        )
 
     def _limit_s(self) -> float:
-        return max(self.timeout_s, STARTUP_TIMEOUT_S) if self._own.phase == STARTUP else self.timeout_s
+        in_startup = self._own.phase == STARTUP
+        return max(self.timeout_s, STARTUP_TIMEOUT_S) if in_startup else self.timeout_s
 
-    def _beat(self) -> None:
-        """Tell what this rank does; begin to look at the others anew when it did something else before."""
-        own, now_s = Beat(**vars(self.doing)), time.monotonic()
+    def _publish(self) -> None:
+        """Publish this rank's status; forget the others' if it has changed."""
+        own = replace(self.doing)
+        now_s = time.monotonic()
         if own != self._own:
-            self._own, self._own_since_s, self._told_stack = own, now_s, False
+            self._own = own
+            self._own_since_s = now_s
+            self._logged_stack = False
             self._seen.clear()
-        elif not own.place and not self._told_stack and now_s - self._own_since_s > self._limit_s() / 2:
-            logger.warning("no progress for %.0f s %s", now_s - self._own_since_s, own.where)
-            self._tell_stack()
+        stuck_s = now_s - self._own_since_s
+        if not own.place and not self._logged_stack and stuck_s > self._limit_s() / 2:
+            logger.warning("no progress for %.0f s %s", stuck_s, own.where)
+            self._log_stack()
         self._number += 1
-        self._store.set(str(self.rank), json.dumps([self._number, vars(own)]))
+        self._store.set(str(self.rank), json.dumps([self._number, asdict(own)]))
 
     def _look(self) -> str:
-        """Read what the others do, while this rank waits; returns why it waits in vain, or nothing."""
+        """Read the others' status while this rank waits; return why it waits in vain, or ""."""
         now_s = time.monotonic()
         for rank in range(self.size):
             if rank == self.rank or not self._store.check([str(rank)]):
                 continue
-            number, told = json.loads(self._store.get(str(rank)))
-            beat, seen = Beat(**told), self._seen.get(rank)
-            if seen is None or seen.beat != beat:
-                self._seen[rank] = _Seen(beat, number, now_s)
+            number, fields = json.loads(self._store.get(str(rank)))
+            status = RankStatus(**fields)
+            seen = self._seen.get(rank)
+            if seen is None or seen.status != status:
+                self._seen[rank] = _Seen(status, number, now_s)
             elif seen.number != number:
-                seen.number, seen.news = number, seen.news + 1
+                seen.number = number
+                seen.news += 1
         return self._departed() or self._different_calls() or self._absent(now_s)
 
     def _departed(self) -> str:
-        """Who has left without making the call in which this rank waits."""
-        left = {
-            rank: seen.beat
-            for rank, seen in self._seen.items()
-            if seen.beat.phase == LEFT and seen.beat.calls < self._own.calls
-        }
-        told = " and ".join(f"rank {rank}, {beat.where}" for rank, beat in sorted(left.items()))
-        return f"waits {self._own.where} for {told}" if left else ""
+        """Name ranks that left without making the call in which this rank waits."""
+        left = [
+            f"rank {rank}, {seen.status.where}"
+            for rank, seen in sorted(self._seen.items())
+            if seen.status.phase == LEFT and seen.status.calls < self._own.calls
+        ]
+        return f"waits {self._own.where} for {' and '.join(left)}" if left else ""
+
+    def _waits_with_us(self, status: RankStatus) -> bool:
+        return (status.place, status.calls) == (self._own.place, self._own.calls)
 
     def _different_calls(self) -> str:
-        others = list(self._seen.values())
-        if len(others) < self.size - 1 or any(not o.beat.place or o.news < STEADY_BEATS for o in others):
+        others = self._seen.values()
+        steady = [seen.status.place and seen.news >= STEADY_MESSAGES for seen in others]
+        if len(steady) < self.size - 1 or not all(steady):
             return ""
-        if all((o.beat.place, o.beat.calls) == (self._own.place, self._own.calls) for o in others):
-            return ""  # all wait for the same: the network is slow
-        places = {self.rank: self._own} | {rank: seen.beat for rank, seen in self._seen.items()}
-        told = "; ".join(f"rank {rank} waits {beat.where}" for rank, beat in sorted(places.items()))
-        return f"the ranks made different collective calls and wait for each other: {told}"
+        if all(self._waits_with_us(seen.status) for seen in others):
+            return ""  # the network is slow
+        places = {self.rank: self._own} | {rank: seen.status for rank, seen in self._seen.items()}
+        listed = "; ".join(f"rank {rank} waits {one.where}" for rank, one in sorted(places.items()))
+        return f"the ranks made different collective calls and wait for each other: {listed}"
 
     def _absent(self, now_s: float) -> str:
-        """Who has kept this rank waiting without any progress for too long."""
+        """Name ranks that have kept this one waiting without any progress for too long."""
         if now_s - self._own_since_s < self._limit_s():
             return ""
         waited = f"waited {now_s - self._own_since_s:.0f} s {self._own.where}"
@@ -234,16 +262,17 @@ class Watchdog:
             seen = self._seen.get(rank)
             if seen is None:
                 missing.append(f"rank {rank}, which never came")
-            elif (seen.beat.place, seen.beat.calls) != (self._own.place, self._own.calls):
+            elif not self._waits_with_us(seen.status):
                 if now_s - seen.since_s < self._limit_s() - 2 * self.period_s:
                     return ""  # it goes on
-                missing.append(f"rank {rank}, which made no progress {seen.beat.where}")
+                missing.append(f"rank {rank}, which made no progress {seen.status.where}")
         if not missing:
             return f"{waited}, as all other ranks do: their connection is broken"
         return f"{waited} for {' and '.join(missing)} (--collective_timeout {self.timeout_s:g})"
 
-    def _tell_stack(self) -> None:
+    def _log_stack(self) -> None:
         """Log where the main thread is."""
-        self._told_stack = True
+        self._logged_stack = True
         frame = sys._current_frames().get(self._main.ident or 0)
-        logger.info("the main thread is at\n%s", "".join(traceback.format_stack(frame)) if frame else "?")
+        stack = "".join(traceback.format_stack(frame)) if frame else "?"
+        logger.info("the main thread is at\n%s", stack)

@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError
-from rl_dist.hardware.host_memory import available_cores
+from rl_dist.hardware.memory import available_cores
 from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
 from rl_dist.process_group.rendezvous import open_store
-from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, Doing, Watchdog
+from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, RankStatus, Watchdog
 
 logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and save
 PLACE_BYTES = 256  # of a collective's name, sent to other ranks
-VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch waits so long for a file that someone has deleted
+# torch waits so long for a file that someone has deleted
+VANISHED_STORE_TIMEOUT = timedelta(seconds=5)
 GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
 
 
@@ -37,7 +38,7 @@ class CollectiveError(UserError):
 
 
 def connection_broke(error: BaseException) -> bool:
-    """Whether an error says that another rank has gone."""
+    """Return True for an error that says that another rank has gone."""
     by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return by_gloo or isinstance(error, CollectiveError | dist.DistError)
 
@@ -53,22 +54,22 @@ class World:
     backend: str  # "gloo" or "nccl"
     sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
     gradient_seconds: float = 0.0  # waited for gradients to be reduced; the caller resets it
-    doing: Doing = field(default_factory=Doing)  # for the watchdogs of all ranks
+    doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
     _gradients_ready_s: float = 0.0
 
     @property
-    def main(self) -> bool:
-        """Whether this rank writes files and speaks to the user."""
+    def is_main_process(self) -> bool:
+        """True on the rank that writes files and prints for the user."""
         return self.rank == 0
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Begin a phase of the work, such as collect or update."""
         self.doing.phase = phase
-        self.beat()
+        self.heartbeat()
 
-    def beat(self) -> None:
-        """Say that work goes on: others wait for a rank only as long as it says so."""
+    def heartbeat(self) -> None:
+        """Count progress: others wait for a rank only as long as it makes some."""
         self.doing.progress += 1
 
     @contextmanager
@@ -92,10 +93,10 @@ class World:
 
     @contextmanager
     def reducing(self, place: str = "") -> Iterator[None]:
-        """Around a backward pass: its waiting for others goes to `gradient_seconds`.
+        """Surround a backward pass; its waiting for others goes to `gradient_seconds`.
 
         Args:
-            place: names it in messages, where ranks meet during the whole of it; they enter it together.
+            place: its name in messages, if ranks meet during the whole of it and enter it together.
         """
         self._gradients_ready_s = 0.0
         with self._in_collective(place):
@@ -105,7 +106,7 @@ class World:
             self.gradient_seconds += time.perf_counter() - self._gradients_ready_s
 
     def gradients_ready(self) -> None:
-        """This rank's own part of a backward pass is done; their reduction begins."""
+        """Record that this rank's part of a backward pass is done: reduction begins."""
         self._synchronize()
         self._gradients_ready_s = time.perf_counter()
         self._announce("gradient reduction")
@@ -119,14 +120,13 @@ class World:
         except RuntimeError as error:
             if not connection_broke(error):
                 raise
-            where = f"'{self.doing.place}' (collective {self.doing.calls}, {self.doing.phase})"
             reason = " ".join(str(error).split())[:300]
             raise CollectiveError(
-                f"rank {self.rank}: the connection broke in {where}: {reason}", exit_code=1
+                f"rank {self.rank}: the connection broke {self.doing.where}: {reason}", exit_code=1
             ) from error
         finally:
             self.doing.place = ""
-            self.beat()
+            self.heartbeat()
 
     def _announce(self, place: str) -> None:
         """Make sure that all ranks enter the same collective.
@@ -143,12 +143,12 @@ class World:
         highest, lowest = marks.tolist()
         if highest == -lowest:
             return
-        text = f"in '{place}' (collective {self.doing.calls}, {self.doing.phase})".encode()[:PLACE_BYTES]
-        own = torch.tensor([*text, *bytes(PLACE_BYTES - len(text))], dtype=torch.uint8)
+        text = self.doing.where.encode()[:PLACE_BYTES].ljust(PLACE_BYTES, b"\0")
+        own = torch.tensor([*text], dtype=torch.uint8)
         places = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(places, own)
-        told = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="replace") for raw in places]
-        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(told))
+        words = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="replace") for raw in places]
+        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(words))
         raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
 
     def _synchronize(self) -> None:
@@ -159,31 +159,27 @@ class World:
 _current: World | None = None
 
 
-def take_from_main(tensor: torch.Tensor) -> None:
+def broadcast_from_rank0(tensor: torch.Tensor) -> None:
     """Make a tensor what it is on the main process; all ranks must call."""
     own = tensor.detach()
     dense = own.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
     dist.broadcast(dense, src=0)
-    if dense is not own and not torch.equal(dense, own):  # an expanded one cannot be written, and need not be
+    # an expanded one cannot be written, and need not be
+    if dense is not own and not torch.equal(dense, own):
         own.copy_(dense)
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Threads for one of `local_ranks` processes here; more slow each other down.
+    """Return the threads for each of `local_ranks` processes on this machine.
 
-    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 by itself.
+    OMP_NUM_THREADS is an upper limit if it is a number, except under torchrun, which sets it to 1
+    by itself.
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
-    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
-        return share
-    return min(share, int(limit)) if limit and not ignored_limit() else share
-
-
-def ignored_limit() -> str:
-    """What OMP_NUM_THREADS holds, where that is no number of threads; else ""."""
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    return "" if limit.isdecimal() and int(limit) > 0 else limit
+    by_torchrun = "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ
+    limits = limit.isdecimal() and int(limit) > 0 and not by_torchrun
+    return min(share, int(limit)) if limits else share
 
 
 def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = ()) -> World:
@@ -191,8 +187,7 @@ def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
-        timeout_s: longest wait in a collective for a rank that makes no progress; start-up may take
-            STARTUP_TIMEOUT_S.
+        timeout_s: longest wait for a rank that makes no progress; start-up: STARTUP_TIMEOUT_S.
         gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i.
 
     Raises:
@@ -201,38 +196,44 @@ def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (
     """
     global _current
     assert not dist.is_initialized(), "the process group is already open"
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
         parent = os.getppid()  # a killed torchrun would leave this rank training on alone
         die_with_parent(parent)
-        threading.Thread(target=leave_when_orphaned, args=(parent, threading.Event()), daemon=True).start()
+        threading.Thread(
+            target=leave_when_orphaned, args=(parent, threading.Event()), daemon=True
+        ).start()
     torch.set_num_threads(threads_per_rank(local_size))
     if device == "cuda":
         gpu = gpu_ids[local_rank] if gpu_ids else local_rank
-        _check_cuda_device(local_rank, gpu)
+        count = torch.cuda.device_count()
+        if gpu >= count:
+            raise UserError(
+                f"device cuda: rank {local_rank} of this machine needs its own GPU, "
+                f"but torch sees {count}; start fewer ranks or use --device cpu"
+            )
         place = torch.device("cuda", gpu)
         torch.cuda.set_device(place)
         options: dict[str, Any] = {"backend": "nccl", "device_id": place}
     else:
-        place, options = torch.device("cpu"), {"backend": "gloo"}
+        place = torch.device("cpu")
+        options = {"backend": "gloo"}
         if local_size == size:
             _bind_gloo_to_loopback()
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
-    dist.init_process_group(rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options)
-    if isinstance(store, dist.FileStore) and options["backend"] == "gloo":  # NCCL may meet there again later
-        store.set_timeout(VANISHED_STORE_TIMEOUT)
-    _current = World(
-        rank=rank,
-        local_rank=local_rank,
-        size=size,
-        device=place,
-        backend=options["backend"],
+    dist.init_process_group(
+        rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
     )
+    # NCCL may meet there again later
+    if isinstance(store, dist.FileStore) and options["backend"] == "gloo":
+        store.set_timeout(VANISHED_STORE_TIMEOUT)
+    _current = World(rank, local_rank, size, place, options["backend"])
     if size > 1:
         _current.watchdog = Watchdog(_current.doing, store, rank, size, timeout_s)
-    logger.info("rank %d of %d on %s, %d threads", rank, size, _current.device, torch.get_num_threads())
+    logger.info("rank %d of %d on %s, %d threads", rank, size, place, torch.get_num_threads())
     return _current
 
 
@@ -253,10 +254,10 @@ def close_any_world() -> None:
 
 
 def leave_world() -> bool:
-    """Tell the other ranks that this one has failed, without waiting for them.
+    """Let the other ranks know that this one has failed, without waiting for them.
 
     Returns:
-        Whether a process group of several ranks is open; this process must then end by `os._exit`.
+        True if a process group of several ranks is open: this process must end by `os._exit`.
     """
     if _current is None or _current.size == 1:
         close_any_world()
@@ -264,15 +265,6 @@ def leave_world() -> bool:
     if _current.watchdog is not None:
         _current.watchdog.close()
     return True
-
-
-def _check_cuda_device(local_rank: int, gpu: int) -> None:
-    count = torch.cuda.device_count()
-    if gpu >= count:
-        raise UserError(
-            f"device cuda: rank {local_rank} of this machine needs its own GPU, but torch sees {count}; "
-            "start fewer ranks or use --device cpu"
-        )
 
 
 def _bind_gloo_to_loopback() -> None:
@@ -286,7 +278,7 @@ def _bind_gloo_to_loopback() -> None:
 def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
     """Once the parent is dead, end this process: when `done`, or after a grace.
 
-    SIGTERM alone would not do: it only asks, and a rank may hang or have a long iteration before it.
+    SIGTERM alone would not do: it only asks, and a rank may hang or be in a long iteration.
     """
     while os.getppid() == parent_pid:
         time.sleep(0.2)
@@ -297,8 +289,8 @@ class StopFlag:
     """Remembers the first stop signal; the trainer reads it after each iteration.
 
     `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
-    all ranks agree first (`agree_max(stop_flag.signum, world)`), then save and leave together with
-    exit code 128 + signum. A second SIGINT or SIGTERM ends the process at once.
+    all ranks agree first (`all_reduce_max(stop_flag.signum, world)`), then save and leave together
+    with exit code 128 + signum. A second SIGINT or SIGTERM ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -310,11 +302,13 @@ class StopFlag:
         """Install the handlers (once, main thread only) and let blocked stop signals in.
 
         Args:
-            second_ends: a second SIGINT or SIGTERM ends this process; False where the launcher sees to that.
+            second_ends: a second SIGINT or SIGTERM ends this process; False under our launcher,
+                which sees to that.
         """
         if self._relay.installed or threading.current_thread() is not threading.main_thread():
             return self
-        self.signum, self._second_ends = 0, second_ends
+        self.signum = 0
+        self._second_ends = second_ends
         self._relay.install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
@@ -331,7 +325,7 @@ class StopFlag:
 
 
 def end_at_signals() -> None:
-    """From here on SIGINT and SIGTERM end this process: nothing is left to save."""
+    """Let SIGINT and SIGTERM end this process from here on: nothing is left to save."""
     stop_flag.uninstall()
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""Whether two runs ended alike: last checkpoint and metrics, exactly or nearly."""
+"""Compare how two runs ended: last checkpoint and metrics, exactly or nearly."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the 
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Nested dicts and lists as one dict from path to tensor or plain value."""
+    """Return nested dicts and lists as one dict from path to tensor or plain value."""
+    entries: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         entries = list(value.items())
     elif isinstance(value, list | tuple):
         entries = list(enumerate(value))
-    else:
-        entries = []
     if not entries:  # an empty one is something, too
         return {path: value}
-    return {name: leaf for key, entry in entries for name, leaf in flatten(entry, f"{path}/{key}".strip("/")).items()}
+    found: dict[str, Any] = {}
+    for key, entry in entries:
+        found |= flatten(entry, f"{path}/{key}".strip("/"))
+    return found
 
 
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
-    """What differs between two nested states, a line each; tolerance 0: bit for bit."""
-    one, other = flatten(left), flatten(right)
+    """List what differs between two nested states; tolerance 0: bit for bit."""
+    one = flatten(left)
+    other = flatten(right)
     found = [f"{name} is in one of them only" for name in sorted(one.keys() ^ other.keys())]
     for name in (name for name in one if name in other):
         problem = _difference(one[name], other[name], tolerance)
@@ -46,24 +49,25 @@ def _difference(left: Any, right: Any, tolerance: float) -> str:
         return _tensor_difference(left, right, tolerance)
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return "a tensor in one of them only"
-    if type(left) is not type(right):
-        return f"{left!r} and {right!r}"
-    numbers = isinstance(left, float)
-    if left == right or (numbers and math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)):
+    near = {"rel_tol": tolerance, "abs_tol": tolerance}
+    if type(left) is type(right) and (
+        left == right or (isinstance(left, float) and math.isclose(left, right, **near))
+    ):
         return ""
-    return f"{left} and {right}"
+    return f"{left!r} and {right!r}"
 
 
 def _tensor_difference(left: Tensor, right: Tensor, tolerance: float) -> str:
     for what in ("dtype", "shape"):
         if getattr(left, what) != getattr(right, what):
             return f"{what} {getattr(left, what)} and {getattr(right, what)}"
-    if torch.equal(_bits(left), _bits(right)):
-        return ""
-    if tolerance and left.is_floating_point() and torch.allclose(left, right, rtol=tolerance, atol=tolerance):
+    if torch.equal(_bits(left), _bits(right)) or (
+        tolerance and left.is_floating_point() and torch.allclose(left, right, tolerance, tolerance)
+    ):
         return ""
     gap = (left.double() - right.double()).abs()
-    return f"{int((gap != 0).sum())} of {gap.numel()} numbers differ, by up to {float(gap.max()):.3g}"
+    number = int((gap != 0).sum())
+    return f"{number} of {gap.numel()} numbers differ, by up to {float(gap.max()):.3g}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -71,19 +75,20 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def metrics_of(run_dir: Path, with_ranks: bool) -> dict[str, Any]:
-    """metrics.jsonl by iteration, without times and what is about the machine."""
-    lines = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
-    found: dict[str, Any] = {"metrics, iterations": [line["iteration"] for line in lines]}
-    for line in lines:
-        values = {name: value for name, value in line.items() if name != "ranks" or with_ranks}
-        leaves = flatten(values, f"metrics, iteration {line['iteration']}")
-        kept = {path: leaf for path, leaf in leaves.items() if not ABOUT_THE_MACHINE & set(path.split("/"))}
-        found.update(kept)
+    """Return metrics.jsonl by iteration, without times and facts about the machine."""
+    text = (run_dir / METRICS_FILE).read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    found: dict[str, Any] = {"metrics, iterations": [record["iteration"] for record in records]}
+    for record in records:
+        if not with_ranks:
+            record.pop("ranks", None)
+        leaves = flatten(record, f"metrics, iteration {record['iteration']}").items()
+        found |= {path: leaf for path, leaf in leaves if not ABOUT_THE_MACHINE & {*path.split("/")}}
     return found
 
 
 def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
-    """What two equal runs share: last checkpoint (without config) and metrics.
+    """Return what two equal runs share: last checkpoint (without config) and metrics.
 
     Raises:
         UserError: there is no checkpoint.
@@ -97,5 +102,5 @@ def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
 
 
 def parameter_sha256(run_dir: Path) -> str:
-    """The hash of the final parameters that summary.json holds."""
+    """Return the hash of the final parameters, which summary.json holds."""
     return str(json.loads((run_dir / "summary.json").read_text())["parameter_sha256"])

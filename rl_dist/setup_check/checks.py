@@ -1,12 +1,11 @@
-"""Verdicts on facts: can this machine train, and if not, what mends it. Pure.
+"""Verdicts on facts: can this machine train, and if not, how to fix it. Pure.
 
-Each function takes facts (`rl_dist.hardware`) or measured figures and returns checks. ok: nothing to do. warning:
-it trains, but slower or less safely than it could. problem: it cannot train like this.
+Each function takes facts (`rl_dist.hardware`) and returns checks. ok: nothing to do. warning: it
+trains, but slower or less safely than it could. problem: it cannot train like this.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Sequence
@@ -15,9 +14,12 @@ from dataclasses import dataclass
 from rl_dist.hardware.gpus import Gpu
 from rl_dist.hardware.report import Facts, describe_gpu, gib
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OK = "ok"
+WARNING = "warning"
+PROBLEM = "problem"
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 10)
-HOT_C, BUSY_PERCENT, IDLE_MEMORY = 85, 10, 0.9
+HOT_C = 85
+BUSY_PERCENT = 10
 SHM_LEAST, SHM_PLENTY = 16 * 2**20, 64 * 2**20  # per rank over NCCL
 FSYNC_SLOW_S, OPEN_FILES_LEAST = 1.0, 256
 SLOWING = {
@@ -41,9 +43,20 @@ class Check:
     cure: str = ""
 
 
+class _Section(list[Check]):
+    """Checks of one section; what is ok needs no cure."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def add(self, name: str, verdict: str, measured: str, cure: str = "") -> None:
+        self.append(Check(self.name, name, verdict, measured, "" if verdict == OK else cure))
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the facts are held against."""
+    """The job that the facts are held against."""
 
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
@@ -53,7 +66,7 @@ class Plan:
 
     @property
     def over_nccl(self) -> bool:
-        """Whether several GPUs must talk."""
+        """Several GPUs must talk."""
         return self.device_type == "cuda" and self.num_ranks > 1
 
 
@@ -61,267 +74,247 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
-# ---- software
-
-
 def software_checks(facts: Facts, plan: Plan) -> list[Check]:
-    """Versions, and whether they fit each other."""
-    own, gpu, found = facts.software, facts.gpu, []
-
-    def add(name: str, verdict: str, measured: str, cure: str = "") -> None:
-        found.append(Check("Software", name, verdict, measured, cure if verdict != OK else ""))
-
-    add("Python", OK if _version(own.python) >= LEAST_PYTHON else PROBLEM, own.python, "use Python 3.11 or newer")
-    add("torch", OK if _version(own.torch) >= LEAST_TORCH else PROBLEM, own.torch, "pip install 'torch>=2.10'")
-    present = [g for g in gpu.gpus if not g.error]
+    """Check versions, and that they fit each other."""
+    own, found = facts.software, _Section("Software")
+    old_python = _version(own.python) < LEAST_PYTHON
+    found.add("Python", PROBLEM if old_python else OK, own.python, "use Python 3.11 or newer")
+    old_torch = _version(own.torch) < LEAST_TORCH
+    found.add("torch", PROBLEM if old_torch else OK, own.torch, "pip install 'torch>=2.10'")
+    # a GPU that is asked for and not there
     missed = PROBLEM if plan.device_asked == "cuda" else WARNING
+    present = [gpu for gpu in facts.gpu.gpus if not gpu.error]
     if own.rocm_build:
-        add("ROCm build", OK, f"ROCm {own.rocm_build}: RCCL answers to the name nccl; NVML does not exist, so no live "
-            "values of GPUs")  # fmt: skip
-    elif own.cuda_build is None:
-        what = "this torch has no CUDA"
-        if present:
-            add("CUDA build", missed, f"{what}, so the {len(present)} GPU(s) here do nothing", INSTALL)
-        else:
-            verdict = PROBLEM if plan.device_asked == "cuda" else OK
-            add("CUDA build", verdict, f"{what}, and no NVIDIA GPU is found: training uses the CPU", "use --device cpu")
+        words = "RCCL answers to the name nccl; NVML does not exist, so no live values of GPUs"
+        found.add("ROCm build", OK, f"ROCm {own.rocm_build}: {words}")
+    elif own.cuda_build:
+        _add_cuda(found, own.cuda_build, facts, plan, missed)
+    elif present:
+        words = f"this torch has no CUDA, so the {len(present)} GPU(s) here do nothing"
+        found.add("CUDA build", missed, words, INSTALL)
     else:
-        found += _cuda_checks(facts, plan, missed)
+        verdict = PROBLEM if missed == PROBLEM else OK
+        words = "this torch has no CUDA, and no NVIDIA GPU is found: training uses the CPU"
+        found.add("CUDA build", verdict, words, "use --device cpu")
     if plan.device_type == "cpu" and not own.gloo:
-        add("gloo", PROBLEM if plan.num_ranks > 1 else OK, "this torch has no gloo: only one rank can train", INSTALL)
+        verdict = PROBLEM if plan.num_ranks > 1 else OK
+        found.add("gloo", verdict, "this torch has no gloo: only one rank can train", INSTALL)
     return found
 
 
-def _cuda_checks(facts: Facts, plan: Plan, missed: str) -> list[Check]:
+def _add_cuda(found: _Section, built: str, facts: Facts, plan: Plan, missed: str) -> None:
     own, gpu = facts.software, facts.gpu
-    built = own.cuda_build or ""
-    driver = f"driver {gpu.driver or 'not told'}"
-    old = gpu.driver_cuda is not None and gpu.driver_cuda[0] < _version(built)[0]
-    if old and gpu.driver_cuda:
+    driver = f"driver {gpu.driver or 'unknown'}"
+    verdict, words, cure = OK, f"CUDA {built}, {driver}", ""
+    if gpu.driver_cuda is not None and gpu.driver_cuda[0] < _version(built)[0]:
         serves = ".".join(map(str, gpu.driver_cuda))
+        verdict, words = missed, f"CUDA {built}, but {driver} serves up to CUDA {serves}"
         cure = f"update the NVIDIA driver to one for CUDA {built.split('.')[0]}, or {INSTALL}"
-        first = Check("Software", "CUDA build", missed, f"CUDA {built}, but {driver} serves up to CUDA {serves}", cure)
     elif gpu.torch_error:
+        verdict, words = missed, f"CUDA {built} does not start: {gpu.torch_error}"
         cure = "check nvidia-smi; reboot after an update of the driver"
-        first = Check("Software", "CUDA build", missed, f"CUDA {built} does not start: {gpu.torch_error}", cure)
     elif not gpu.gpus:
-        verdict = PROBLEM if plan.device_asked == "cuda" else WARNING
-        cure = "install the NVIDIA driver (in a container: start it with --gpus all), or use --device cpu"
-        first = Check("Software", "CUDA build", verdict, f"CUDA {built}, but no GPU is found; {gpu.nvml_error}", cure)
-    else:
-        first = Check("Software", "CUDA build", OK, f"CUDA {built}, {driver}")
-    checks = [first]
-    if own.cudnn is None:
-        checks.append(Check("Software", "cuDNN", WARNING, "missing: LSTMs run without their fast kernels", INSTALL))
-    else:
-        checks.append(Check("Software", "cuDNN", OK, own.cudnn))
-    if own.nccl is None:
-        verdict = PROBLEM if plan.over_nccl else WARNING
-        checks.append(Check("Software", "NCCL", verdict, "missing: several GPUs cannot train together", INSTALL))
-    else:
-        checks.append(Check("Software", "NCCL", OK, own.nccl))
-    return checks
-
-
-# ---- GPUs
+        verdict, words = missed, f"CUDA {built}, but no GPU is found; {gpu.nvml_error}"
+        cure = "install the NVIDIA driver (a container: --gpus all), or use --device cpu"
+    found.add("CUDA build", verdict, words, cure)
+    slow = "missing: LSTMs run without their fast kernels"
+    found.add("cuDNN", OK if own.cudnn else WARNING, own.cudnn or slow, INSTALL)
+    verdict = OK if own.nccl else PROBLEM if plan.over_nccl else WARNING
+    found.add("NCCL", verdict, own.nccl or "missing: several GPUs cannot train together", INSTALL)
 
 
 def gpu_checks(facts: Facts, plan: Plan, own_pid: int = 0) -> list[Check]:
-    """Every GPU, one by one, then all together."""
-    info = facts.gpu
-    checks = [_gpu_check(gpu, facts, plan, own_pid) for gpu in info.gpus]
+    """Check every GPU, one by one, then all together."""
+    info, found = facts.gpu, _Section("GPUs")
+    for gpu in info.gpus:
+        found.add(f"GPU {gpu.index}", *_gpu_verdict(gpu, facts, plan, own_pid))
     names = sorted({gpu.name for gpu in info.usable})
     if plan.over_nccl and len(names) > 1:
         cure = "choose equal ones with CUDA_VISIBLE_DEVICES, or expect the pace of the slowest"
-        checks.append(Check("GPUs", "models", WARNING, f"unequal: {', '.join(names)}", cure))
+        found.add("models", WARNING, f"unequal: {', '.join(names)}", cure)
     if info.gpus and info.nvml_error and not info.rocm:
         cure = "pip install nvidia-ml-py, and check the driver with nvidia-smi"
-        checks.append(Check("GPUs", "NVML", WARNING, f"silent ({info.nvml_error}): no live values", cure))
+        found.add("NVML", WARNING, f"silent ({info.nvml_error}): no live values", cure)
     if info.usable:
-        precision = facts.precision
-        has = {"TF32": precision.tf32, "bf16": precision.bf16, "cuDNN autotune": precision.cudnn_autotune}
-        words = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in has.items())
-        checks.append(Check("GPUs", "precision", OK, f"{words}; training computes in fp32 unless asked otherwise"))
-    return checks
+        has = facts.precision
+        formats = {"TF32": has.tf32, "bf16": has.bf16, "cuDNN autotune": has.cudnn_autotune}
+        words = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in formats.items())
+        found.add("precision", OK, f"{words}; training computes in fp32 unless asked otherwise")
+    return found
 
 
-def _unseen_gpu(gpu: Gpu, facts: Facts) -> Check:
-    """One that torch cannot use: how busy or hot it is does not matter."""
-    missed = facts.software.cuda_build and "CUDA_VISIBLE_DEVICES" not in facts.environment
-    verdict, cure = (WARNING, "check CUDA_VISIBLE_DEVICES and the driver") if missed else (OK, "")
-    return Check("GPUs", f"GPU {gpu.index}", verdict, describe_gpu(gpu), cure)
-
-
-def _gpu_check(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> Check:
-    if gpu.torch_index is None and not gpu.error and not gpu.mig:  # with MIG torch sees slices of it
-        return _unseen_gpu(gpu, facts)
+def _gpu_verdict(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> tuple[str, str, str]:
+    """Verdict, words and cure."""
+    index = gpu.torch_index
+    # torch cannot use it: how busy or hot it is does not matter; with MIG torch sees slices of it
+    if index is None and not gpu.error and not gpu.mig:
+        missed = facts.software.cuda_build and "CUDA_VISIBLE_DEVICES" not in facts.environment
+        cure = "check CUDA_VISIBLE_DEVICES and the driver"
+        return WARNING if missed else OK, describe_gpu(gpu), cure
     others = [process for process in gpu.processes if process.pid != own_pid]
-    problems: list[tuple[str, str]] = []  # in words, and the cure
-    warnings: list[tuple[str, str]] = []
-    needed = plan.device_type == "cuda" and gpu.torch_index is not None and gpu.torch_index < plan.num_ranks
-    if gpu.error:
-        (problems if needed else warnings).append(
-            ("", "check nvidia-smi and dmesg; leave it out with CUDA_VISIBLE_DEVICES, or reset it")
-        )
-    if gpu.compute_mode == "prohibited":
-        problems.append(("compute mode prohibited", f"nvidia-smi -i {gpu.index} -c DEFAULT"))
-    if gpu.compute_mode == "exclusive process" and others:
-        problems.append((f"taken by process {others[0].pid} (exclusive mode)", "wait for it or use another GPU"))
-    elif gpu.compute_mode == "exclusive process" and needed:
-        told = "exclusive process mode: this check holds it, so what it starts on it may fail where training would not"
-        warnings.append((told, f"for the check: nvidia-smi -i {gpu.index} -c DEFAULT"))
-    if not _has_kernels(gpu, facts.software.architectures):
-        have = ", ".join(facts.software.architectures)
-        problems.append((f"torch has no kernels for it (it has {have})", INSTALL))
-    if gpu.mig:
-        (problems if plan.over_nccl else warnings).append(
-            ("MIG is on: torch sees one slice, and NCCL does not join slices", f"nvidia-smi -i {gpu.index} -mig 0")
-        )
-    if gpu.ecc_uncorrected_errors:
-        warnings.append((f"{gpu.ecc_uncorrected_errors} uncorrected memory errors", "reset the GPU; have it replaced"))
-    if (gpu.temperature_c or 0) >= HOT_C:
-        warnings.append((f"hot, it will slow down from {HOT_C} C", "check its cooling"))
-    if others or (gpu.utilization_percent or 0) > BUSY_PERCENT:
-        pids = f" by process {', '.join(str(p.pid) for p in others[:4])}" if others else ""
-        warnings.append((f"in use{pids}", "wait for it, or leave the GPU out with CUDA_VISIBLE_DEVICES"))
-    if gpu.integrated:
-        warnings.append(("it shares the host's memory", "leave room for the host: see Memory"))
-    verdict = PROBLEM if problems and needed else WARNING if problems or warnings else OK
-    told = "; ".join([describe_gpu(gpu), *(words for words, _ in problems + warnings if words)])
-    cures = "; ".join(cure for _, cure in problems + warnings)
-    return Check("GPUs", f"GPU {gpu.index}", verdict, told, cures)
+    needed = plan.device_type == "cuda" and index is not None and index < plan.num_ranks
+    exclusive = gpu.compute_mode == "exclusive process"
+    busy = others or (gpu.utilization_percent or 0) > BUSY_PERCENT
+    pids = f" by process {', '.join(str(p.pid) for p in others[:4])}" if others else ""
+    architectures = facts.software.architectures
+    default_mode = f"nvidia-smi -i {gpu.index} -c DEFAULT"
+    # each: does it apply, can it not train at all, words, cure
+    rules = (
+        (gpu.error, needed, "",
+         "check nvidia-smi and dmesg; leave it out with CUDA_VISIBLE_DEVICES, or reset it"),
+        (gpu.compute_mode == "prohibited", True, "compute mode prohibited", default_mode),
+        (exclusive and others, True, f"taken{pids} (exclusive mode)",
+         "wait for it or use another GPU"),
+        (exclusive and not others and needed, False,
+         "exclusive process mode: this check holds it, so what it starts on it may fail where "
+         "training would not",
+         f"for the check: {default_mode}"),
+        (not _has_kernels(gpu, architectures), True,
+         f"torch has no kernels for it (it has {', '.join(architectures)})", INSTALL),
+        (gpu.mig, plan.over_nccl, "MIG is on: torch sees one slice, and NCCL does not join slices",
+         f"nvidia-smi -i {gpu.index} -mig 0"),
+        (gpu.ecc_uncorrected_errors, False,
+         f"{gpu.ecc_uncorrected_errors} uncorrected memory errors",
+         "reset the GPU; have it replaced"),
+        ((gpu.temperature_c or 0) >= HOT_C, False, f"hot, it will slow down from {HOT_C} C",
+         "check its cooling"),
+        (busy, False, f"in use{pids}",
+         "wait for it, or leave the GPU out with CUDA_VISIBLE_DEVICES"),
+        (gpu.integrated, False, "it shares the host's memory",
+         "leave room for the host: see Memory"),
+    )  # fmt: skip
+    broken = [rule for rule in rules if rule[0]]
+    fatal = needed and any(rule[1] for rule in broken)
+    words = [describe_gpu(gpu), *(rule[2] for rule in broken if rule[2])]
+    verdict = PROBLEM if fatal else WARNING if broken else OK
+    return verdict, "; ".join(words), "; ".join(rule[3] for rule in broken)
 
 
 def _has_kernels(gpu: Gpu, architectures: Sequence[str]) -> bool:
-    """Whether torch was compiled for a GPU; True where nothing is known."""
+    """True if torch was compiled for a GPU, or nothing is known."""
     if not gpu.compute_capability or not any(name.startswith("sm_") for name in architectures):
         return True
-    major, minor = (int(part) for part in gpu.compute_capability.split("."))
+    own = _version(gpu.compute_capability)
     for name in architectures:
         kind, _, number = name.partition("_")
         digits = "".join(c for c in number if c.isdecimal())
         built = (int(digits[:-1]), int(digits[-1]))
-        if kind == "sm" and built[0] == major and built[1] <= minor:
-            return True
-        if kind == "compute" and built <= (major, minor):  # PTX, compiled when first used
+        # kernels run on their generation; PTX is compiled on all newer ones when first used
+        if built <= own and (kind == "compute" or (kind == "sm" and built[0] == own[0])):
             return True
     return False
 
 
 def link_checks(facts: Facts, plan: Plan) -> list[Check]:
-    """How the GPUs reach each other and the host."""
+    """Check how the GPUs reach each other and the host."""
+    found = _Section("Links")
     if not plan.over_nccl:
         return []
-    checks = []
     for link in facts.gpu.links:
-        name = f"GPU {link.first}-{link.second}"
-        path = "NVLink" if link.nvlink else link.path or "path not told"
-        if link.peer_access is False:
-            cure = "check nvidia-smi topo -p2p r, and ACS and IOMMU in the BIOS; gradients go through host memory"
-            checks.append(Check("Links", name, WARNING, f"{path}, no peer access", cure))
-        else:
-            checks.append(Check("Links", name, OK, f"{path}, peer access" if link.peer_access else path))
+        path = "NVLink" if link.nvlink else link.path or "path unknown"
+        access = {True: ", peer access", False: ", no peer access", None: ""}[link.peer_access]
+        cure = "it goes through the host: check nvidia-smi topo -p2p r, and ACS in the BIOS"
+        verdict = WARNING if link.peer_access is False else OK
+        found.add(f"GPU {link.first}-{link.second}", verdict, path + access, cure)
     for gpu in facts.gpu.usable:
         if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
-            told = f"x{gpu.pcie_width} of x{gpu.pcie_width_max} lanes, generation {gpu.pcie_generation_max or '?'}"
-            checks.append(Check("Links", f"GPU {gpu.index} PCIe", WARNING, told, "check its slot and riser"))
-    return checks
-
-
-# ---- host
+            lanes = f"x{gpu.pcie_width} of x{gpu.pcie_width_max} lanes"
+            words = f"{lanes}, generation {gpu.pcie_generation_max or '?'}"
+            found.add(f"GPU {gpu.index} PCIe", WARNING, words, "check its slot and riser")
+    return found
 
 
 def host_checks(facts: Facts, plan: Plan) -> list[Check]:
-    """Cores, threads, shared memory, limits, names, ports and disk."""
-    host, found = facts.host, []
-
-    def add(name: str, verdict: str, measured: str, cure: str = "") -> None:
-        found.append(Check("Host", name, verdict, measured, cure if verdict != OK else ""))
-
+    """Check cores, threads, shared memory, limits, names, ports and disk."""
+    host, found = facts.host, _Section("Host")
     each = host.cores / plan.num_ranks
-    some = f"{host.cores} core(s) for {plan.num_ranks} rank(s)"
-    add("cores", OK if each >= 1 else WARNING, f"{some}, of {host.machine_cores} in the machine",
-        f"start no more ranks than cores: --num_gpus {host.cores}")  # fmt: skip
-    found += _thread_checks(facts, each)
+    words = f"{host.cores} core(s) of {host.machine_cores} for {plan.num_ranks} rank(s)"
+    cure = f"start no more ranks than cores: --num_gpus {host.cores}"
+    found.add("cores", OK if each >= 1 else WARNING, words, cure)
+    _add_threads(found, facts, each)
     if plan.over_nccl and host.shm_free_bytes is not None:
         share = host.shm_free_bytes / plan.num_ranks
         verdict = PROBLEM if share < SHM_LEAST else WARNING if share < SHM_PLENTY else OK
-        add("/dev/shm", verdict, f"{gib(host.shm_free_bytes)} free, NCCL wants {gib(SHM_PLENTY)} per rank",
-            "start the container with --shm-size=1g or --ipc=host")  # fmt: skip
+        words = f"{gib(host.shm_free_bytes)} free, NCCL wants {gib(SHM_PLENTY)} per rank"
+        cure = "start the container with --shm-size=1g or --ipc=host"
+        found.add("/dev/shm", verdict, words, cure)
     if host.open_files is not None and 0 <= host.open_files < OPEN_FILES_LEAST:
-        add("open files", WARNING, f"limit {host.open_files}", "ulimit -n 4096")
+        found.add("open files", WARNING, f"limit {host.open_files}", "ulimit -n 4096")
     if host.name_error:
-        told = f"{host.name} does not resolve: {host.name_error}"
-        add("host name", WARNING, told, f"add a line '127.0.0.1 {host.name}' to /etc/hosts")
+        words = f"{host.name} does not resolve: {host.name_error}"
+        cure = f"add a line '127.0.0.1 {host.name}' to /etc/hosts"
+        found.add("host name", WARNING, words, cure)
     if host.address:
-        add("meeting point", PROBLEM if host.address_error else OK, host.address_error or f"{host.address} is free",
-            "unset MASTER_ADDR and MASTER_PORT: on one machine none is needed")  # fmt: skip
-    found.append(_disk_check(facts, plan))
+        verdict = PROBLEM if host.address_error else OK
+        cure = "unset MASTER_ADDR and MASTER_PORT: on one machine none is needed"
+        found.add("meeting point", verdict, host.address_error or f"{host.address} is free", cure)
+    _add_disk(found, facts, plan)
     return found
 
 
-def _thread_checks(facts: Facts, each: float) -> list[Check]:
-    """Whether ranks use their cores, `each` so many, and who else does."""
-    asked, load, found = facts.environment.get("OMP_NUM_THREADS", ""), facts.host.load, []
-    busy = load is not None and load > 0.5 * facts.host.cores
+def _add_threads(found: _Section, facts: Facts, each: float) -> None:
+    """Check that ranks use their cores, `each` so many, and that nobody else does."""
+    asked, load = facts.environment.get("OMP_NUM_THREADS", ""), facts.host.load or 0.0
+    busy = load > 0.5 * facts.host.cores
     if asked and not (asked.isdecimal() and int(asked)):
-        told = f"OMP_NUM_THREADS={asked} is no number of threads and limits nothing"
-        found.append(Check("Host", "threads", WARNING, told, "unset OMP_NUM_THREADS, or name a number from 1"))
+        words = f"OMP_NUM_THREADS={asked} is no number of threads and limits nothing"
+        found.add("threads", WARNING, words, "unset OMP_NUM_THREADS, or name a number from 1")
     elif asked and int(asked) < int(each) and not busy:
-        told = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of the {int(each)} cores it could have"
+        words = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of {int(each)} cores"
         cure = "unset OMP_NUM_THREADS: ranks share the cores by themselves"
-        found.append(Check("Host", "threads", WARNING, told, cure))
+        found.add("threads", WARNING, words, cure)
     if busy:
         cure = "times below are too long: measure again when nothing else runs"
         if each >= 2 and asked != "1":
-            cure += "; beside other programs threads wait for each other, OMP_NUM_THREADS=1 is then much faster"
-        found.append(Check("Host", "load", WARNING, f"{load:.1f} processes wanted a core in the last minute", cure))
-    return found
+            cure += "; OMP_NUM_THREADS=1 is much faster beside other programs"
+        words = f"{load:.1f} processes wanted a core in the last minute"
+        found.add("load", WARNING, words, cure)
 
 
-def _disk_check(facts: Facts, plan: Plan) -> Check:
+def _add_disk(found: _Section, facts: Facts, plan: Plan) -> None:
     disk, one = facts.disk, plan.checkpoint_bytes
     if disk.error or disk.free_bytes is None or disk.fsync_s is None:
-        return Check("Host", "disk", PROBLEM, f"{disk.folder}: {disk.error}", "name a place to write with --run_dir")
-    told = f"{gib(disk.free_bytes)} free in {disk.folder}, a checkpoint takes about {gib(one)}"
-    told += f"; 4 MiB are safely written in {disk.fsync_s * 1000:.0f} ms"
-    cure = f"free some space, lower --keep_checkpoints, or name another disk with --run_dir ({gib(one)} each)"
+        cure = "name a place to write with --run_dir"
+        found.add("disk", PROBLEM, f"{disk.folder}: {disk.error}", cure)
+        return
+    words = f"{gib(disk.free_bytes)} free in {disk.folder}, a checkpoint takes about {gib(one)}"
+    words += f"; 4 MiB are safely written in {disk.fsync_s * 1000:.0f} ms"
+    cure = "free some space, lower --keep_checkpoints, or name another disk with --run_dir"
+    verdict = OK
     if disk.free_bytes < 2 * one:
-        return Check("Host", "disk", PROBLEM, told, cure)
-    if disk.free_bytes < (plan.num_checkpoints + 2) * one:
-        return Check("Host", "disk", WARNING, told, cure)
-    if disk.fsync_s > FSYNC_SLOW_S:
-        return Check("Host", "disk", WARNING, told, "a slow disk: training waits for every checkpoint, save less often")
-    return Check("Host", "disk", OK, told)
-
-
-# ---- environment
+        verdict = PROBLEM
+    elif disk.free_bytes < (plan.num_checkpoints + 2) * one:
+        verdict = WARNING
+    elif disk.fsync_s > FSYNC_SLOW_S:
+        verdict = WARNING
+        cure = "a slow disk: training waits for every checkpoint, save less often"
+    found.add("disk", verdict, words, cure)
 
 
 def environment_checks(facts: Facts) -> list[Check]:
-    """Variables that change how ranks start and talk."""
-    checks = []
+    """Check variables that change how ranks start and talk."""
+    found, harmless = _Section("Environment"), []
     for name, value in facts.environment.items():
         if name in SLOWING and value.upper() == SLOWING[name][0]:
-            checks.append(Check("Environment", name, WARNING, f"{value}: {SLOWING[name][1]}", f"unset {name}"))
+            found.add(name, WARNING, f"{value}: {SLOWING[name][1]}", f"unset {name}")
         elif name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and not _interface_exists(value):
             known = ", ".join(known for _, known in socket.if_nameindex())
-            told = f"{value}: no such network interface"
-            checks.append(Check("Environment", name, PROBLEM, told, f"unset {name}, or name one of {known}"))
+            cure = f"unset {name}, or name one of {known}"
+            found.add(name, PROBLEM, f"{value}: no such network interface", cure)
         elif name == "CUDA_VISIBLE_DEVICES" and not value.strip() and facts.gpu.gpus:
-            checks.append(Check("Environment", name, WARNING, "empty: hides every GPU", f"unset {name}"))
-    named = {check.name for check in checks}
-    others = [f"{name}={value}" for name, value in facts.environment.items() if name not in named]
-    if others:
-        checks.append(Check("Environment", "also set", OK, ", ".join(others)))
-    elif not checks:
-        checks.append(Check("Environment", "variables", OK, "none is set that changes how ranks start or talk"))
-    return checks
+            found.add(name, WARNING, "empty: hides every GPU", f"unset {name}")
+        else:
+            harmless.append(f"{name}={value}")
+    if harmless:
+        found.add("also set", OK, ", ".join(harmless))
+    elif not found:
+        found.add("variables", OK, "none is set that changes how ranks start or talk")
+    return found
 
 
 def _interface_exists(value: str) -> bool:
-    """Whether a variable of NCCL or gloo names at least one interface (prefixes; ^ excludes, = is exact)."""
-    if value.startswith("^") or os.name != "posix":
+    """True if NCCL's or gloo's variable names an interface (^ excludes, = is exact)."""
+    if value.startswith("^"):
         return True
     wanted = [name.lstrip("=").split(":")[0] for name in value.split(",")]
     return any(name.startswith(prefix) for prefix in wanted for _, name in socket.if_nameindex())

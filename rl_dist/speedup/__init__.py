@@ -1,1 +1,1 @@
-"""What more GPUs would bring: short measured runs, a model, a report."""
+"""Predictions for more GPUs: short measured runs, a model, a report."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_dist.config import is_flag, is_stored
-from rl_dist.errors import UserError
+from rl_dist.config import REMOVED, declarations
+from rl_dist.errors import UnknownFlagError, UserError
 from rl_dist.hardware.plain_files import read_plain
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.launch.short_run import without
@@ -20,10 +18,13 @@ from rl_dist.speedup.calibration import SCALINGS
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 CONFIG_FILE = "config.json"
-TRADING, OF_TRADING = "StockTrading-v0", ("data", "market", "trading")
+TRADING = "StockTrading-v0"
+OF_TRADING = ("data", "market", "trading")
 WARM_UP = 2  # iterations left out of a run's own throughput
-NO_FLAGS = {item.name for item in dataclasses.fields(LaunchConfig) if not (is_flag(item) and is_stored(item))}
-CURE = "give the flags of training instead of RUN_DIR"
+NO_FLAGS = REMOVED | {
+    name for name, item in declarations(LaunchConfig).items() if not (item.is_flag and item.stored)
+}
+FIX = "give the flags of training instead of RUN_DIR"
 
 
 def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -34,13 +35,11 @@ def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     """
     path = run_dir / CONFIG_FILE
     config = _parse(_read(run_dir, CONFIG_FILE), path)
-    if not isinstance(config, dict) or not all(isinstance(values, dict) for values in config.values()):
-        raise UserError(f"{path} is no configuration of a run, which holds flags by section; {CURE}")
-    for section in ("task", "train"):
-        if section not in config:
-            raise UserError(f"{path} has no section {section!r}: another version or program wrote it; {CURE}")
+    sections = isinstance(config, dict) and all(isinstance(v, dict) for v in config.values())
+    if not sections or not {"task", "train"} <= set(config):
+        raise UserError(f"{path} is no configuration of a run with sections task and train; {FIX}")
     if not isinstance(config["task"].get("env"), str):
-        raise UserError(f"{path} does not say which env was trained; {CURE}")
+        raise UserError(f"{path} does not say which env was trained; {FIX}")
     return config
 
 
@@ -74,7 +73,9 @@ def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if section in OF_TRADING and (not trading or (section == "market" and not simulated)):
             continue
         for name, value in values.items():
-            idle = (section == "task" and trading and name != "env") or (name == "num_episodes" and by_steps)
+            idle = (section == "task" and trading and name != "env") or (
+                name == "num_episodes" and by_steps
+            )
             if name in NO_FLAGS or value == "" or idle:
                 continue
             flags.append(f"--{name}={'none' if value is None else value}")
@@ -83,10 +84,10 @@ def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def blame_config(error: UserError, run_dir: Path, flags: list[str]) -> UserError:
     """Say that an unknown flag is of the run's configuration, if it is."""
-    unknown = re.match(r"unknown flag --([\w-]+)", str(error))
-    if unknown is None or without(flags, [unknown[1]]) == flags:
+    if not isinstance(error, UnknownFlagError) or without(flags, [error.flag]) == flags:
         return error
-    return UserError(f"{CONFIG_FILE} of {run_dir} has {unknown[1]}, which this version does not know; {CURE}")
+    unknown = f"{error.flag}, which this version does not know"
+    return UserError(f"{CONFIG_FILE} of {run_dir} has {unknown}; {FIX}")
 
 
 def budget_of(run_dir: Path | None, num_episodes: int | None, total_steps: int) -> tuple[int, int]:
@@ -120,7 +121,8 @@ def measured_of(run_dir: Path | None) -> dict[tuple[int, str], float]:
 
 def _read(run_dir: Path, name: str) -> bytes:
     if not all((run_dir / needed).is_file() for needed in (CONFIG_FILE, METRICS_FILE)):
-        raise UserError(f"{run_dir} is no run directory: it holds no {CONFIG_FILE} and {METRICS_FILE}")
+        needed = f"{CONFIG_FILE} and {METRICS_FILE}"
+        raise UserError(f"{run_dir} is no run directory: it holds no {needed}")
     try:
         return read_plain(run_dir / name, None)
     except OSError as error:
@@ -137,5 +139,6 @@ def _parse(text: bytes, path: Path) -> Any:
 def _count(run_dir: Path | None, train: dict[str, Any], name: str, default: int, least: int) -> int:
     value = train.get(name, default)
     if not isinstance(value, int) or value < least:
-        raise UserError(f"{run_dir}/{CONFIG_FILE}: {name} must be a whole number from {least}, got {value!r}")
+        words = f"{name} must be a whole number from {least}, got {value!r}"
+        raise UserError(f"{run_dir}/{CONFIG_FILE}: {words}")
     return value

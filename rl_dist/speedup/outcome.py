@@ -1,7 +1,7 @@
 """Predicted against measured, at the end of a run on several ranks.
 
-The prediction is the model's: from what the ranks' own work took, how much that varied, and what a reduction takes
-once all ranks are there. What it cannot explain is in the difference.
+The prediction is the model's: from what the ranks' own work took, how much that varied, and what a
+reduction takes once all ranks are there. What it cannot explain is in the difference.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.speedup.job_of_run import read_records
-from rl_dist.speedup.model import Communication, Work, predict
-from rl_dist.speedup.rank_cost import PARTS, work_of_rows
+from rl_dist.speedup.model import Communication, RankCost, predict
+from rl_dist.speedup.rank_cost import PARTS, rank_cost_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,9 @@ def outcome_of(run_dir: Path) -> dict[str, Any] | None:
         ranks = len(records[-1]["ranks"]) if records else 1
         same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
         return outcome(same) if ranks > 1 and same else None
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, statistics.StatisticsError) as error:
-        logger.warning("no comparison of predicted and measured throughput: %s: %s", type(error).__name__, error)
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        logger.warning("no comparison of predicted and measured throughput: %s", what)
         return None
 
 
@@ -41,7 +42,8 @@ def outcome(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ranks = len(records[0]["ranks"])
     work, communication = _terms(records)
     prediction = predict(work, ranks, communication)
-    measured = statistics.harmonic_mean([record["time/sps"] for record in records])  # steps over time
+    # steps over time
+    measured = statistics.harmonic_mean([record["time/sps"] for record in records])
     return {
         "ranks": ranks,
         "iterations": len(records),
@@ -55,33 +57,35 @@ def outcome(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def describe(found: dict[str, Any]) -> str:
     """One line for the user."""
+    trained = f"{found['ranks']} ranks trained {found['measured_steps_per_s']:,.0f} steps/s"
+    model = f"{found['predicted_steps_per_s']:,.0f} ({found['error']:+.1%})"
     return (
-        f"scaling: {found['ranks']} ranks trained {found['measured_steps_per_s']:,.0f} steps/s; the model of "
-        f"rl_dist.speedup, given their own times, says {found['predicted_steps_per_s']:,.0f} ({found['error']:+.1%}); "
+        f"scaling: {trained}; the model of rl_dist.speedup, given their own times, says {model}; "
         f"each worked {found['busy']:.0%} of the time"
     )
 
 
-def _terms(records: Sequence[dict[str, Any]]) -> tuple[Work, Communication]:
+def _terms(records: Sequence[dict[str, Any]]) -> tuple[RankCost, Communication]:
     """The model's terms, from what each rank did in each iteration."""
     entries = [entry for record in records for entry in record["ranks"]]
     rows = [{name: entry[f"time/{name}_s"] for name in PARTS} for entry in entries]
     for row, entry in zip(rows, entries, strict=True):
         row["rest"] = max(0.0, entry["time/update_own_s"] - sum(row[name] for name in PARTS[1:]))
-    work = work_of_rows(
+    work = rank_cost_of_rows(
         rows,
         env_steps=_env_steps(records) // len(records[0]["ranks"]),
         gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
         step_spread_s=statistics.fmean(entry["time/step_spread_s"] for entry in entries),
     )
     reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
-    small_s = min(record["time/sync_s"] for record in records)  # of the iteration in which nobody waited for others
+    # of the iteration in which nobody waited for others
+    small_s = min(record["time/sync_s"] for record in records)
     return work, Communication(gradient_s=statistics.median(reductions), small_s=small_s)
 
 
 def _env_steps(records: Sequence[dict[str, Any]]) -> int:
     """Environment steps of all ranks in an iteration."""
-    if len(records) > 1:
-        first, last = records[0], records[-1]
-        return round((last["global_step"] - first["global_step"]) / (last["iteration"] - first["iteration"]))
-    return round(records[0]["global_step"] / records[0]["iteration"])
+    last = records[-1]
+    first = records[0] if len(records) > 1 else {"global_step": 0, "iteration": 0}
+    steps = last["global_step"] - first["global_step"]
+    return round(steps / (last["iteration"] - first["iteration"]))

@@ -1,27 +1,51 @@
-"""What a rank's own work takes, from metrics of runs without communication."""
+"""One rank's share of a job, and its cost by runs without communication."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.strategy import GRADIENT_BYTES_LOGGED
-from rl_dist.speedup.model import Work
+from rl_dist.speedup.model import RankCost
 
-PARTS = ("collect", "forward", "backward", "optimizer")  # of an iteration's own seconds, and then the rest
+# of an iteration's own seconds, and then the rest
+PARTS = ("collect", "forward", "backward", "optimizer")
 
 
-def work_of(copies: Sequence[Sequence[dict[str, Any]]]) -> Work:
+SHORTER = 4  # a quick rollout has at least one fourth of the job's steps
+
+
+def share_flags(num_envs: int, batch_size: int, ranks: int, scaling: str) -> tuple[list[str], str]:
+    """The sizes of one rank among `ranks` as flags, or why they cannot be divided."""
+    if scaling == "weak" or ranks == 1:
+        return [f"--num_envs={num_envs}"], ""
+    if num_envs % ranks or batch_size % ranks:
+        what = f"num_envs {num_envs} and batch_size {batch_size} do not divide over {ranks} ranks"
+        return [], f"{what}: choose multiples of {ranks}, or --scaling weak"
+    return [f"--num_envs={num_envs // ranks}", f"--batch_size={batch_size // ranks}"], ""
+
+
+def shorter_rollout(train: dict[str, int], num_envs: int) -> int:
+    """The factor, up to SHORTER, by which rollouts of whole minibatches shrink."""
+    # batch_size 0: measured when a run begins
+    known = train["batch_size"] and train.get("bptt_steps")
+    if not known or train.get("grad_accumulation", 1) > 1:
+        return 1
+    sequences = train["num_steps"] // train["bptt_steps"]  # of one environment
+    least = train["batch_size"] // math.gcd(num_envs, train["batch_size"])
+    found = [n for n in range(2, SHORTER + 1) if sequences % n == 0 and sequences // n % least == 0]
+    return max(found, default=1)
+
+
+def rank_cost_of(copies: Sequence[Sequence[dict[str, Any]]]) -> RankCost:
     """One rank's own work, from the metrics of independent one-rank runs."""
     records = [record for records in copies for record in records]
     if not records:
         raise UserError("no iteration was measured: give more --iterations")
     rows = [_own_seconds(record) for record in records]
-    return work_of_rows(
+    return rank_cost_of_rows(
         rows,
         env_steps=round(records[0]["global_step"] / records[0]["iteration"]),
         gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
@@ -29,22 +53,24 @@ def work_of(copies: Sequence[Sequence[dict[str, Any]]]) -> Work:
     )
 
 
-def work_of_rows(
+def rank_cost_of_rows(
     rows: Sequence[dict[str, float]], *, env_steps: int, gradient_steps: int, step_spread_s: float
-) -> Work:
+) -> RankCost:
     """Means and deviations of own seconds by part; a row is an iteration of a rank.
 
     Not medians: cores of shared hosts have two speeds, which take turns; the middle is one of them.
     """
     updates_s = [row["forward"] + row["backward"] + row["optimizer"] for row in rows]
     own_s = [sum(row.values()) for row in rows]
-    return Work(
+    return RankCost(
         env_steps=env_steps,
         gradient_steps=gradient_steps,
         **{f"{name}_s": statistics.fmean(row[name] for row in rows) for name in rows[0]},
         collect_spread_s=spread([row["collect"] for row in rows]),
         step_spread_s=step_spread_s,
-        update_spread_s=math.sqrt(max(0.0, spread(updates_s) ** 2 - gradient_steps * step_spread_s**2)),
+        update_spread_s=math.sqrt(
+            max(0.0, spread(updates_s) ** 2 - gradient_steps * step_spread_s**2)
+        ),
         relative_error=spread(own_s) / statistics.fmean(own_s) / math.sqrt(len(own_s)),
     )
 
@@ -70,10 +96,3 @@ def steps_per_episode(records: Sequence[dict[str, Any]]) -> float:
     ended = sum(record["episode/count"] for record in records)
     steps = sum(record["global_step"] / record["iteration"] for record in records)
     return steps / ended if ended else math.nan
-
-
-def gradient_bytes_of_log(log: str) -> int:
-    """The size of the gradient, as a rank logged it."""
-    found = re.findall(GRADIENT_BYTES_LOGGED.replace("%d", r"(\d+)"), log)
-    assert found, "rl_dist.parallel.strategy logs it"
-    return int(found[-1])

@@ -1,16 +1,16 @@
-"""What ranks pay for talking to each other, once all of them are there.
+"""The cost of the collectives of training, once all ranks are there.
 
-The ranks are those of training and reduce as it does: gradients through the hook of DistributedDataParallel with the
-announcement before it, sums and gathers through the process group's collectives. Between two of them every rank works
-for some milliseconds, as in training: reductions in a tight loop find threads awake and caches warm, and look
-cheaper. The shortest wait among the ranks is that of the one that came last: it waits for the transfer only.
+The ranks are those of training and reduce as it does: gradients through the hook of
+DistributedDataParallel with the announcement before it, sums and gathers through the process
+group's collectives. Between two of them every rank works for some milliseconds, as in training:
+reductions in a tight loop find threads awake and caches warm, and look cheaper. The shortest wait
+among the ranks is that of the one that came last: it waits for the transfer only.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,19 @@ from typing import Any
 
 import torch
 
-from rl_dist.launch.all_reduce_bench import Weights, run_to_end
+from rl_dist.launch.all_reduce_bench import Weights, run_ranks
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.collectives import agree_max, gather_json, sum_over_ranks
+from rl_dist.process_group.collectives import all_gather_json, all_reduce_max, all_reduce_sum
 from rl_dist.process_group.world import World, close_world, open_world
 
-PARTS = 16  # tensors of a module, a few as a network has them
+TENSORS = 16  # tensors of a module, a few as a network has them
 WORK_S, WARM_UP = 0.004, 3
-# An iteration of training, besides its gradients; tests/test_calibration.py counts them in a real one.
-SUMS, GATHERS, AGREEMENTS = 4, 1, 1
+# An iteration of training, besides its gradients; tests/speedup/test_calibration.py counts them in
+# a real one.
+SUMS = 4
+GATHERS = 1
+AGREEMENTS = 1
 RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for i in range(14)}
 
 
@@ -53,41 +56,41 @@ def measure_reductions(
 
     Raises:
         UserError: impossible arguments, or more ranks than GPUs.
-        BenchFailed: a rank died or hung.
+        BenchError: a rank died, or no end in time (BenchTimeoutError).
     """
-    with tempfile.TemporaryDirectory(prefix="reductions_") as folder:
-        out = f"{folder}/measured.json"
-        asked = {
-            "num_ranks": ranks,
-            "gradient_bytes": gradient_bytes,
-            "device_type": device_type,
-            "threads": threads,
-            "repeats": repeats,
-            "out": out,
-        }
-        run_to_end(asked, folder, timeout_s, __name__)
-        found = json.loads(Path(out).read_text())
-    return Reductions(ranks, {int(size): seconds for size, seconds in found["gradients"].items()}, found["small"])
+    asked = {
+        "num_ranks": ranks,
+        "gradient_bytes": gradient_bytes,
+        "device_type": device_type,
+        "threads": threads,
+        "repeats": repeats,
+    }
+    found = run_ranks(asked, timeout_s, __name__)
+    return Reductions(
+        ranks, {int(size): seconds for size, seconds in found["gradients"].items()}, found["small"]
+    )
 
 
-# ---- in the subprocess
+# ---- in the ranks
 
 
 def run_rank(asked: dict[str, Any]) -> None:
-    """What every rank does."""
+    """Reduce gradients of each size, and whatever else an iteration reduces."""
     world = open_world(asked["device_type"], 60.0)
     torch.set_num_threads(asked["threads"])
-    world.enter("reductions")
+    world.set_phase("reductions")
     repeats = asked["repeats"]
     gradients = {size: _gradient_s(size, repeats, world) for size in asked["gradient_bytes"]}
     small_s = _last_comer_s(lambda: _small(world), repeats, world)
-    if world.main:
+    if world.is_main_process:
         Path(asked["out"]).write_text(json.dumps({"gradients": gradients, "small": small_s}))
     close_world(world)
 
 
 def _gradient_s(num_bytes: int, repeats: int, world: World) -> float:
-    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(Weights(num_bytes // 4, PARTS).to(world.device))
+    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(
+        Weights(num_bytes // 4, TENSORS).to(world.device)
+    )
     value = torch.ones((), device=world.device)
 
     def reduce() -> None:
@@ -102,11 +105,11 @@ def _gradient_s(num_bytes: int, repeats: int, world: World) -> float:
 def _small(world: World) -> None:
     """The sums, gathers and agreements of one iteration."""
     for _ in range(SUMS):
-        sum_over_ranks({f"sum {i}": float(i) for i in range(8)}, world)
+        all_reduce_sum({f"sum {i}": float(i) for i in range(8)}, world)
     for _ in range(GATHERS):
-        gather_json(RECORD, world)
+        all_gather_json(RECORD, world)
     for _ in range(AGREEMENTS):
-        agree_max(0, world)
+        all_reduce_max(0, world)
 
 
 def _last_comer_s(call: Callable[[], None], repeats: int, world: World) -> float:
@@ -117,8 +120,8 @@ def _last_comer_s(call: Callable[[], None], repeats: int, world: World) -> float
         world.sync_seconds = world.gradient_seconds = 0.0
         call()
         waits.append(world.sync_seconds + world.gradient_seconds)
-        world.beat()
-    of_ranks = gather_json(waits[WARM_UP:], world)
+        world.heartbeat()
+    of_ranks = all_gather_json(waits[WARM_UP:], world)
     return statistics.median(min(wait) for wait in zip(*of_ranks, strict=True))
 
 

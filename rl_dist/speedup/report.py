@@ -1,27 +1,29 @@
-"""Predictions as rows: speedup, time and cost; as a table and as Markdown."""
+"""Predictions as rows: speedup, time and cost; as a table."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from rl_dist.speedup.calibration import Calibration, Point, modelled_communication
-from rl_dist.speedup.machines import AS_OF, LINKS, Gpu, gpu_named, slowest
-from rl_dist.speedup.model import Link, Prediction, Scaled, bottleneck
+from rl_dist.speedup.calibration import Calibration, Point
+from rl_dist.speedup.machines import AS_OF, LINKS, GpuModel, gpu_named, slowest
+from rl_dist.speedup.model import Link, Prediction, Scaled, bottleneck, modelled_communication
 
 HERE = "this machine"
 CARDS_PER_MACHINE, ASSUMED_NETWORK = 8, "InfiniBand NDR"  # of cards that one does not own
-COLUMNS = ("scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time")  # and ranks, cost
+# beside ranks or GPUs, and cost
+COLUMNS = ("scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time",
+           "source")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much is to be trained, and what an hour costs."""
+    """The length of training, and the price of an hour."""
 
     num_episodes: int
     total_steps: int = 0  # instead of episodes
@@ -33,40 +35,40 @@ class Budget:
     @property
     def env_steps(self) -> float:
         """Environment steps of the whole run; nan: unknown."""
-        return float(self.total_steps) if self.total_steps else self.num_episodes * self.steps_per_episode
+        return self.total_steps or self.num_episodes * self.steps_per_episode
 
     @property
     def words(self) -> str:
-        """What the columns of time and cost are about."""
+        """The subject of the columns of time and cost."""
         if self.total_steps:
             return f"{self.total_steps:,} environment steps"
         if math.isnan(self.steps_per_episode):
-            return f"{self.num_episodes:,} episodes: no episode ended in the short runs, so neither time nor cost"
+            return f"{self.num_episodes:,} episodes: unknown, as no episode ended in the short runs"
         return f"{self.num_episodes:,} episodes of {self.steps_per_episode:.0f} steps"
 
     @property
     def cost_unit(self) -> str:
-        """What cost is in; prices of cards are in US dollars."""
+        """The unit of cost; prices of cards are in US dollars."""
         if self.power_price is not None:
             return "as --power_price"
         return "USD" if self.price_per_hour is None else "as --price_per_hour"
 
-    def hourly(self, cards: Sequence[Gpu]) -> tuple[float, float] | None:
+    def hourly(self, cards: Sequence[GpuModel]) -> tuple[float, float] | None:
         """Lowest and highest cost of one GPU for an hour; of unequal cards the mean."""
         if self.power_watts is not None and self.power_price is not None:
             price = self.power_watts / 1000.0 * self.power_price
             return price, price
         if self.price_per_hour is not None:
             return self.price_per_hour, self.price_per_hour
-        prices = [card.usd_per_hour for card in cards]
-        if not prices or None in prices:
+        prices = [card.usd_per_hour for card in cards if card.usd_per_hour]
+        if not prices or len(prices) < len(cards):
             return None
-        low, high = zip(*(price for price in prices if price), strict=True)
+        low, high = zip(*prices, strict=True)
         return sum(low) / len(low), sum(high) / len(high)
 
 
 @dataclass(frozen=True)
-class Report:
+class SpeedupReport:
     """All predictions of one call."""
 
     rows: list[dict[str, Any]]
@@ -77,9 +79,10 @@ class Report:
 
     @property
     def title(self) -> str:
-        """What was trained, when and on what."""
+        """Job, date and machine."""
         facts = self.calibration
-        return f"{facts['env']}, {facts['num_envs']} environments; {facts['hardware']}, {facts['date']}"
+        machine = f"{facts['hardware']}, {facts['date']}"
+        return f"{facts['env']}, {facts['num_envs']} environments; {machine}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what is not known is null."""
@@ -90,40 +93,42 @@ class Report:
 def report_of(
     calibration: Calibration,
     budget: Budget,
-    cards: Sequence[list[Gpu]],
+    cards: Sequence[list[GpuModel]],
     measured: Mapping[tuple[int, str], float],
-) -> Report:
+) -> SpeedupReport:
     """Rows for this machine, then for every card or mixture of cards.
 
     Args:
         measured: steps/s of a real run, by number of ranks and scaling.
     """
     rows = [_row(point, calibration, budget, HERE, [], measured) for point in calibration.points]
-    notes = []
+    notes = [calibration.sources] if calibration.sources else []
+    cores = calibration.cores
     if calibration.was_busy:
-        notes.append(
-            f"{HERE} was busy: {calibration.load:.1f} processes wanted its {calibration.cores} core(s) before anything "
-            "was measured; times are too long and may not scale alike: measure again when nothing else runs"
-        )
-    copies = max((point.copies for point in calibration.points if point.work), default=1)
-    if copies > calibration.cores:
-        notes.append(
-            f"{HERE} has {calibration.cores} core(s), which up to {copies} copies shared: its figures for more than "
-            f"{calibration.cores} ranks are those of ranks that compete for cores"
-        )
+        wanted = f"{calibration.load:.1f} processes wanted its {cores} core(s)"
+        notes.append(f"{HERE} was busy, {wanted}: times are too long, measure again later")
+    trained = [point.ranks for point in calibration.points if point.work]
+    if calibration.device_type == "cpu" and cores < min(
+        max(trained), calibration.ranks_per_machine
+    ):
+        notes.append(f"{HERE} has {cores} core(s): more than {cores} ranks compete for them")
     if cards:
         here_tflops = device_tflops(calibration.device_type)
+        per_machine, between = _card_machines(calibration)
         notes.append(
-            f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as measured here by one "
-            f"copy with nothing beside it, so each rank needs {calibration.one.threads} such core(s) of its own; the "
-            f"rest scaled by peak fp32 rates from {here_tflops:.3g} TFLOP/s per thread or GPU here; small networks "
-            "reach a smaller share of a large card's peak"
+            f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as "
+            "measured here by one copy with nothing beside it, so each rank needs "
+            f"{calibration.one.threads} such core(s) of its own; the rest scaled by peak fp32 "
+            f"rates from {here_tflops:.3g} TFLOP/s per thread or GPU here; small networks reach a "
+            "smaller share of a large card's peak"
         )
-        if note := _network_note(calibration):
-            notes.append(note)
+        if max(point.ranks for point in calibration.points) > per_machine:
+            assumed = "" if calibration.between else " is assumed, --between names another"
+            where = f"{per_machine} in a machine; between machines {between.name}{assumed}"
+            notes.append(f"cards not owned: {where}")
         for names in cards:
             rows += _card_rows(calibration, budget, names, here_tflops)
-    return Report(rows, _facts(calibration), budget.words, notes, budget.cost_unit)
+    return SpeedupReport(rows, _facts(calibration), budget.words, notes, budget.cost_unit)
 
 
 def _card_machines(calibration: Calibration) -> tuple[int, Link]:
@@ -132,15 +137,9 @@ def _card_machines(calibration: Calibration) -> tuple[int, Link]:
     return max(1, min(CARDS_PER_MACHINE, calibration.ranks_per_machine)), between
 
 
-def _network_note(calibration: Calibration) -> str:
-    per_machine, between = _card_machines(calibration)
-    if all(point.ranks <= per_machine for point in calibration.points):
-        return ""
-    assumed = "" if between is calibration.between else " is assumed, --between names another"
-    return f"cards not owned: {per_machine} in a machine; between machines {between.name}{assumed}"
-
-
-def _card_rows(calibration: Calibration, budget: Budget, cards: list[Gpu], here_tflops: float) -> list[dict[str, Any]]:
+def _card_rows(
+    calibration: Calibration, budget: Budget, cards: list[GpuModel], here_tflops: float
+) -> list[dict[str, Any]]:
     pace = slowest(cards)
     link = min((LINKS[card.link] for card in cards), key=lambda link: link.bytes_per_s)
     per_machine, between = _card_machines(calibration)
@@ -148,16 +147,18 @@ def _card_rows(calibration: Calibration, budget: Budget, cards: list[Gpu], here_
     def moved(point: Point) -> Point:
         if point.work is None:
             return point
-        measured, copies, threads = point.work, point.copies, point.threads
-        if point.alone is not None:
-            measured, copies, threads = point.alone, 1, calibration.one.threads
+        alone = point.alone is not None
+        threads = calibration.one.threads if alone else point.threads
         rate = here_tflops * (threads if calibration.device_type == "cpu" else 1)
         return replace(
             point,
-            work=measured.scaled(update=rate / pace.fp32_tflops),
-            communication=modelled_communication(calibration.gradient_bytes, point.ranks, per_machine, link, between),
-            copies=copies,
+            work=(point.alone or point.work).scaled(update=rate / pace.fp32_tflops),
+            communication=modelled_communication(
+                calibration.gradient_bytes, point.ranks, per_machine, link, between
+            ),
+            copies=1 if alone else point.copies,
             threads=threads,
+            measured=False,
         )
 
     name = " + ".join(card.name for card in cards)
@@ -167,10 +168,8 @@ def _card_rows(calibration: Calibration, budget: Budget, cards: list[Gpu], here_
 
 def device_tflops(device_type: str) -> float:
     """fp32 rate of one thread here, or of the GPU by its data sheet, else measured."""
-    if device_type == "cuda":
-        gpu = gpu_named(torch.cuda.get_device_name(0))
-        if gpu:
-            return gpu.fp32_tflops
+    if device_type == "cuda" and (gpu := gpu_named(torch.cuda.get_device_name(0))):
+        return gpu.fp32_tflops
     threads = torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)
@@ -189,75 +188,81 @@ def _row(
     calibration: Calibration,
     budget: Budget,
     machine: str,
-    cards: list[Gpu],
+    cards: list[GpuModel],
     measured: Mapping[tuple[int, str], float],
 ) -> dict[str, Any]:
-    told, cure = "one rank alone", ""
     unit = "ranks" if calibration.device_type == "cpu" and not cards else "GPUs"
-    head = {"machine": machine, "estimate": bool(cards), "gpus": point.ranks, "unit": unit, "scaling": point.scaling}
+    head = {
+        "machine": machine,
+        "estimate": bool(cards),
+        "gpus": point.ranks,
+        "unit": unit,
+        "scaling": point.scaling,
+        "problem": point.problem or None,
+    }
     if point.work is None:
-        return head | {"problem": point.problem}
-    scaled = calibration.scaled(point)
-    prediction = scaled.many
+        return head
+    scaled = Scaled(calibration.one.prediction, point.prediction)
+    reason, fix, interval = "one rank alone", "", [1.0, 1.0]
     if point.ranks > 1:
-        told, cure = bottleneck(scaled, point.scaling, unit)
+        reason, fix = bottleneck(scaled, point.scaling, unit)
+        # 95 %, both predictions being uncertain
+        error = math.hypot(scaled.one.relative_error, scaled.many.relative_error)
+        margin = min(0.9, 1.96 * error)
+        interval = [scaled.speedup * (1 - margin), scaled.speedup * (1 + margin)]
     return head | {
-        "problem": None,
         "theoretical": point.ranks,
         "speedup": scaled.speedup,
         "efficiency": scaled.efficiency,
-        "speedup_interval": _speedup_interval(scaled),
+        "speedup_interval": interval,
+        "source": "estimate" if cards else "measured" if point.measured else "modelled",
         "copies": point.copies,
         "threads": point.threads,
-        "bottleneck": told,
-        "cure": cure,
+        "bottleneck": reason,
+        "cure": fix,
         "measured_steps_per_s": measured.get((point.ranks, point.scaling)),
-        **prediction.to_dict(),
-        **_bill(prediction, budget, cards),
+        **scaled.many.to_dict(),
+        **_bill(scaled.many, budget, cards),
     }
 
 
-def _speedup_interval(scaled: Scaled) -> list[float]:
-    """95 %, both predictions being uncertain."""
-    if scaled.many.ranks == 1:
-        return [1.0, 1.0]
-    error = min(0.9, 1.96 * math.hypot(scaled.one.relative_error, scaled.many.relative_error))
-    return [scaled.speedup * (1 - error), scaled.speedup * (1 + error)]
-
-
-def _bill(prediction: Prediction, budget: Budget, cards: list[Gpu]) -> dict[str, Any]:
+def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict[str, Any]:
     """Hours and cost of the whole run; None: unknown."""
     if math.isnan(budget.env_steps):
         return {"hours": None, "hours_interval": None, "cost": None, "gpu_hours": None}
-    iterations = budget.env_steps / prediction.env_steps
-    hours, low, high = (s * iterations / 3600 for s in (prediction.iteration_s, *prediction.interval_s))
+    hours_per_s = budget.env_steps / prediction.env_steps / 3600
+    hours = prediction.iteration_s * hours_per_s
+    gpu_hours = hours * prediction.ranks
     price = budget.hourly(cards)
-    cost = [price[0] * prediction.ranks * hours, price[1] * prediction.ranks * hours] if price else None
-    return {"hours": hours, "hours_interval": [low, high], "cost": cost, "gpu_hours": hours * prediction.ranks}
+    return {
+        "hours": hours,
+        "hours_interval": [seconds * hours_per_s for seconds in prediction.interval_s],
+        "cost": [rate * gpu_hours for rate in price] if price else None,
+        "gpu_hours": gpu_hours,
+    }
 
 
 def _facts(calibration: Calibration) -> dict[str, Any]:
-    """What was measured, for JSON."""
-    link = {"name": calibration.link.name, "latency_s": calibration.link.base_s}
+    """The measurements, for JSON."""
+    link = {"name": calibration.link.name, "latency_s": calibration.link.all_reduce_s(0, 2)}
     if math.isfinite(calibration.link.bytes_per_s):
         link["bytes_per_s"] = calibration.link.bytes_per_s
     points = [
-        {"gpus": p.ranks, "scaling": p.scaling, "work": p.work.__dict__, "communication": p.communication.__dict__}
-        for p in calibration.points
-        if p.work
+        {
+            "gpus": point.ranks,
+            "scaling": point.scaling,
+            "work": vars(point.work),
+            "communication": vars(point.communication),
+        }
+        for point in calibration.points
+        if point.work
     ]
     on_cpu = calibration.device_type == "cpu"
     cores = f"{calibration.cores} CPU core{'s' * (calibration.cores > 1)}"
-    return {
-        "env": calibration.env,
+    names = ("env", "load", "device_type", "gradient_bytes", "num_envs", "batch_size", "cores")
+    return {name: getattr(calibration, name) for name in names} | {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": cores if on_cpu else torch.cuda.get_device_name(0),
-        "load": calibration.load,
-        "device_type": calibration.device_type,
-        "gradient_bytes": calibration.gradient_bytes,
-        "num_envs": calibration.num_envs,
-        "batch_size": calibration.batch_size,
-        "cores": calibration.cores,
         "link": link,
         "points": points,
     }
@@ -266,104 +271,74 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
 # ---- words
 
 
-def table(report: Report) -> str:
-    """For the console: a table of each machine, then what limits it."""
+def table(report: SpeedupReport) -> str:
+    """Return a Markdown table of each machine, and what limits it."""
     lines = []
-    for machine, rows in _machines(report):
-        kind = ", an estimate" if rows[0]["estimate"] else ""
-        lines.append(f"{machine}{kind}; time and cost of {report.budget}")
-        lines += _aligned([columns(rows[0]["unit"], report.cost_unit), *map(cells, rows)])
-        lines += [f"  {text}" for text in _remarks(rows)]
-        lines.append("")
-    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)]).rstrip()
-
-
-def markdown(report: Report) -> str:
-    """The same as Markdown."""
-    lines = [f"Time and cost of {report.budget}."]
-    for machine, rows in _machines(report):
-        names = columns(rows[0]["unit"], report.cost_unit)
-        lines += ["", f"**{machine}**{' (estimate)' if rows[0]['estimate'] else ''}", ""]
-        lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-        lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-        lines += ["", *(f"- {text}" for text in _remarks(rows))]
-    return "\n".join([*lines, *(f"\n{note}" for note in report.notes)])
-
-
-def _machines(report: Report) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The rows of each machine; one rank, the same job for all ways of scaling, stands there once."""
     for machine in dict.fromkeys(row["machine"] for row in report.rows):
         rows = [row for row in report.rows if row["machine"] == machine]
+        # one rank, the same job for all ways of scaling, stands there once
         ones = [row for row in rows if row["gpus"] == 1]
-        yield machine, [*ones[:1], *(row for row in rows if row["gpus"] > 1)]
-
-
-def columns(unit: str, cost_unit: str) -> tuple[str, ...]:
-    """Names over `cells`."""
-    return (unit, *COLUMNS, f"cost ({cost_unit})")
+        rows = [*ones[:1], *(row for row in rows if row["gpus"] > 1)]
+        kind = ", an estimate" if rows[0]["estimate"] else ""
+        names = (rows[0]["unit"], *COLUMNS, f"cost ({report.cost_unit})")
+        lines += [f"{machine}{kind}; time and cost of {report.budget}", ""]
+        lines += _aligned([names, *map(cells, rows)])
+        lines += ["", *(f"- {text}" for text in _remarks(rows)), ""]
+    return "\n".join([*lines, *(f"note: {note}\n" for note in report.notes)]).rstrip()
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row's cells in the order of `columns`."""
+    """Return a row's cells: ranks, COLUMNS, cost."""
     if row["problem"]:
-        return (str(row["gpus"]), row["scaling"], f"{row['gpus']}x", "-", "-", "-", "-", "-", "-")
+        return (str(row["gpus"]), row["scaling"], f"{row['gpus']}x", *"-------")
     low, high = row["speedup_interval"]
+    several = row["gpus"] > 1
+    hours = "-"
+    if row["hours"] is not None:
+        middle, *ends = (duration(h * 3600) for h in (row["hours"], *row["hours_interval"]))
+        hours = f"{middle} ({' to '.join(ends)})" if ends[0] != ends[1] else middle
+    cost = "-"
+    if row["cost"] is not None:
+        cost = "-".join(dict.fromkeys(f"{price:,.2f}" for price in row["cost"]))
     return (
         str(row["gpus"]),
-        row["scaling"] if row["gpus"] > 1 else "-",
+        row["scaling"] if several else "-",
         f"{row['theoretical']}x",
-        f"{row['speedup']:.2f}x" + (f" ({low:.2f}-{high:.2f})" if row["gpus"] > 1 else ""),
+        f"{row['speedup']:.2f}x" + (f" ({low:.2f}-{high:.2f})" if several else ""),
         f"{row['efficiency']:.0%}",
         f"{row['steps_per_s']:,.0f}",
         duration(row["iteration_s"]),
-        _time(row),
-        _money(row["cost"]),
+        hours,
+        row["source"],
+        cost,
     )
 
 
-def _time(row: dict[str, Any]) -> str:
-    """The whole training and its interval, the unit once if it is the same."""
-    if row["hours"] is None:
-        return "-"
-    middle, low, high = (duration(hours * 3600) for hours in (row["hours"], *row["hours_interval"]))
-    (_, unit), (least, least_unit), (most, most_unit) = (text.split() for text in (middle, low, high))
-    if middle == low == high:
-        return middle
-    return f"{middle} ({least}-{most})" if unit == least_unit == most_unit else f"{middle} ({low} to {high})"
-
-
 def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What limits each row, then every cure once."""
-    cures = dict.fromkeys(row["cure"] for row in rows if row.get("cure"))
-    return [*(text for row in rows if (text := _remark(row))), *(f"-> {cure}" for cure in cures)]
-
-
-def _remark(row: dict[str, Any]) -> str:
-    if row["problem"]:
-        return f"{row['gpus']} {row['scaling']}: cannot be, {row['problem']}"
-    measured = row["measured_steps_per_s"]
-    told = f"; the run itself measured {measured:,.0f} steps/s" if measured else ""
-    return f"{row['scaling']}: {row['bottleneck']}{told}" if row["gpus"] > 1 or told else ""
+    """List the limits of each row, then every fix once."""
+    found = []
+    for row in rows:
+        if row["problem"]:
+            found.append(f"{row['gpus']} {row['scaling']}: cannot be, {row['problem']}")
+            continue
+        measured = row["measured_steps_per_s"]
+        run = f"; the run itself measured {measured:,.0f} steps/s" if measured else ""
+        if row["gpus"] > 1 or run:
+            found.append(f"{row['scaling']}: {row['bottleneck']}{run}")
+    return [*found, *dict.fromkeys(f"-> {row['cure']}" for row in rows if row.get("cure"))]
 
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that suits them."""
-    for size, unit in ((1e-3, "us"), (1.0, "ms")):
-        if seconds < size:
-            return f"{seconds / size * 1000:.3g} {unit}"
-    for size, unit in ((60.0, "s"), (3600.0, "min"), (48 * 3600.0, "h")):
-        if seconds < size:
-            return f"{seconds / {'s': 1.0, 'min': 60.0, 'h': 3600.0}[unit]:.3g} {unit}"
+    units = ((1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"))
+    for most, size, unit in (*units, (48 * 3600, 3600, "h")):
+        if seconds < most:
+            return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:.3g} days"
 
 
-def _money(cost: list[float] | None) -> str:
-    if cost is None:
-        return "-"
-    low, high = cost
-    return f"{low:,.2f}" if high - low < 0.005 else f"{low:,.2f}-{high:,.2f}"
-
-
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = f"|{'|'.join('-' * (width + 1) + ':' for width in widths)}|"
+    lines = [f"| {' | '.join(map(str.rjust, row, widths))} |" for row in rows]
+    return [lines[0], rule, *lines[1:]]

@@ -1,9 +1,8 @@
-"""How a run is doing, now or until it ends: `python -m rl_dist.status`."""
+"""Show how a run is doing, now or until it ends: `python -m rl_dist.status`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -22,45 +21,63 @@ TEXT_WIDTH = 200  # characters of a message that are shown
 BAD = ("failed", "dead")
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
-  python -m rl_dist.status runs/my_run --follow     until it ends; one line per change where there is no terminal
+  python -m rl_dist.status runs/my_run --follow     until it ends; to a file, a line per change
   python -m rl_dist.status runs/my_run --json       one JSON object; with --follow one per change
-states: starting, running, restarting, finished (judged, summary.json is there), stopped (on request, saved;
-  also once its launcher is killed), failed (with an error in its logs), dead (without a word, such as by SIGKILL)
-Nothing is changed, and torch is not loaded. A run of another machine on a shared disk is seen as running only where
-the disk passes file locks on.
+states: starting, running, restarting, finished (evaluated), stopped (on request, saved; also once
+its launcher is killed), failed (with an error), dead (without a report, such as by SIGKILL)
+Nothing is changed, and torch is not loaded. A run of another machine on a shared disk is seen as
+running only where the disk passes file locks on.
 exit codes: 0 it goes on, has finished or was stopped; 1 failed or dead; 2 no run there"""
+USE = {  # of each rank: how its values are shown
+    "cpu/percent": "CPU {:.0f} % of a core",
+    "ram/used_gib": "memory {:.2f} GiB",
+    "gpu/utilization_percent": "GPU {:.0f} %",
+    "gpu/memory_allocated_gib": "{:.2f} GiB in use",
+    "gpu/memory_peak_gib": "peak {:.2f} GiB",
+    "gpu/memory_free_gib": "{:.2f} GiB free",
+    "gpu/temperature_c": "{:.0f} C",
+    "gpu/power_w": "{:.0f} W",
+    "time/idle_share": "waits {:.0%} of the time",
+}
 
 
 def describe(run: RunState) -> list[str]:
-    """The lines for people."""
-    head = f"{run.state}" + (f": {_cut(run.reason)}" if run.reason else "")
+    """Return the lines for people."""
     ranks = "" if run.num_ranks is None else f", {run.num_ranks} rank{'s' * (run.num_ranks > 1)}"
     place = f" on {run.device}" if run.device else ""
     rows = [
         ("run", run.run_dir),
-        ("state", head),
+        ("state", f"{run.state}: {_cut(run.reason)}" if run.reason else run.state),
         ("job", f"{run.env}{ranks}{place}, strategy {run.strategy}"),
         ("progress", _progress(run)),
         ("speed", _speed(run)),
         ("return", _returns(run)),
         ("checkpoint", _checkpoint(run)),
-        *((f"rank {one['rank']}", _use(one)) for one in run.use),
-        *(("logged", f"{m.time} {m.level.lower()}, rank {m.rank}: {_cut(m.text)}") for m in run.messages),
-        *(("note", note) for note in run.notes),
     ]
+    for one in run.use:
+        values = [pattern.format(one[name]) for name, pattern in USE.items() if name in one]
+        rows.append((f"rank {one['rank']}", ", ".join(values)))
+    rows += [
+        ("logged", f"{m.time} {m.level.lower()}, rank {m.rank}: {_cut(m.text)}")
+        for m in run.messages
+    ]
+    rows += [("note", note) for note in run.notes]
     return [f"{name:<11} {text}" for name, text in rows if text]
 
 
 def one_line(run: RunState) -> str:
-    """The same in a line, for logs."""
-    parts = [time.strftime("%H:%M:%S"), run.state, f"iteration {run.iteration}", f"{_share(run):.0%}"]
+    """Return the same in a line, for logs."""
+    now = time.strftime("%H:%M:%S")
+    parts = [now, run.state, f"iteration {run.iteration}", f"{_share(run):.0%}"]
     if run.steps_per_s is not None:
         parts.append(f"{_short(run.steps_per_s)} steps/s")
     if run.last_return is not None:
         parts.append(f"return {run.last_return:.4g}")
     if run.eta_s is not None:
         parts.append(f"ETA {_duration(run.eta_s)}")
-    return " | ".join([*parts, *([_cut(run.reason)] if run.reason else [])])
+    if run.reason:
+        parts.append(_cut(run.reason))
+    return " | ".join(parts)
 
 
 def _share(run: RunState) -> float:
@@ -71,13 +88,15 @@ def _progress(run: RunState) -> str:
     if not run.iteration:
         return f"no iteration yet, {run.total:,} {run.unit} to do"
     age = f", the last {_duration(run.metrics_age_s)} ago" if run.metrics_age_s is not None else ""
-    return f"{run.done:,} of {run.total:,} {run.unit} ({_share(run):.0%}), {run.iteration:,} iterations{age}"
+    done = f"{run.done:,} of {run.total:,} {run.unit} ({_share(run):.0%})"
+    return f"{done}, {run.iteration:,} iterations{age}"
 
 
 def _speed(run: RunState) -> str:
     if run.steps_per_s is None:
         return ""
-    parts = [f"{_short(run.steps_per_s)} steps/s (median of {min(RECENT, run.iteration)} iterations)"]
+    count = min(RECENT, run.iteration)
+    parts = [f"{_short(run.steps_per_s)} steps/s (median of {count} iterations)"]
     if run.iteration_s is not None:
         parts.append(f"{run.iteration_s:.3g} s an iteration")
     if run.eta_s is not None:
@@ -89,39 +108,21 @@ def _returns(run: RunState) -> str:
     parts = []
     if run.last_return is not None:
         parts.append(f"{run.last_return:.4g}, mean of recent iterations {run.mean_return:.4g}")
-    parts += [
-        f"{name} {value:.4g}" for name, value in run.validation.items() if name in ("valid/return", "valid/sharpe")
-    ]
+    names = [name for name in ("valid/return", "valid/sharpe") if name in run.validation]
+    parts += [f"{name} {run.validation[name]:.4g}" for name in names]
     return "; ".join(parts)
 
 
 def _checkpoint(run: RunState) -> str:
     if run.checkpoint is None:
-        return "none yet" if not run.over else "none"
-    checked = "valid" if run.checkpoint_checked else "large, not checked: python -m rl_dist.checkpoint verify"
+        return "none" if run.over else "none yet"
+    unchecked = "large, not checked: python -m rl_dist.checkpoint verify"
+    checked = "valid" if run.checkpoint_checked else unchecked
     return f"{run.checkpoint}, {_duration(run.checkpoint_age_s)} old, {checked}"
 
 
-def _use(one: dict[str, Any]) -> str:
-    def value(name: str, pattern: str) -> list[str]:
-        return [pattern.format(one[name])] if name in one else []
-
-    parts = [
-        *value("cpu/percent", "CPU {:.0f} % of a core"),
-        *value("ram/used_gib", "memory {:.2f} GiB"),
-        *value("gpu/utilization_percent", "GPU {:.0f} %"),
-        *value("gpu/memory_allocated_gib", "{:.2f} GiB in use"),
-        *value("gpu/memory_peak_gib", "peak {:.2f} GiB"),
-        *value("gpu/memory_free_gib", "{:.2f} GiB free"),
-        *value("gpu/temperature_c", "{:.0f} C"),
-        *value("gpu/power_w", "{:.0f} W"),
-        *value("time/idle_share", "waits {:.0%} of the time"),
-    ]
-    return ", ".join(parts)
-
-
 def _cut(text: str) -> str:
-    """Whole in --json and in the logs."""
+    """Shorten a message; it is whole in --json and in the logs."""
     return text if len(text) <= TEXT_WIDTH else f"{text[:TEXT_WIDTH]} ..."
 
 
@@ -150,10 +151,10 @@ class _Screen:
 
     def show(self, lines: Sequence[str]) -> None:
         size = shutil.get_terminal_size()
-        lines = [line[: size.columns - 1] for line in lines[: size.lines - 1]]  # wrapped ones could not be replaced
+        # wrapped ones could not be replaced
+        lines = [line[: size.columns - 1] for line in lines[: size.lines - 1]]
         back = f"\x1b[{self._shown}A\x1b[J" if self._shown else ""
-        sys.stdout.write(back + "\n".join(lines) + "\n")
-        sys.stdout.flush()
+        print(back + "\n".join(lines), flush=True)
         self._shown = len(lines)
 
 
@@ -163,18 +164,18 @@ def follow(run_dir: Path, every_s: float, as_json: bool) -> RunState:
     before: tuple[Any, ...] = ()
     while True:
         run = read_run(run_dir)
-        now = (run.state, run.iteration, run.checkpoint, len(run.messages), run.reason)
+        now: tuple[Any, ...] = (run.state, run.iteration)
+        if as_json:
+            now += (run.checkpoint, len(run.messages), run.reason)
         if screen:
             screen.show(describe(run))
-        elif as_json and now != before:
-            print(json.dumps(run.to_dict()), flush=True)
-        elif not run.over and now[:2] != before[:2]:
-            print(one_line(run), flush=True)
-        before = now
+        elif run.over and not as_json:
+            print("\n".join(describe(run)), flush=True)
+        elif now != before:
+            print(run.to_json() if as_json else one_line(run), flush=True)
         if run.over:
-            if not screen and not as_json:
-                print("\n".join(describe(run)), flush=True)
             return run
+        before = now
         time.sleep(every_s)
 
 
@@ -183,24 +184,25 @@ def wait_for(run_dir: Path) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     if not run_dir.exists():
         print(f"waiting for {run_dir} ...", file=sys.stderr, flush=True)
-    while not (run_dir / "config.json").exists() and not run_dir.is_file() and time.monotonic() < deadline_s:
-        if run_dir.is_dir() and any(run_dir.iterdir()):
-            return  # something else: reading it tells what
+    # a file in its place is for the reader to refuse
+    while not (run_dir.is_file() or any(run_dir.glob("*"))) and time.monotonic() < deadline_s:
         time.sleep(0.2)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m rl_dist.status",
-        description="Show how a run is doing: state, progress, speed, checkpoint, use of each rank, last warnings.",
+        description="Show a run's state, progress, speed, checkpoint, use of each rank, warnings.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    where = "default: the run below runs/ that was written last"
+    interval = f"seconds between two looks of --follow (default: {EVERY_S:g})"
     add = parser.add_argument
-    add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the run below runs/ that was written last")
+    add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help=where)
     add("--follow", action="store_true", help="look again and again until the run is over")
-    add("--every", type=float, metavar="S", help=f"seconds between two looks of --follow (default: {EVERY_S:g})")
+    add("--every", type=float, metavar="S", help=interval)
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if args.every is not None and not args.follow:
@@ -212,7 +214,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the command; returns the exit code."""
+    """Run the command and return its exit code."""
     args = _parse(argv)
     try:
         run_dir = args.run_dir or newest_run(RUNS)
@@ -221,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = follow(run_dir, args.every or EVERY_S, args.json)
         else:
             run = read_run(run_dir)
-            print(json.dumps(run.to_dict()) if args.json else "\n".join(describe(run)))
+            print(run.to_json() if args.json else "\n".join(describe(run)))
     except KeyboardInterrupt:
         return 130
     return 1 if run.state in BAD else 0

@@ -4,13 +4,14 @@
     module = strategy.wrap(net.to(world.device))
     optimizer = torch.optim.Adam(strategy.parameters, lr=1e-3)
     result = fit(module, train_loader, optimizer, nn.CrossEntropyLoss(), strategy,
-                 validation=valid_loader, metrics={"accuracy": accuracy}, config=FitConfig(epochs=10, patience=3))
+                 validation=valid_loader, metrics={"accuracy": accuracy})
     figures = evaluate(module, test_loader, nn.CrossEntropyLoss(), strategy, {"accuracy": accuracy})
 
-Batches are pairs of inputs and targets; the module maps inputs to outputs, the criterion outputs and targets to their
-mean loss. Batch sizes are totals over ranks, figures count every sample of all ranks once, and all ranks call together.
-A criterion whose mean is not over samples alike (class weights, ignore_index) divides by the weights of a rank's share
-of a batch: gradients and losses are then means of such means, and depend on the number of ranks and the batch size.
+Batches are pairs of inputs and targets; the module maps inputs to outputs, the criterion outputs
+and targets to their mean loss. Batch sizes are totals over ranks, figures count every sample of all
+ranks once, and all ranks call together. A criterion whose mean is not over samples alike (class
+weights, ignore_index) divides by the weights of a rank's share of a batch: gradients and losses are
+then means of such means, and depend on the number of ranks and the batch size.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from rl_dist.config import flag
+from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.loaders import SharedLoader, epoch_seed, pair_of, to_device
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.collectives import agree_max, sum_over_ranks
-from rl_dist.process_group.world import World, stop_flag, take_from_main
+from rl_dist.process_group.collectives import all_reduce_max, all_reduce_sum
+from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
 from rl_dist.supervised.state import FitState, restore, save, tensorboard_of
 from rl_dist.supervised.sums import Metric, Sums, check_loss
 
@@ -51,41 +52,32 @@ class BatchError(RuntimeError):
     """A batch could not be loaded or used; names epoch, batch and rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class FitConfig:
     """How long and how to fit: FitConfig(epochs=20, patience=3)."""
 
-    epochs: int = flag(10, "passes over the training data, at most", "epochs")
-    patience: int = flag(0, "stop after so many epochs in a row without a better validation loss; 0 = never", "epochs")
-    grad_accumulation: int = flag(
-        1, "batches whose gradients add up to one step: as with a batch_size this many times larger, in less memory"
-    )
-    max_grad_norm: float = flag(1e6, "clip the reduced gradient to this norm")
-    max_bad_steps: int = flag(10, "skip this many steps in a row whose loss or gradient is NaN or inf, then stop")
-    seed: int = flag(1, "seed of shuffling, and of what the module draws")
-    keep_checkpoints: int = flag(3, "newest checkpoints to keep", "files")
-    progress: bool = flag(True, "show a progress bar on a terminal, and a line for every epoch")
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("epochs", 1, 10**6),
-            ("patience", 0, 10**6),
-            ("grad_accumulation", 1, 10**6),
-            ("max_grad_norm", 1e-6, 1e30),
-            ("max_bad_steps", 0, 10**9),
-            ("seed", 0, 2**63 - 1),
-            ("keep_checkpoints", 1, 10**6),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) and name != "max_grad_norm":
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be {low:g}..{high:g}, got {value:g}")
+    epochs: int = setting(10, "epochs", within=(1, 10**6), main=True)
+    """Passes over the training data, at most."""
+    patience: int = setting(0, "epochs", within=(0, 10**6), main=True)
+    """Stop after this many epochs in a row without a better validation loss; 0: never."""
+    grad_accumulation: int = setting(1, within=(1, 10**6))
+    """Batches whose gradients add up to one optimizer step: the effect of a batch_size this many
+    times larger, in less memory."""
+    max_grad_norm: float = setting(1e6, within=(1e-6, 1e30))
+    """Scale the gradient of all ranks down to this norm."""
+    max_bad_steps: int = setting(10, "steps", within=(0, 10**9))
+    """Skip this many steps in a row whose loss or gradient is NaN or inf, then stop."""
+    seed: int = setting(1, within=(0, 2**63 - 1), main=True)
+    """Seed of the shuffling, and of what the module draws."""
+    keep_checkpoints: int = setting(3, "files", within=(1, 10**6))
+    """Newest checkpoints to keep."""
+    progress: bool = setting(True)
+    """Show a progress bar on a terminal, and a line for every epoch."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """How fitting ended."""
+    """The end of fitting."""
 
     history: list[dict[str, float]]  # one record per epoch: train/loss, valid/loss, ...
     best_epoch: int  # whose weights the module holds now: by validation loss, else the last
@@ -93,7 +85,7 @@ class FitResult:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whether the largest of the outputs [N, C] is that of the target class [N].
+    """Mark where the largest of the outputs [N, C] is that of the target class [N].
 
     accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) is tensor([True]).
     """
@@ -117,11 +109,12 @@ def fit(
 ) -> FitResult:
     """Fit a module that `strategy` wrapped; all ranks call together.
 
-        result = fit(module, loader, optimizer, nn.CrossEntropyLoss(), strategy, validation=held_out)
+        result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a resumed run goes on as if
-    it had not stopped; a stop signal ends an epoch early, and resuming repeats it. Running statistics of BatchNorm are
-    averaged over ranks after every epoch; other buffers become those of rank 0.
+    Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a
+    resumed run goes on as if it had not stopped; a stop signal ends an epoch early, and resuming
+    repeats it. Running statistics of BatchNorm are averaged over ranks after every epoch; other
+    buffers become those of rank 0.
 
     Args:
         module: what `strategy.wrap` returned.
@@ -130,10 +123,9 @@ def fit(
         criterion: mean loss of a batch over its samples; see above for weighted means.
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
-        scheduler: a torch learning-rate scheduler, stepped after every epoch; ReduceLROnPlateau sees the validation
-            loss.
-        run_dir: gets, after every epoch, checkpoints/ (the best one as best.pt), metrics.jsonl and what TensorBoard
-            shows.
+        scheduler: a torch learning-rate scheduler, stepped after every epoch; ReduceLROnPlateau
+            sees the validation loss.
+        run_dir: gets checkpoints/ (the best one as best.pt), metrics.jsonl and TensorBoard's.
         resume: go on from the newest valid checkpoint in `run_dir`, if there is one.
         extra: plain values and tensors to store in checkpoints as "extra".
 
@@ -141,66 +133,75 @@ def fit(
         BatchError: a batch raised, on any rank: nothing is swallowed.
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
-    config = config or FitConfig()
-    _check_parts(module, optimizer, strategy, validated=validation is not None, scheduler=scheduler, config=config)
-    task = _Task(module, optimizer, criterion, strategy, dict(metrics or {}), config)
-    shared = _shared(loader, strategy, training=True, seed=config.seed)
-    judged = None if validation is None else _shared(validation, strategy, training=False, seed=config.seed)
-    state = FitState(strategy, optimizer, scheduler, dict(extra or {}), _facts(shared, config, optimizer, scheduler))
+    config, metrics = config or FitConfig(), metrics or {}
+    validated = validation is not None
+    _check_parts(module, optimizer, strategy, validated, scheduler, config)
+    batches = _shared(loader, strategy, training=True, seed=config.seed)
+    held_out = _shared(validation, strategy, training=False) if validation is not None else None
+    facts = _facts(batches, config, optimizer, scheduler)
+    state = FitState(strategy, optimizer, scheduler, dict(extra or {}), facts)
     restore(state, run_dir, resume=resume)
     signum = 0
     with tensorboard_of(state, run_dir) as to_tensorboard:
-        while state.epoch < config.epochs and not signum and not (config.patience and state.stale >= config.patience):
-            epoch = state.epoch + 1
+        while state.epoch < config.epochs and not state.is_stale(config.patience):
+            # train, validate
             started = time.perf_counter()
-            trained, signum = _train_epoch(task, shared, epoch, state)
+            trained, signum = _train_epoch(state, module, batches, criterion, metrics, config)
             if signum:
                 break
             seconds = time.perf_counter() - started
             _merge_buffers(module, strategy.world)
-            record = {"epoch": float(epoch)} | {f"train/{name}": value for name, value in trained.items()}
-            if judged is not None:
-                found = evaluate(module, judged, criterion, strategy, task.metrics, progress=config.progress)
+            record = {"epoch": state.epoch + 1.0}
+            record |= {f"train/{name}": value for name, value in trained.items()}
+            if held_out is not None:
+                shown = config.progress
+                found = evaluate(module, held_out, criterion, strategy, metrics, progress=shown)
                 record |= {f"valid/{name}": value for name, value in found.items()}
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(record["valid/loss"])
             elif scheduler is not None:
                 scheduler.step()
-            improved = state.look(record)
-            save(state, run_dir, keep=config.keep_checkpoints, best=improved and judged is not None)
+            # keep, report
+            best = state.add(record) and validated
+            save(state, run_dir, keep=config.keep_checkpoints, best=best)
             to_tensorboard(record)
-            _tell(task, record, trained["samples"] / seconds, best=improved and judged is not None)
-            signum = agree_max(stop_flag.signum, strategy.world)
-    if not signum and judged is not None:
+            _print_epoch(record, config, strategy.world, trained["samples"] / seconds, best)
+            signum = all_reduce_max(stop_flag.signum, strategy.world)
+            if signum:
+                break
+    if not signum and validated:
         state.return_to_best()
-    return FitResult(state.history, state.best_epoch if judged is not None else state.epoch, signum)
+    return FitResult(state.history, state.best_epoch if validated else state.epoch, signum)
 
 
 def _check_parts(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
-    *,
     validated: bool,
     scheduler: Any,
     config: FitConfig,
 ) -> None:
     """Refuse what would fail after an epoch, or train something else."""
-    if module is not strategy.module:
-        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
-    if config.patience and not validated:
-        raise UserError(f"patience {config.patience} does nothing without validation data: give a validation loader")
-    if isinstance(scheduler, ReduceLROnPlateau) and not validated:
-        raise UserError("scheduler ReduceLROnPlateau looks at the validation loss: give a validation loader")
     known = {id(parameter) for parameter in (*strategy.parameters, *module.parameters())}
-    if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError("the optimizer holds no parameter of the module: make it of strategy.parameters, after wrap")
+    stepped = [each for group in optimizer.param_groups for each in group["params"]]
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
+    wrapped = module is strategy.module
+    for wrong, problem in (
+        (not wrapped, "fit takes the module that strategy.wrap returned last: wrap it first"),
+        (config.patience and not validated, f"patience {config.patience} needs validation"),
+        (plateau and not validated, "ReduceLROnPlateau looks at the validation loss: give one"),
+        (known.isdisjoint(map(id, stepped)),
+         "the optimizer holds no parameter of the module: make it of strategy.parameters"),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(problem)
 
 
 def _facts(
     loader: SharedLoader, config: FitConfig, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> dict[str, Any]:
-    """What a resumed fit must have as the run had it."""
+    """Collect what a resumed fit must have as the run had it."""
     return {
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__ if scheduler is not None else "none",
@@ -221,9 +222,9 @@ def evaluate(
     *,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Mean loss and metrics over all samples of all ranks, each counted once.
+    """Compute mean loss and metrics over all samples of all ranks, each counted once.
 
-        figures = evaluate(module, held_out, nn.CrossEntropyLoss(), strategy, {"accuracy": accuracy})
+        figures = evaluate(module, held_out, criterion, strategy, {"accuracy": accuracy})
 
     Returns:
         "loss", each metric by its name, and "samples", how many were seen.
@@ -231,98 +232,94 @@ def evaluate(
     Raises:
         BatchError: a batch raised.
     """
-    strategy.world.enter("evaluation")
-    shared = _shared(loader, strategy, training=False, seed=0)
+    world = strategy.world
+    world.set_phase("evaluation")
+    shared = _shared(loader, strategy, training=False)
     sums, was_training = Sums(metrics or {}), module.training
     module.eval()
     try:
-        bar = _bar(len(shared), "evaluation", strategy.world, progress)
-        for number, inputs, targets in _batches(shared, "evaluation", strategy.world):
-            with _named("evaluation", number, strategy.world):
-                with strategy.autocast():
-                    outputs = module(inputs)
-                    loss = check_loss(criterion(outputs, targets))
-                sums.add(loss, outputs, targets, shared.lengths[number])
-            strategy.world.beat()
-            bar.update()
-        bar.close()
+        with _bar(len(shared), "evaluation", world, progress) as bar:
+            for number, inputs, targets in _batches(shared, "evaluation", world):
+                with _named("evaluation", number, world):
+                    with strategy.autocast():
+                        outputs = module(inputs)
+                        loss = check_loss(criterion(outputs, targets))
+                    sums.add(loss, outputs, targets, shared.lengths[number])
+                world.heartbeat()
+                bar.update()
     finally:
         module.train(was_training)
-    return sums.means(strategy.world)
+    return sums.means(world)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What an epoch needs to know."""
-
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    criterion: Criterion
-    strategy: Strategy
-    metrics: dict[str, Metric]
-    config: FitConfig
-
-
-def _train_epoch(task: _Task, loader: SharedLoader, epoch: int, state: FitState) -> tuple[dict[str, float], int]:
-    """One pass over the training data; the signal number that ended it early, or 0."""
-    config, world, num_batches = task.config, task.strategy.world, len(loader)
-    world.enter(f"epoch {epoch}")
+def _train_epoch(
+    state: FitState,
+    module: nn.Module,
+    loader: SharedLoader,
+    criterion: Criterion,
+    metrics: Mapping[str, Metric],
+    config: FitConfig,
+) -> tuple[dict[str, float], int]:
+    """Pass once over the training data; also return the signal that ended it early, or 0."""
+    strategy, optimizer, world = state.strategy, state.optimizer, state.strategy.world
+    epoch, num_batches = state.epoch + 1, len(loader)
+    where = f"epoch {epoch}"
+    world.set_phase(where)
     loader.set_epoch(epoch)
     torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
-    task.module.train()
-    sums, where = Sums(task.metrics), f"epoch {epoch}"
-    bar = _bar(num_batches, f"{where}/{config.epochs}", world, config.progress)
-    for number, inputs, targets in _batches(loader, where, world):
-        place = number % config.grad_accumulation  # of the batch in its step, whose last one may have fewer
-        parts = min(config.grad_accumulation, num_batches - (number - place))
-        with _named(where, number, world):
-            if place == 0:
-                task.optimizer.zero_grad(set_to_none=True)
-            with task.strategy.accumulating(last=place == parts - 1):
-                with task.strategy.autocast():
-                    outputs = task.module(inputs)
-                    loss = check_loss(task.criterion(outputs, targets))
-                task.strategy.backward(loss / parts)
-            sums.add(loss.detach(), outputs, targets, loader.lengths[number])
-            if place == parts - 1:
-                _, stepped = task.strategy.step(task.optimizer, config.max_grad_norm)
-                if not task.strategy.overflowed:  # else it is part of the search for a loss scale
-                    _count_bad(state, stepped, config, f"{where}, batch {number}")
-        world.beat()
-        bar.update()
-        if number % STOP_EVERY == 0 and (signum := agree_max(stop_flag.signum, world)):
-            bar.close()
-            return {}, signum
-    bar.close()
+    module.train()
+    sums = Sums(metrics)
+    with _bar(num_batches, f"{where}/{config.epochs}", world, config.progress) as bar:
+        for number, inputs, targets in _batches(loader, where, world):
+            # of the batch in its step, whose last one may have fewer
+            place = number % config.grad_accumulation
+            parts = min(config.grad_accumulation, num_batches - (number - place))
+            with _named(where, number, world):
+                if place == 0:
+                    optimizer.zero_grad(set_to_none=True)
+                with strategy.accumulating(last=place == parts - 1):
+                    with strategy.autocast():
+                        outputs = module(inputs)
+                        loss = check_loss(criterion(outputs, targets))
+                    strategy.backward(loss / parts)
+                sums.add(loss.detach(), outputs, targets, loader.lengths[number])
+                if place == parts - 1:
+                    _, stepped = strategy.step(optimizer, config.max_grad_norm)
+                    # an overflow is part of the search for a loss scale
+                    if not strategy.overflowed:
+                        _count_bad(state, stepped, config.max_bad_steps, f"{where}, batch {number}")
+            world.heartbeat()
+            bar.update()
+            if number % STOP_EVERY == 0 and (signum := all_reduce_max(stop_flag.signum, world)):
+                return {}, signum
     return sums.means(world), 0
 
 
-def _count_bad(state: FitState, stepped: bool, config: FitConfig, place: str) -> None:
+def _count_bad(state: FitState, stepped: bool, most: int, place: str) -> None:
+    """Count steps left out in a row; raises UserError if there are more than `most`."""
     state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
-    if not stepped and state.strategy.world.main:
-        count = f"{state.bad_in_a_row} in a row, more than {config.max_bad_steps} end training"
-        logger.warning("%s: loss or gradient is NaN or inf, the step is left out (%s)", place, count)
-    if state.bad_in_a_row > config.max_bad_steps:
-        raise UserError(
-            f"loss or gradient was NaN or inf in {state.bad_in_a_row} steps in a row, more than max_bad_steps "
-            f"{config.max_bad_steps}: lower the learning rate",
-            exit_code=1,
-        )
+    bad = f"loss or gradient is NaN or inf ({state.bad_in_a_row} in a row, at most {most})"
+    if not stepped and state.strategy.world.is_main_process:
+        logger.warning("%s: %s: the step is left out", place, bad)
+    if state.bad_in_a_row > most:
+        raise UserError(f"{bad}: lower the learning rate, or raise max_bad_steps", exit_code=1)
 
 
-def _shared(loader: DataLoader, strategy: Strategy, *, training: bool, seed: int) -> SharedLoader:
+def _shared(
+    loader: DataLoader, strategy: Strategy, *, training: bool, seed: int = 0
+) -> SharedLoader:
     if not isinstance(loader, SharedLoader):
         return strategy.loader(loader, training=training, seed=seed)
     if loader.training != training:
         raise UserError(
-            f"a loader that Strategy.loader made with training={loader.training} is given where training={training} "
-            "is wanted: give the DataLoader that it was made of"
+            f"a loader made with training={loader.training} is given where training={training} is "
+            "wanted: give the DataLoader that it was made of"
         )
     return loader
 
 
 def _batches(loader: SharedLoader, where: str, world: World) -> Iterator[tuple[int, Any, Any]]:
-    """Numbered batches, on the rank's device."""
+    """Yield numbered batches, on the rank's device."""
     with _named(where, 0, world):
         batches = iter(loader)
     for number in range(len(loader)):
@@ -333,53 +330,58 @@ def _batches(loader: SharedLoader, where: str, world: World) -> Iterator[tuple[i
 
 @contextmanager
 def _named(where: str, number: int, world: World) -> Iterator[None]:
-    """Say which batch raised; errors that speak for themselves pass."""
+    """Name the batch that raised; errors for the user pass."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if in_worker := re.search(r"^Caught .* (in DataLoader worker process \d+)", str(error)):
-            last_frame = str(error).rpartition('\n  File "')[2]  # of a traceback, which what the worker raised ends
-            what = " ".join(re.sub(r"^.*\n(  .*\n)*", "", last_frame).split()) + f" ({in_worker[1]})"
-        told = f"{where}, batch {number}, rank {world.rank}: {what}"
-        raise BatchError(told) from error
+        text = str(error)
+        problem = f"{type(error).__name__}: {' '.join(text.split())}"
+        if in_worker := re.search(r"^Caught .* (in DataLoader worker process \d+)", text):
+            # a traceback, which what the worker raised ends
+            raised = re.sub(r"^.*\n(  .*\n)*", "", text.rpartition('\n  File "')[2])
+            problem = f"{' '.join(raised.split())} ({in_worker[1]})"
+        raise BatchError(f"{where}, batch {number}, rank {world.rank}: {problem}") from error
 
 
 def _merge_buffers(module: nn.Module, world: World) -> None:
     """Make the ranks' buffers alike, each of which saw its share of every batch.
 
-    BatchNorm's running statistics become the mean over ranks. What others are made of is not known: rank 0's count.
+    BatchNorm's running statistics become the mean over ranks, all others those of rank 0.
     """
     if world.size == 1:
         return
     averaged: dict[str, Tensor] = {}
     for name, part in module.named_modules():
-        kept = part.named_buffers(recurse=False)
-        own = {key: value for key, value in kept if key not in part._non_persistent_buffers_set}
-        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            averaged |= {f"{name}.{key}": value for key, value in own.items() if value.is_floating_point()}
-            continue
-        for value in own.values():
-            with world.waiting("buffers of the main process"):
-                take_from_main(value)
-    for name, total in (sum_over_ranks(averaged, world) if averaged else {}).items():
+        for key, value in part.named_buffers(recurse=False):
+            if key in part._non_persistent_buffers_set:
+                continue
+            if not isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                with world.waiting("buffers of the main process"):
+                    broadcast_from_rank0(value)
+            elif value.is_floating_point():
+                averaged[f"{name}.{key}"] = value
+    for name, total in (all_reduce_sum(averaged, world) if averaged else {}).items():
         averaged[name].copy_(total / world.size)
 
 
-def _bar(total: int, what: str, world: World, wanted: bool) -> Any:
-    shown = wanted and world.main and sys.stderr.isatty()
-    return tqdm(total=total, desc=what, unit=" batches", leave=False, dynamic_ncols=True, disable=not shown)
+def _bar(total: int, label: str, world: World, wanted: bool) -> Any:
+    hidden = not (wanted and world.is_main_process and sys.stderr.isatty())
+    return tqdm(
+        total=total, desc=label, unit=" batches", leave=False, dynamic_ncols=True, disable=hidden
+    )
 
 
-def _tell(task: _Task, record: dict[str, float], samples_per_s: float, best: bool) -> None:
-    shown = [f"{name} {value:.4g}" for name, value in record.items() if name != "epoch" and "samples" not in name]
-    line = f"epoch {record['epoch']:.0f}/{task.config.epochs}: {', '.join(shown)}"
-    line += f", {samples_per_s:,.0f} samples/s{', best so far' if best else ''}"
+def _print_epoch(
+    record: dict[str, float], config: FitConfig, world: World, samples_per_s: float, best: bool
+) -> None:
+    figures = {name: value for name, value in record.items() if "samples" not in name}
+    epoch = figures.pop("epoch")
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    line = f"epoch {epoch:.0f}/{config.epochs}: {shown}, {samples_per_s:,.0f} samples/s"
+    line += ", best so far" if best else ""
     logger.info(line)
-    if task.config.progress and task.strategy.world.main:
+    if config.progress and world.is_main_process:
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
-
-

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_dist.errors import UserError
-from rl_dist.process_group.collectives import sum_over_ranks
+from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.process_group.world import World
 
 Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
@@ -20,7 +20,7 @@ class Sums:
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         if taken := sorted({"loss", "samples"} & set(metrics)):
-            raise UserError(f"no metric can be called {taken[0]}, which is reported anyway: use another name")
+            raise UserError(f"no metric can be called {taken[0]}, which is reported anyway")
         self.metrics = metrics
         self.counts: dict[str, int] = dict.fromkeys(("loss", *metrics), 0)
         self.totals: dict[str, Any] = dict.fromkeys(self.counts, 0.0)
@@ -32,30 +32,29 @@ class Sums:
         self.counts["loss"] += count
         for name, metric in self.metrics.items():
             values = metric(outputs, targets)
-            if not isinstance(values, Tensor) or not values.ndim:  # a mean would count small batches as large ones
-                got = "one without axes" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise UserError(f"metric {name} must return a tensor of one value or more for each sample, got {got}")
+            # a mean would count small batches as large ones
+            if not isinstance(values, Tensor) or not values.ndim:
+                raise UserError(
+                    f"metric {name} must return a tensor of at least one value for each sample"
+                )
             self.totals[name] = self.totals[name] + values.sum(dtype=torch.float64)
             self.counts[name] += values.numel()
 
     def means(self, world: World) -> dict[str, float]:
-        """Over all samples of all ranks; all of them call."""
+        """Average over all samples of all ranks; all of them call."""
         counts = {f"count of {name}": float(count) for name, count in self.counts.items()}
-        reduced = sum_over_ranks(self.totals | counts, world)
+        reduced = all_reduce_sum(self.totals | counts, world)
         means = {name: float(reduced[name] / reduced[f"count of {name}"]) for name in self.totals}
         return means | {"samples": float(reduced["count of loss"])}
 
 
 def check_loss(loss: Any) -> Tensor:
-    """What a criterion returned, if it is one number.
+    """Return what a criterion returned, if it is one number.
 
     Raises:
         UserError: it is not, as with reduction="none", or with a loss among other things.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    if isinstance(loss, Tensor):
-        got, cure = f"shape {list(loss.shape)}", 'use reduction="mean"'
-    else:
-        got, cure = f"a {type(loss).__name__}", "return that tensor alone"
-    raise UserError(f"the criterion must return the mean loss of a batch as a tensor, got {got}: {cure}")
+    got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise UserError(f"the criterion must return the mean loss of a batch as one number, got {got}")

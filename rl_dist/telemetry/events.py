@@ -28,11 +28,10 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S = 20.0  # for one call of the command, and for all that are left when the process ends
 LONGEST_MESSAGE = 4000  # characters
-MOST_WAITING = 100  # events
 
 
 def configure(command: str, run_dir: str | Path) -> None:
-    """Have `command` called for events of the run in `run_dir`; "": nothing."""
+    """Have `command` called for events of the run in `run_dir`; "": none is."""
     global _messenger
     if _messenger and (_messenger.command, _messenger.run_dir) == (command, str(run_dir)):
         return
@@ -41,7 +40,7 @@ def configure(command: str, run_dir: str | Path) -> None:
 
 
 def notify(kind: str, message: str = "", **facts: Any) -> None:
-    """Tell the user's command of an event; never blocks, never raises.
+    """Call the user's command for an event; never blocks, never raises.
 
     The command gets one JSON object on stdin and each of its entries as RL_NAME: RL_EVENT (`kind`),
     RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST and one per fact.
@@ -71,16 +70,13 @@ class _Messenger:
 
     def __init__(self, command: str, run_dir: str) -> None:
         self.command, self.run_dir = command, run_dir
-        self.waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self.waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.running: subprocess.Popen[str] | None = None
         self.ended = False
         self.thread: threading.Thread | None = None  # only once there is an event
 
     def send(self, event: dict[str, Any]) -> None:
-        try:
-            self.waiting.put_nowait(event)
-        except queue.Full:
-            logger.warning("on_event: %d events wait for the command; dropped %s", MOST_WAITING, event["event"])
+        self.waiting.put(event)
         if self.thread is None:
             self.thread = threading.Thread(target=self._deliver, name="on_event", daemon=True)
             self.thread.start()
@@ -88,17 +84,16 @@ class _Messenger:
     def close(self, wait_s: float) -> None:
         if self.thread is None:
             return
-        deadline_s = time.monotonic() + wait_s
-        with suppress(queue.Full, KeyboardInterrupt):  # Ctrl-C: do not wait
-            self.waiting.put(None, timeout=wait_s)
-            self.thread.join(max(0.0, deadline_s - time.monotonic()))
+        self.waiting.put(None)
+        with suppress(KeyboardInterrupt):  # Ctrl-C: do not wait
+            self.thread.join(wait_s)
         self.ended = True
-        if self.thread.is_alive():
-            self._kill()
-            self.thread.join(1.0)
+        self._kill()
+        self.thread.join(1.0)
 
     def _deliver(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # or the command would inherit the launcher's block
+        # or the command would inherit the launcher's block
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         while not self.ended and (event := self.waiting.get()) is not None:
             try:
                 problem = self._call(event)
@@ -109,13 +104,15 @@ class _Messenger:
 
     def _call(self, event: dict[str, Any]) -> str:
         """Run the command to its end; returns what went wrong."""
-        text = json.dumps(event, default=str) + "\n"
-        values = {name: value for name, value in event.items() if isinstance(value, str | int | float)}
-        variables = {f"RL_{name.upper()}": str(value).replace("\0", " ") for name, value in values.items()}
+        variables = {
+            f"RL_{name.upper()}": str(value).replace("\0", " ")
+            for name, value in event.items()
+            if isinstance(value, str | int | float)
+        }
         with tempfile.TemporaryFile("w+") as complaints:
             self.running = subprocess.Popen(
                 self.command,
-                shell=True,  # it is the user's own command line; what happened reaches it by stdin and variables only
+                shell=True,  # it is the user's own; what happened is in stdin and variables only
                 env=os.environ | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -124,21 +121,21 @@ class _Messenger:
                 start_new_session=True,  # Ctrl-C is for the run
             )
             try:
-                self.running.communicate(text, timeout=LIMIT_S)
+                self.running.communicate(json.dumps(event, default=str) + "\n", timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
                 self._kill()
                 return f"was ended: it took more than {LIMIT_S:g} s"
-            if self.running.returncode == 0:
-                return ""
+            code, self.running = self.running.returncode, None
             complaints.seek(0)
             words = " ".join(complaints.read(10_000).split())[-200:]
-            return f"failed with code {self.running.returncode}" + (f": {words}" if words else "")
+        return f"failed with code {code}: {words}".rstrip(": ") if code else ""
 
     def _kill(self) -> None:
-        if self.running is not None:
+        if running := self.running:
             with suppress(ProcessLookupError, PermissionError):  # it has just ended
-                os.killpg(self.running.pid, signal.SIGKILL)
-            self.running.wait(1.0)
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait(1.0)
+            self.running = None
 
 
 _messenger: _Messenger | None = None  # one per process

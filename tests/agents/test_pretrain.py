@@ -1,4 +1,4 @@
-"""Pre-training of the feature LSTM: what it is taught, what it may see, and how PPO starts from it."""
+"""Pre-training of the feature LSTM: its targets, what it may see, and PPO after it."""
 
 import json
 import re
@@ -19,17 +19,27 @@ from agents.pretrain.weights import load_pretrained
 from agents.pretrain.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training
-from envs.trading.config import TradingConfig
-from envs.trading.market_data import DataConfig, Span
-from envs.trading.simulated_market import SimulatedMarketConfig, simulate_markets, world_seeds
+from envs.trading.market_data import Span
+from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.trading.task import prepare_task
+from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import ResolvedLaunch
 from rl_dist.process_group.world import close_world, open_world
 
 MARKET = ["--num_worlds", "2", "--num_stocks", "2"]
-TINY = [*MARKET, *SPANS, "--hidden_size", "8", "--window", "20", "--batch_size", "16", "--no-progress"]
+TINY = [
+    *MARKET,
+    *SPANS,
+    "--hidden_size",
+    "8",
+    "--window",
+    "20",
+    "--batch_size",
+    "16",
+    "--no-progress",
+]
 PPO = [*SIZES, *SPANS, *WORLDS, "--num_stocks", "2", "--num_gpus", "1"]
 SPAN = Span(100, 160)
 
@@ -79,7 +89,10 @@ def test_nothing_after_the_span_is_seen(observation):
     after = slice(SPAN.last + 1, None)
     changed = []
     for market in markets:
-        series = {name: getattr(market, name).copy() for name in ("open", "high", "low", "close", "volume")}
+        series = {
+            name: getattr(market, name).copy()
+            for name in ("open", "high", "low", "close", "volume")
+        }
         for values in series.values():
             values[after] = 1e9
         changed.append(replace(market, **series))
@@ -90,11 +103,19 @@ def test_nothing_after_the_span_is_seen(observation):
 
 
 def test_the_span_of_the_test_is_neither_trained_nor_validated_on():
-    config = pretrain.RunConfig(market=SimulatedMarketConfig(num_worlds=1, num_stocks=2))
+    config = pretrain.PretrainRunConfig(market=SimulatedMarketConfig(num_worlds=1, num_stocks=2))
     task = config.prepare_task()
-    for windows, span in zip(pretrain.make_windows(config, task), (task.spans.train, task.spans.valid), strict=True):
-        assert windows.features.shape[1] == span.last - span.first + 1 and span.last < task.spans.test.first
-        assert int(windows.places[:, 1].max()) + windows.days + VOLATILITY_DAYS <= windows.features.shape[1]
+    for windows, span in zip(
+        pretrain.make_windows(config, task), (task.spans.train, task.spans.valid), strict=True
+    ):
+        assert (
+            windows.features.shape[1] == span.last - span.first + 1
+            and span.last < task.spans.test.first
+        )
+        assert (
+            int(windows.places[:, 1].max()) + windows.days + VOLATILITY_DAYS
+            <= windows.features.shape[1]
+        )
 
 
 @pytest.mark.parametrize("observation", ["relative", "paper"])
@@ -106,23 +127,36 @@ def test_portfolios_of_windows_are_whole_and_differ(observation):
     value = held.sum(-1) if observation == "relative" else (held * obs[:, :, 1:3]).sum(-1)[:, :1]
     total = 1.0 if observation == "relative" else 1e6
     share = (cash[:, : value.shape[1]] + value) / total
-    assert torch.allclose(share, torch.ones_like(share), atol=1e-6 if observation == "relative" else 1e-3)
+    assert torch.allclose(
+        share, torch.ones_like(share), atol=1e-6 if observation == "relative" else 1e-3
+    )
 
 
 def test_a_span_shorter_than_a_window_is_refused():
-    with pytest.raises(ValueError, match="window 60 and the 5 days after it need more than a span of 61 days"):
+    with pytest.raises(
+        ValueError, match="window 60 and the 5 days after it need more than a span of 61 days"
+    ):
         make_windows(make_markets(), days=60)
 
 
-def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(trained, tmp_path, monkeypatch):
+def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
+    trained, tmp_path, monkeypatch
+):
     run_dir = tmp_path / "parts"
     assert run_here(pretrain.main, [*TINY, "--epochs", "1", "--run_dir", run_dir], monkeypatch) == 0
     assert run_here(pretrain.main, ["--resume", run_dir, "--epochs", "2"], monkeypatch) == 0
-    whole, resumed = checkpoint(trained, 2), checkpoint(run_dir, 2)
+    whole = checkpoint(trained, 2)
+    resumed = checkpoint(run_dir, 2)
     assert whole["history"] == resumed["history"]
-    assert all(torch.equal(value, resumed["module"][name]) for name, value in whole["module"].items())
-    assert json.loads((run_dir / "summary.json").read_text()) == json.loads((trained / "summary.json").read_text())
-    told = [(k, pytest.approx(record["valid/loss"])) for k, record in enumerate(whole["history"], 1)]
+    assert all(
+        torch.equal(value, resumed["module"][name]) for name, value in whole["module"].items()
+    )
+    assert json.loads((run_dir / "summary.json").read_text()) == json.loads(
+        (trained / "summary.json").read_text()
+    )
+    told = [
+        (k, pytest.approx(record["valid/loss"])) for k, record in enumerate(whole["history"], 1)
+    ]
     assert seen(run_dir, "valid/loss") == seen(trained, "valid/loss") == told
 
 
@@ -131,30 +165,27 @@ def test_the_features_are_those_that_the_policy_will_have(trained):
     policy = Policy(PolicyConfig(hidden_size=8), found.num_obs, spaces.Box(-1.0, 1.0, (2,)))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     found.load_into(policy)
-    module = checkpoint(trained, json.loads((trained / "summary.json").read_text())["best_epoch"])["module"]
+    module = checkpoint(trained, json.loads((trained / "summary.json").read_text())["best_epoch"])[
+        "module"
+    ]
     for name, value in policy.state_dict().items():
         expected = module[name] if name.startswith("feature") else before[name]
         assert torch.equal(value, expected), name
     assert not torch.equal(before["feature_core.weight_hh_l0"], module["feature_core.weight_hh_l0"])
 
 
-def test_ppo_starts_from_the_weights(trained, tmp_path, monkeypatch):
-    run_dir = tmp_path / "ppo"
-    flags = ["--num_episodes", "4", "--learning_rate", "0", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
-    assert train_here(monkeypatch, *PPO, *flags, "--pretrained", trained, "--run_dir", run_dir) == 0
-    state, found = checkpoint(run_dir, 1), load_pretrained(trained)
-    for name, value in found.weights.items():
-        assert torch.equal(state["policy"][name], value), name
-    assert json.loads((run_dir / "config.json").read_text())["train"]["pretrained"] == str(trained)
-
-
-def test_the_command_that_it_proposes_starts_a_training_on_the_same_data(trained, tmp_path, monkeypatch):
+def test_the_command_that_it_proposes_starts_a_training_on_the_same_data(
+    trained, tmp_path, monkeypatch
+):
     saved = json.loads((trained / "config.json").read_text())
-    config = pretrain.RunConfig(**{name: section(**saved[name]) for name, section in pretrain.SECTIONS.items()})
+    config = pretrain.PretrainRunConfig(**pretrain.read_sections(pretrain.SECTIONS, saved))
     proposed = shlex.split(pretrain.next_command(config, trained))[2:]
     sizes = SIZES[: SIZES.index("--hidden_size")]
     run_dir = tmp_path / "proposed"
-    assert train_here(monkeypatch, *proposed, *sizes, "--episode_days", "60", "--run_dir", run_dir) == 0
+    assert (
+        train_here(monkeypatch, *proposed, *sizes, "--episode_days", "60", "--run_dir", run_dir)
+        == 0
+    )
     begun = json.loads((run_dir / "config.json").read_text())
     assert begun["policy"]["hidden_size"] == 8
     assert (begun["data"], begun["market"]) == (saved["data"], saved["market"])
@@ -172,7 +203,8 @@ def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_p
         run_dir=tmp_path,
         pretrained=found,
     )
-    training, plain = Training(job, world), Training(replace(job, pretrained=None), world)
+    training = Training(job, world)
+    plain = Training(replace(job, pretrained=None), world)
     for each in (training, plain):
         each.warm_up_normalizers()
     close_world(world)
@@ -180,7 +212,10 @@ def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_p
     assert torch.equal(moments.mean, found.mean) and torch.equal(moments.variance, found.variance)
     assert float(moments.count) == float(plain.obs_normalizer.moments.count) == 4 * 32
     others = [name for name in plain.policy.state_dict() if not name.startswith("feature")]
-    assert all(torch.equal(plain.policy.state_dict()[name], training.policy.state_dict()[name]) for name in others)
+    assert all(
+        torch.equal(plain.policy.state_dict()[name], training.policy.state_dict()[name])
+        for name in others
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +241,12 @@ def test_a_run_that_the_features_do_not_fit_is_refused_in_one_line(
 def test_what_is_no_pre_training_is_refused(trained, tmp_path, monkeypatch, capfd):
     assert train_here(monkeypatch, *PPO, "--pretrained", tmp_path) == 2
     assert "holds no checkpoint" in only_error(capfd.readouterr().err)
-    assert train_here(monkeypatch, "--env", "Recall-v0", "--total_steps", "99", "--pretrained", trained) == 2
+    assert (
+        train_here(
+            monkeypatch, "--env", "Recall-v0", "--total_steps", "99", "--pretrained", trained
+        )
+        == 2
+    )
     assert "does nothing with --env Recall-v0" in only_error(capfd.readouterr().err)
     assert train_here(monkeypatch, "--resume", tmp_path, "--pretrained", trained) == 2
     assert "--pretrained does nothing with --resume" in only_error(capfd.readouterr().err)
@@ -221,12 +261,17 @@ def test_what_is_no_pre_training_is_refused(trained, tmp_path, monkeypatch, capf
     [
         (["--strategy", "auto"], "--strategy auto is for train_distributed.py only"),
         (["--fallback"], "--fallback is for train_distributed.py only"),
-        (["--num_gpus", "2", "--strategy", "hybrid", "--hybrid_form", "pipeline"], "use --hybrid_form shard"),
+        (
+            ["--num_gpus", "2", "--strategy", "hybrid", "--hybrid_form", "pipeline"],
+            "use --hybrid_form shard",
+        ),
         (["--window", "100000"], "make --window smaller"),
-        (["--batch_size", "10000"], "make it smaller"),
+        (["--batch_size", "10000"], "batch_size 10000 is more than"),
     ],
 )
-def test_what_pre_training_cannot_do_is_refused_and_leaves_nothing(flags, named, tmp_path, monkeypatch, capfd):
+def test_what_pre_training_cannot_do_is_refused_and_leaves_nothing(
+    flags, named, tmp_path, monkeypatch, capfd
+):
     argv = [*TINY, "--device", "cpu", *flags, "--run_dir", tmp_path / "run"]
     assert run_here(pretrain.main, argv, monkeypatch) == 2
     assert named in only_error(capfd.readouterr().err) and not (tmp_path / "run").exists()
@@ -242,7 +287,7 @@ def test_pre_training_takes_the_gpus_that_it_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "open_world", refuse)
     resolved = ResolvedLaunch(num_ranks=2, device_type="cuda", message="", gpu_ids=(2, 3))
     with pytest.raises(UserError, match="no GPU here"):
-        pretrain.run_rank(pretrain.RunConfig(), resolved, tmp_path, False, None)
+        pretrain.run_rank(pretrain.PretrainRunConfig(), resolved, tmp_path, False, None)
     assert asked == [(("cuda",), {"gpu_ids": (2, 3)})]
 
 

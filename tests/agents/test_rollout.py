@@ -5,7 +5,14 @@ from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
-from agents.rollout import Minibatch, collect, fresh_carry, minibatches, slot_order, stratum_size, to_slots
+from agents.rollout import (
+    Minibatch,
+    collect,
+    fresh_carry,
+    minibatches,
+    sequence_order,
+    to_sequences,
+)
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],
@@ -18,7 +25,9 @@ NUM_STEPS, BPTT_STEPS = 8, 4
 
 def make_policy(**options):
     torch.manual_seed(0)
-    return Policy(PolicyConfig(hidden_size=8, **options), 4, ScriptedEnv(SCRIPTS).single_action_space).double()
+    return Policy(
+        PolicyConfig(hidden_size=8, **options), 4, ScriptedEnv(SCRIPTS).single_action_space
+    ).double()
 
 
 def make_normalizer():
@@ -33,7 +42,9 @@ def collect_some(policy, normalizer, count=1, num_steps=NUM_STEPS, env=None):
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(16, len(SCRIPTS), 2, dtype=torch.float64, generator=generator)
     cuts = range(0, count * num_steps, num_steps)
-    rollouts = [collect(policy, normalizer, env, carry, noise[t : t + num_steps], BPTT_STEPS) for t in cuts]
+    rollouts = [
+        collect(policy, normalizer, env, carry, noise[t : t + num_steps], BPTT_STEPS) for t in cuts
+    ]
     return rollouts, carry, env
 
 
@@ -54,7 +65,8 @@ def test_episode_starts_are_about_inputs_and_ends_about_steps(policy, normalizer
     assert first.truncated[:, 0].nonzero().flatten().tolist() == [7]
     assert second.episode_start[:, 0].nonzero().flatten().tolist() == [0, 3]
     assert first.episode_start[:, 1].tolist() == [True] + [False] * 7
-    assert second.episode_start[0].tolist() == [True, True, True, False]  # a rollout's start is no episode's
+    # a rollout's start is no episode's
+    assert second.episode_start[0].tolist() == [True, True, True, False]
     assert first.episode_start[:, 2].all()
     assert first.terminated[:, 2].tolist() == [False, True, True] * 2 + [False, True]
     assert first.truncated[:, 2].tolist() == [True, False, True] * 2 + [True, False]
@@ -108,10 +120,13 @@ def test_the_next_value_is_that_of_the_true_successor(policy, normalizer):
     assert rollout.next_values[~rollout.terminated].abs().min() > 0
 
 
-def test_a_truncated_step_looks_at_its_final_observation_with_the_state_of_its_episode(policy, normalizer):
+def test_a_truncated_step_looks_at_its_final_observation_with_the_state_of_its_episode(
+    policy, normalizer
+):
     (rollout,), _, _ = collect_some(policy, normalizer)
     after = states_after(policy, rollout, 1)
-    expected = value_of(policy, normalizer, [1.0, 0.0, 8.0, 1.0], after[7])  # not the next episode's first
+    # not the next episode's first
+    expected = value_of(policy, normalizer, [1.0, 0.0, 8.0, 1.0], after[7])
     torch.testing.assert_close(rollout.next_values[7, 1], expected)
     after = states_after(policy, rollout, 2)
     for t, episode in ((0, 0.0), (3, 3.0), (6, 6.0)):  # t = 2 and 5 terminate as well: zero
@@ -120,44 +135,44 @@ def test_a_truncated_step_looks_at_its_final_observation_with_the_state_of_its_e
     assert rollout.next_values[[2, 5], 2].tolist() == [0.0, 0.0]
 
 
-def test_the_rollouts_own_end_looks_at_the_observation_that_comes_next(policy, normalizer):
-    (first, second), _, _ = collect_some(policy, normalizer, count=2)
-    torch.testing.assert_close(first.next_values[-1, 3], second.values[0, 3])
-
-
-def test_peeks_leave_no_trace_in_the_recurrent_state(policy, normalizer):
-    """Two rollouts of 8 (a peek for every environment in between) equal one of 16."""
+def test_bootstrap_values_leave_no_trace_in_the_recurrent_state(policy, normalizer):
+    """Two rollouts of 8 (a bootstrap value of every environment between) equal one of 16."""
     halves, carry, _ = collect_some(policy, normalizer, count=2)
     (whole,), whole_carry, _ = collect_some(policy, normalizer, num_steps=16)
-    for name in ("obs", "actions", "logprobs", "values", "rewards", "episode_start", "episode_returns"):
-        assert torch.equal(torch.cat([getattr(half, name) for half in halves]), getattr(whole, name)), name
+    for name in ("obs", "actions", "logprobs", "values", "rewards", "episode_returns"):
+        both = torch.cat([getattr(half, name) for half in halves])
+        assert torch.equal(both, getattr(whole, name)), name
     for name, value in carry.tensors().items():
         assert torch.equal(value, whole_carry.tensors()[name]), name
     for column in range(len(SCRIPTS)):
-        torch.testing.assert_close(carry.lstm_state[column], states_after(policy, whole, column)[-1])
+        state = states_after(policy, whole, column)[-1]
+        torch.testing.assert_close(carry.lstm_state[column], state)
 
 
-def test_grid_states_are_the_states_before_every_slot(policy, normalizer):
+def test_initial_states_are_the_states_before_every_sequence(policy, normalizer):
     (first, second), _, _ = collect_some(policy, normalizer, count=2)
-    assert first.grid_states.shape == (2, 4, 6, 8)
-    assert first.grid_states[0].abs().max() == 0
+    assert first.initial_states.shape == (2, 4, 6, 8)
+    assert first.initial_states[0].abs().max() == 0
     (whole,), _, _ = collect_some(policy, normalizer, num_steps=16)
     for column in range(len(SCRIPTS)):
         after = states_after(policy, whole, column)
-        torch.testing.assert_close(first.grid_states[1, column], after[3])
-        torch.testing.assert_close(second.grid_states[0, column], after[7])
-        torch.testing.assert_close(second.grid_states[1, column], after[11])
+        torch.testing.assert_close(first.initial_states[1, column], after[3])
+        torch.testing.assert_close(second.initial_states[0, column], after[7])
+        torch.testing.assert_close(second.initial_states[1, column], after[11])
 
 
 def test_a_window_looks_at_the_final_observation_through_its_own_episode():
-    policy, normalizer = make_policy(feature_window=3), make_normalizer()
+    policy = make_policy(feature_window=3)
+    normalizer = make_normalizer()
     (rollout,), carry, _ = collect_some(policy, normalizer)
     rows = normalizer(torch.tensor([[1.0, 0, 6, 1], [1.0, 0, 7, 1], [1.0, 0, 8, 1]]).double())
     state = states_after(policy, rollout, 1)[7]
     expected = policy.act(rows.flatten()[None], state[None], torch.tensor([False]))[2][0]
     torch.testing.assert_close(rollout.next_values[7, 1], expected)
     assert carry.history[1].abs().max() == 0 and carry.history[3].abs().min() > 0
-    (halves, whole) = (collect_some(policy, normalizer, count, steps)[0] for count, steps in ((2, 8), (1, 16)))
+    (halves, whole) = (
+        collect_some(policy, normalizer, count, steps)[0] for count, steps in ((2, 8), (1, 16))
+    )
     assert torch.equal(torch.cat([half.obs for half in halves]), whole[0].obs)
 
 
@@ -166,97 +181,33 @@ def test_collecting_leaves_the_normaliser_frozen_and_needs_no_gradient(policy):
     before = {name: value.clone() for name, value in normalizer.state_dict().items()}
     (rollout,), carry, _ = collect_some(policy, normalizer)
     assert all(torch.equal(value, before[name]) for name, value in normalizer.state_dict().items())
-    assert not any(tensor.requires_grad for tensor in [*vars(rollout).values(), *carry.tensors().values()])
+    assert not any(
+        tensor.requires_grad for tensor in [*vars(rollout).values(), *carry.tensors().values()]
+    )
 
 
-def test_a_rollout_without_memory_has_states_of_no_size():
-    policy, normalizer = make_policy(policy="mlp"), make_normalizer()
-    (rollout,), _, _ = collect_some(policy, normalizer)
-    assert rollout.grid_states.shape == (2, 4, 0, 8)
-    expected = value_of(policy, normalizer, [1.0, 0.0, 8.0, 1.0], policy.initial_state(1)[0])
-    torch.testing.assert_close(rollout.next_values[7, 1], expected)
-
-
-# --- slots -----------------------------------------------------------------------------------------
-
-# (environments, slots per environment, minibatches, stratum): the last has strata of 4 and 2
-GRIDS = [(8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 2, 2), (8, 3, 2, 2), (16, 3, 4, 4), (8, 1, 1, 1)]
-
-
-def global_slots(num_ranks, num_envs, slots_per_env, num_minibatches, key=(1, 2, 3)):
-    """Per minibatch the global slots (environment, k), and how many of them each rank has."""
-    size = num_envs // num_ranks
-    found: list[set] = [set() for _ in range(num_minibatches)]
-    shares = []
-    for rank in range(num_ranks):
-        order = slot_order(key, rank * size, size, slots_per_env, num_minibatches)
-        shares.append(order.shape)
-        for chosen, columns in zip(found, order, strict=True):
-            chosen |= {(rank * size + int(c) % size, int(c) // size) for c in columns}
-    return found, shares
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_every_epoch_uses_every_slot_once(grid):
-    num_envs, slots_per_env, num_minibatches, _ = grid
-    order = slot_order((1, 2, 3), 0, num_envs, slots_per_env, num_minibatches)
-    assert sorted(order.ravel().tolist()) == list(range(num_envs * slots_per_env))
-    assert order.shape == (num_minibatches, num_envs * slots_per_env // num_minibatches)
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_the_global_minibatch_does_not_depend_on_the_number_of_ranks(grid):
-    num_envs, slots_per_env, num_minibatches, stratum = grid
-    assert stratum_size(num_minibatches, slots_per_env) == stratum
-    one, _ = global_slots(1, *grid[:3])
-    for num_ranks in (2, 4, 8):
-        if (num_envs // num_ranks) % stratum == 0:
-            many, shares = global_slots(num_ranks, *grid[:3])
-            assert many == one
-            own = num_envs * slots_per_env // num_minibatches // num_ranks
-            assert shares == [(num_minibatches, own)] * num_ranks  # exactly its share of each minibatch
-
-
-def test_slots_are_shuffled_anew_by_seed_iteration_epoch_and_stratum():
+def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():
     orders = [
-        slot_order(key, first, 4, 8, 2).tobytes()
+        sequence_order(key, first, 4, 8, 2).tobytes()
         for key in ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1))
         for first in (0, 4)
     ]
     assert len(set(orders)) == len(orders)
 
 
-def test_every_slot_meets_every_minibatch_equally_often():
-    counts = np.zeros((2, 16))
-    for iteration in range(400):
-        for index, columns in enumerate(slot_order((1, iteration, 0), 0, 4, 4, 2)):
-            counts[index, columns] += 1
-    assert counts.min() > 150 and counts.max() < 250  # 200 +- 5 deviations of 10
-
-
-def test_slots_are_steps_of_one_environment_in_order():
+def test_sequences_are_steps_of_one_environment_in_order():
     values = torch.arange(6 * 2 * 1).view(6, 2, 1)  # [T, B, 1]; t * 2 + b
-    slots = to_slots(values, 3)  # [L, K * B, 1]
-    assert slots.shape == (3, 4, 1)
-    columns = slots[:, :, 0].T.tolist()
+    sequences = to_sequences(values, 3)  # [L, K * B, 1]
+    assert sequences.shape == (3, 4, 1)
+    columns = sequences[:, :, 0].T.tolist()
     assert columns == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]  # (k, b) is column k * B + b
 
 
-def test_the_columns_of_an_order_name_slots_as_to_slots_lays_them_out():
-    environment = torch.arange(4).expand(8, 4)
-    block = (torch.arange(8) // 2)[:, None].expand(8, 4)
-    environments, blocks = to_slots(environment, 2)[0], to_slots(block, 2)[0]
-    named, _ = global_slots(1, 4, 4, 2)
-    for columns, expected in zip(slot_order((1, 2, 3), 0, 4, 4, 2), named, strict=True):
-        slots = zip(environments[columns].tolist(), blocks[columns].tolist(), strict=True)
-        assert set(slots) == expected
-
-
-def test_minibatches_hold_the_slots_of_their_order_in_every_field():
+def test_minibatches_hold_the_sequences_of_their_order_in_every_field():
     order = np.array([[2, 0], [1, 3]])
     marks = torch.arange(4.0)
     per_step = marks.expand(5, 4)
-    slots = Minibatch(
+    sequences = Minibatch(
         obs=per_step[..., None].expand(5, 4, 3),
         actions=per_step[..., None],
         logprobs=per_step,
@@ -266,7 +217,7 @@ def test_minibatches_hold_the_slots_of_their_order_in_every_field():
         episode_start=per_step > 1,
         lstm_state=marks[:, None, None].expand(4, 6, 8),
     )
-    first, second = minibatches(slots, order)
+    first, second = minibatches(sequences, order)
     for batch, expected in ((first, [2.0, 0.0]), (second, [1.0, 3.0])):
         wanted = torch.tensor(expected)
         assert torch.equal(batch.obs, wanted[None, :, None].expand(5, 2, 3))

@@ -3,7 +3,13 @@ import math
 import numpy as np
 import pytest
 
-from agents.evaluate.statistics import Record, bootstrap_interval, mean_interval, performance, sharpe_ratio
+from agents.evaluate.statistics import (
+    Record,
+    bootstrap_interval,
+    mean_interval,
+    performance,
+    sharpe_ratio,
+)
 
 
 def record(*values, traded=0.0, fees=0.0, trades=0.0, exposure=0.0):
@@ -21,10 +27,6 @@ def record(*values, traded=0.0, fees=0.0, trades=0.0, exposure=0.0):
 
 def figures(*values, **account):
     return {name: value.tolist() for name, value in performance(record(*values, **account)).items()}
-
-
-def test_returns_are_simple_and_daily():
-    assert record([100.0, 110.0, 99.0]).returns.tolist() == [pytest.approx([0.1, -0.1])]
 
 
 def test_cumulative_and_annual_return_are_those_of_the_whole_path():
@@ -69,7 +71,7 @@ def test_accounts_are_summed_and_turnover_is_per_year_of_the_mean_value():
     assert half_year["exposure"] == pytest.approx([0.8])
 
 
-def test_every_market_is_judged_by_itself():
+def test_every_market_has_figures_of_its_own():
     one, other = [100.0, 120.0, 90.0], [50.0, 40.0, 60.0]
     together = figures(one, other)
     for name, values in together.items():
@@ -80,11 +82,6 @@ def test_the_interval_of_a_mean_is_1_96_standard_errors_wide_on_either_side():
     mean, low, high = mean_interval(np.array([1.0, 2.0, 3.0, 4.0]))
     half = 1.96 * math.sqrt(5 / 3) / 2
     assert (mean, low, high) == pytest.approx((2.5, 2.5 - half, 2.5 + half))
-
-
-def test_one_sample_has_a_mean_and_no_interval():
-    mean, low, high = mean_interval(np.array([3.0]))
-    assert mean == 3.0 and math.isnan(low) and math.isnan(high)
 
 
 def paths(seed, days=500, gain=0.0):
@@ -105,30 +102,12 @@ def test_the_bootstrap_interval_holds_the_estimate_and_repeats():
     assert found["sharpe"][0] == pytest.approx(sharpe[0] - sharpe[1])
 
 
-def test_a_policy_equal_to_the_baseline_differs_by_exactly_nothing():
-    _, baseline = paths(2)
-    assert set(bootstrap_interval(baseline, baseline).values()) == {(0.0, 0.0, 0.0)}
-
-
-def test_the_bootstrap_interval_finds_a_large_gain_and_misses_none():
-    for seed in range(5):
-        gain = bootstrap_interval(*paths(seed, gain=0.002))
-        assert gain["annual_return"][1] > 0 and gain["sharpe"][1] > 0
-
-
 def test_the_bootstrap_interval_covers_the_truth_about_95_times_in_100():
     covered = 0
     for seed in range(60):
         _, low, high = bootstrap_interval(*paths(100 + seed, days=250))["annual_return"]
         covered += low <= 0.0 <= high
     assert 50 <= covered <= 60
-
-
-def test_the_width_of_a_mean_interval_is_that_of_the_normal_distribution():
-    policy, baseline = paths(3, days=2000)
-    estimate, low, high = bootstrap_interval(policy, baseline)["annual_return"]
-    error = 252 * (policy - baseline).std() / math.sqrt(2000)
-    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.15)
 
 
 def test_fewer_days_than_a_block_still_give_an_interval():

@@ -13,42 +13,43 @@ import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_runs import SIZES, SMALL, daily_bars, only_error, records, start, start_training, train_here
+from train_runs import (
+    SIZES,
+    SMALL,
+    daily_bars,
+    only_error,
+    records,
+    start,
+    start_training,
+    train_here,
+)
 
 from agents.run.config import SECTIONS
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
 
-KEYS = {
-    "iteration", "global_step", "episode/return", "episode/length", "episode/count", "episode/total", "loss/policy",
-    "loss/value", "loss/entropy", "ppo/approx_kl", "ppo/clip_fraction", "ppo/explained_variance", "optim/grad_norm",
-    "optim/learning_rate", "time/collect_s", "time/update_s", "time/sync_s", "time/sps", "ranks",
-    "time/update_own_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s",
-    "time/step_spread_s", "time/idle_share",
-    "time/reduction_s",
-}  # fmt: skip
-RANK_KEYS = {
-    "rank", "episode/return", "episode/count", "time/collect_s", "time/update_s", "time/update_own_s",
-    "time/forward_s", "time/backward_s", "time/optimizer_s", "time/gradient_wait_s", "time/step_spread_s",
-    "time/idle_share", "cpu/percent", "ram/used_gib", "ram/free_gib",
-    "time/reduction_s",
-}  # fmt: skip
 OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]
-FOREVER = [*SMALL, "--num_episodes", "1000000", "--checkpoint_every", "1000", "--validate_every", "0"]
+FOREVER = "--num_episodes 1000000 --checkpoint_every 1000 --validate_every 0"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The same run on one rank and on two: {ranks: (run directory, exit code, stdout, stderr)}."""
+    """Train the same on one rank and on two.
+
+    {ranks: (run directory, exit code, stdout, stderr)}.
+    """
     folder = tmp_path_factory.mktemp("finished")
-    device = ["--precision", "fp64", "--device", "cpu"]
+    flags = [*SMALL, *OFTEN, "--precision", "fp64", "--device", "cpu"]
     jobs = {
-        ranks: start_training(*SMALL, *OFTEN, *device, "--num_gpus", ranks, "--run_dir", folder / str(ranks))
+        ranks: start_training(*flags, "--num_gpus", ranks, "--run_dir", folder / str(ranks))
         for ranks in (1, 2)
     }
-    ended = {ranks: (*job.communicate(timeout=150), job.returncode) for ranks, job in jobs.items()}
-    return {ranks: (folder / str(ranks), code, out, err) for ranks, (out, err, code) in ended.items()}
+    ended = {}
+    for ranks, job in jobs.items():
+        out, err = job.communicate(timeout=150)
+        ended[ranks] = folder / str(ranks), job.returncode, out, err
+    return ended
 
 
 def names(folder):
@@ -59,18 +60,24 @@ def names(folder):
 def test_a_run_leaves_all_that_is_promised(finished, ranks):
     run_dir, code, out, err = finished[ranks]
     assert code == 0, err
-    told = "\n".join(line for line in err.splitlines() if "straggler" not in line)  # a busy machine makes one
+    # a busy machine makes one
+    told = "\n".join(line for line in err.splitlines() if "straggler" not in line)
     assert "error" not in told and "warning" not in told.lower() and "Traceback" not in told, err
     data_lines = [line for line in out.splitlines() if line.startswith("data: ")]
     assert len(data_lines) == 1 and "SIMULATED" in data_lines[0]
     assert out.count(str(run_dir)) == 2 and "equal weight" in out
     event_files = [name for name in names(run_dir) if name.startswith("events.out.tfevents")]
     assert len(event_files) == 1
-    expected = {"checkpoints", "config.json", "logs", "metrics.jsonl", "plots", "summary.json"}
+    expected = {"checkpoints", "config.json", "logs", "metrics.jsonl", "plots"}
+    expected |= {"state.json", "summary.json"}
     assert set(names(run_dir)) == expected | set(event_files)
     assert names(run_dir / "plots") == ["equity.png", "learning_curve.png"]
+    saved = [f"iteration_{line['iteration']:08d}.pt" for line in records(run_dir)]
+    assert names(run_dir / "checkpoints") == ["best.pt", *saved]
     assert set(json.loads((run_dir / "config.json").read_text())) == set(SECTIONS)
-    assert names(run_dir / "logs") == [f"rank_{rank}.log" for rank in range(ranks)]
+    endings = ("jsonl", "log")
+    logs = [f"rank_{rank}.{ending}" for rank in range(ranks) for ending in endings]
+    assert names(run_dir / "logs") == logs
     for rank in range(ranks):
         assert f"INFO rank {rank}" in (run_dir / "logs" / f"rank_{rank}.log").read_text()
 
@@ -79,45 +86,41 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
 def test_metrics_are_written_once_per_iteration_with_every_rank_in_them(finished, ranks):
     run_dir = finished[ranks][0]
     lines = records(run_dir)
-    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1)) and len(lines) > 3
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) > 3
     assert [line["global_step"] for line in lines] == [128 * line["iteration"] for line in lines]
     for line in lines:
-        assert set(line) >= KEYS and all(set(one) == RANK_KEYS for one in line["ranks"])
         assert [one["rank"] for one in line["ranks"]] == list(range(ranks))
         assert sum(one["episode/count"] for one in line["ranks"]) == line["episode/count"]
         assert ("valid/sharpe" in line) == (line["iteration"] % 3 == 0 or line is lines[-1])
     assert lines[-1]["episode/total"] == sum(line["episode/count"] for line in lines) >= 8
-    assert lines[-2]["episode/total"] < 8  # it stopped at the first iteration end that reached the budget
+    # it stopped at the first iteration end that reached the budget
+    assert lines[-2]["episode/total"] < 8
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert [summary[name] for name in ("iteration", "global_step", "episodes")] == [
-        lines[-1][name] for name in ("iteration", "global_step", "episode/total")
-    ]
+    for name, key in (("iteration", "iteration"), ("episodes", "episode/total")):
+        assert summary[name] == lines[-1][key]
     board = EventAccumulator(str(run_dir)).Reload()
-    losses = [(event.step, event.value) for event in board.Scalars("loss/policy")]
-    assert losses == [(line["global_step"], pytest.approx(line["loss/policy"], rel=1e-6)) for line in lines]
+    losses = {event.step: event.value for event in board.Scalars("loss/policy")}
+    written = {line["global_step"]: line["loss/policy"] for line in lines}
+    assert losses == pytest.approx(written, rel=1e-6)
     assert f"rank_{ranks - 1}/episode/count" in board.Tags()["scalars"]
-
-
-def test_one_process_writes_checkpoints_one_per_iteration(finished):
-    for run_dir, *_ in finished.values():
-        expected = [f"iteration_{line['iteration']:08d}.pt" for line in records(run_dir)]
-        assert names(run_dir / "checkpoints") == ["best.pt", *expected]
 
 
 def test_two_ranks_collect_different_rollouts(finished):
     pairs = [line["ranks"] for line in records(finished[2][0])]
     assert any(one["episode/count"] != other["episode/count"] for one, other in pairs)
-    means = {one["episode/return"] for pair in pairs for one in pair if one["episode/return"] is not None}
-    ended = sum(one["episode/return"] is not None for pair in pairs for one in pair)
-    assert len(means) == ended >= 4
+    returns = [one["episode/return"] for pair in pairs for one in pair]
+    means = [mean for mean in returns if mean is not None]
+    assert len(set(means)) == len(means) >= 4
 
 
 def numbers(nested, path=""):
-    if isinstance(nested, dict):
-        return {key: value for name in nested for key, value in numbers(nested[name], f"{path}/{name}").items()}
+    """Flatten dictionaries and lists: {path: value}."""
     if isinstance(nested, list):
-        return {key: value for i, one in enumerate(nested) for key, value in numbers(one, f"{path}/{i}").items()}
-    return {path: nested}
+        nested = dict(enumerate(nested))
+    if not isinstance(nested, dict):
+        return {path: nested}
+    return {k: v for name in nested for k, v in numbers(nested[name], f"{path}/{name}").items()}
 
 
 def test_two_ranks_train_and_judge_as_one(finished):
@@ -125,49 +128,47 @@ def test_two_ranks_train_and_judge_as_one(finished):
     left, right = (load_checkpoint(latest_checkpoint(run_dir))["policy"] for run_dir in (one, two))
     for name in left:
         assert torch.allclose(left[name], right[name], rtol=0, atol=1e-9), name
-    summaries = [json.loads((run_dir / "summary.json").read_text()) for run_dir in (one, two)]
-    held_out = [numbers({k: v for k, v in summary.items() if k != "scaling"}) for summary in summaries]
-    hashes = [held.pop("/parameter_sha256") for held in held_out]  # sums over ranks are rounded in another order
-    assert all(len(sha256) == 64 for sha256 in hashes)
+    held_out = []
+    for run_dir in (one, two):
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert len(summary.pop("parameter_sha256")) == 64  # sums are rounded in another order
+        summary.pop("scaling", None)
+        held_out.append(numbers(summary))
     assert held_out[0].keys() == held_out[1].keys()
     for key, value in held_out[0].items():
         close = pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value, float) else value
         assert held_out[1][key] == close, key
     for mine, theirs in zip(records(one), records(two), strict=True):
-        for key in ("episode/return", "episode/length", "episode/count", "loss/policy", "optim/grad_norm"):
+        for key in ("episode/return", "episode/count", "loss/policy", "optim/grad_norm"):
             assert theirs[key] == pytest.approx(mine[key], rel=1e-6), key
 
 
 def test_several_ranks_end_with_predicted_against_measured(finished):
-    summaries = {ranks: json.loads((run_dir / "summary.json").read_text()) for ranks, (run_dir, *_) in finished.items()}
-    assert "scaling" not in summaries[1] and "scaling: " not in finished[1][2]
-    found = summaries[2]["scaling"]
+    assert "scaling: " not in finished[1][2] and finished[2][2].count("scaling: 2 ranks") == 1
+    found = json.loads((finished[2][0] / "summary.json").read_text())["scaling"]
     assert found["ranks"] == 2 and found["predicted_steps_per_s"] > 0 and 0 < found["busy"] <= 1
-    measured = harmonic_mean([line["time/sps"] for line in records(finished[2][0])[2:]])
-    assert found["measured_steps_per_s"] == measured
-    assert finished[2][2].count("scaling: 2 ranks trained ") == 1
+    paces = [line["time/sps"] for line in records(finished[2][0])[2:]]
+    assert found["measured_steps_per_s"] == harmonic_mean(paces)
 
 
 # ---- resume
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    finished, tmp_path, monkeypatch, capsys
+):
     whole, again = finished[1][0], tmp_path / "again"
     shutil.copytree(whole, again)
     for path in (again / "checkpoints").iterdir():
         if path.name > "iteration_00000003.pt":
             path.unlink()
-    with open(again / "metrics.jsonl", "a") as file:
+    with (again / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 99, "torn')
     assert train_here(monkeypatch, "--resume", again) == 0, capsys.readouterr().err
     left, right = (load_checkpoint(latest_checkpoint(run_dir)) for run_dir in (whole, again))
     assert json.loads(left.pop("config"))["train"] == json.loads(right.pop("config"))["train"]
     assert differences(result_of(whole), result_of(again)) == []
     assert (whole / "summary.json").read_text() == (again / "summary.json").read_text()
-
-
-def tree(pid):
-    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def wait_for_lines(job, run_dir, count):
@@ -179,17 +180,18 @@ def wait_for_lines(job, run_dir, count):
 
 
 @pytest.mark.parametrize(
-    ("signum", "send"),
-    [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)],
+    ("signum", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)]
 )
 @pytest.mark.slow
 def test_a_stop_signal_saves_and_resume_goes_on_without_repeated_or_missing_iterations(
     signum, send, tmp_path, monkeypatch, capsys
 ):
     run_dir = tmp_path / "run"
-    job = start_training(*FOREVER, "--num_gpus", 2, "--device", "cpu", "--run_dir", run_dir)
+    flags = [*SMALL, *FOREVER.split(), "--num_gpus", 2, "--device", "cpu"]
+    job = start_training(*flags, "--run_dir", run_dir)
     wait_for_lines(job, run_dir, 2)
-    everyone = tree(job.pid)
+    launcher = psutil.Process(job.pid)
+    everyone = [launcher, *launcher.children(recursive=True)]
     send(job.pid, signum)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 128 + signum, err
@@ -210,14 +212,15 @@ def test_a_stop_signal_saves_and_resume_goes_on_without_repeated_or_missing_iter
 def test_resume_auto_begins_a_run_and_then_goes_on_with_it(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')  # killed before its first checkpoint
+    # killed before its first checkpoint
+    (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*SIZES, "--env", "CartPole-v1", "--eval_episodes", "2", "--checkpoint_every", "1"]
     flags += ["--run_dir", run_dir, "--resume", "auto"]
     assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0, capsys.readouterr().err
     first = records(run_dir)
     assert [line["iteration"] for line in first] == list(range(1, len(first) + 1))
     budget = first[-1]["episode/total"] + 1
-    assert train_here(monkeypatch, *flags, "--num_episodes", str(budget)) == 0, capsys.readouterr().err
+    assert train_here(monkeypatch, *flags, "--num_episodes", budget) == 0, capsys.readouterr().err
     assert "going on from" in capsys.readouterr().out
     assert records(run_dir)[: len(first)] == first and len(records(run_dir)) > len(first)
     assert train_here(monkeypatch, "--resume", run_dir) == 0
@@ -227,13 +230,14 @@ def test_resume_auto_begins_a_run_and_then_goes_on_with_it(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_the_ranks_of_torchrun_share_one_run_directory(tmp_path):
     script = Path(__file__).parents[2] / "train_distributed.py"
-    job = start("-m", "torch.distributed.run", "--nproc_per_node=2", script, *SMALL, "--device=cpu", cwd=tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    job = start(*torchrun, script, *SMALL, "--device=cpu", cwd=tmp_path)
     out, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     assert out.count("data: ") == 1
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert [one["rank"] for one in records(run_dir)[-1]["ranks"]] == [0, 1]
-    assert names(run_dir / "logs") == ["rank_0.log", "rank_1.log"]
+    assert len(names(run_dir / "logs")) == 4
 
 
 # ---- bad input
@@ -248,24 +252,19 @@ REFUSED = [
     ("--num_gpus 3 --device cpu", "does not divide over 3 ranks"),
     ("--learning_rate nan", "learning_rate"),
     ("--env Nope-v9", "unknown environment 'Nope-v9'"),
-    ("--env no_such_module:Nope-v9", "no_such_module"),
     ("--env CartPole-v1 --env_kwargs {", "env_kwargs must be a JSON object"),
     ('--env CartPole-v1 --env_kwargs {"colour":1}', "colour"),
     ("--env Blackjack-v1", "is not supported"),
     ("--data no_such.csv", "no_such.csv: no such file"),
     ("--episode_days 5000", "episode_days must be below"),
     ("--test_start 2035-01-01", "outside the data"),
-    ("--test_start 2015-13-01", "must be a date"),
     ("--train_end 2016-01-04 --test_start 2015-01-05", "may not overlap"),
     ("--env CartPole-v1 --fee_bps 3", "--fee_bps belongs to StockTrading-v0"),
-    ("--env CartPole-v1 --num_worlds 3", "--num_worlds belongs to StockTrading-v0"),
-    ("--env CartPole-v1 --train_end 2015-01-05", "--train_end belongs to StockTrading-v0"),
     ("--env CartPole-v1 --preset paper", "--preset paper belongs to StockTrading-v0"),
     ("--data x.csv --market_edge 3", "--market_edge belongs to the simulated market"),
     ("--eval_episodes 3", "--eval_episodes does nothing"),
     ("--total_steps 1000", "--num_episodes does nothing beside --total_steps"),
     ("--resume no_such_run", "no_such_run does not exist"),
-    ("--resume .", "holds no valid checkpoint"),
     ("--resume runs --quick", "--quick does nothing with --resume"),
 ]
 
@@ -278,63 +277,43 @@ def test_bad_input_is_one_line_and_leaves_nothing(flags, expected, tmp_path, mon
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
-def spoil(column, value):
-    def change(bars):
-        bars = bars.astype({column: object})
-        bars.loc[77, column] = value
-        return bars
-
-    return change
-
-
-BROKEN = {
-    "no_column": (lambda bars: bars.drop(columns="volume"), "no column volume"),
-    "no_rows": (lambda bars: bars.head(0), "no rows"),
-    "blank_price": (spoil("close", ""), "blank close"),
-    "negative_price": (spoil("low", -1.0), "not positive"),
-    "words": (spoil("open", "many"), "'many' is not a number"),
-    "bad_date": (spoil("date", "31/12/2018"), "is not a date"),
-    "high_below_low": (spoil("high", 0.5), "below low"),
-    "twice": (lambda bars: bars.loc[[*range(78), *range(77, len(bars))]], "a second row"),
-    "hole": (lambda bars: bars.drop(index=77), "no bar, though other tickers have one"),
-    "unsorted": (lambda bars: bars.loc[::-1], "comes after a later date"),
-    "too_short": (lambda bars: bars.head(5 * 20), "days"),
-}
-
-
-@pytest.mark.parametrize("kind", [*BROKEN, "binary", "cut_off"])
+@pytest.mark.parametrize("kind", ["no_column", "binary", "cut_off"])  # more: test_market_data.py
 def test_a_broken_file_of_bars_is_refused_in_one_line(kind, tmp_path, monkeypatch, capsys):
     path = tmp_path / ("bars.csv.gz" if kind == "cut_off" else "bars.csv")
-    expected = "cannot be read as CSV"
-    if kind == "binary":
-        path.write_bytes(bytes(range(256)) * 10)
-    elif kind == "cut_off":
-        path.write_bytes(gzip.compress(daily_bars().to_csv(index=False).encode())[:-500])
-    else:
-        change, expected = BROKEN[kind]
-        change(daily_bars()).to_csv(path, index=False)
+    text = daily_bars().drop(columns="volume").to_csv(index=False).encode()
+    broken = {
+        "no_column": text,
+        "binary": bytes(range(256)) * 10,
+        "cut_off": gzip.compress(text)[:-500],
+    }
+    path.write_bytes(broken[kind])
     assert train_here(monkeypatch, *SIZES, "--data", path, "--run_dir", tmp_path / "run") == 2
+    expected = "no column volume" if kind == "no_column" else "cannot be read as CSV"
     assert expected in only_error(capsys.readouterr().err)
     assert names(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("where", ["file", "file/below"])
-def test_a_run_directory_that_cannot_be_written_is_refused(where, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert train_here(monkeypatch, *SMALL, "--run_dir", tmp_path / where) == 2
-    assert "cannot be written" in only_error(capsys.readouterr().err)
-    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_directory_with_the_users_own_files_is_refused_and_left_alone(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("logs/mine.txt", "cannot be written"),
+        ("logs/mine.txt/below", "cannot be written"),
+        (".", "holds other files"),
+    ],
+)
+def test_the_users_own_files_are_refused_as_a_run_directory_and_left_alone(
+    where, expected, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "mine.txt").write_text("mine")
-    assert train_here(monkeypatch, *SMALL, "--run_dir", tmp_path) == 2
-    assert "holds other files" in only_error(capsys.readouterr().err)
+    assert train_here(monkeypatch, *SMALL, "--run_dir", tmp_path / where) == 2
+    assert expected in only_error(capsys.readouterr().err)
     assert (tmp_path / "logs" / "mine.txt").read_text() == "mine" and names(tmp_path) == ["logs"]
 
 
-def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(tmp_path, monkeypatch, capsys):
+def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(
+    tmp_path, monkeypatch, capsys
+):
     flags = [*SIZES, "--eval_episodes", "2", "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *flags, "--env", "faulty_envs:NanAtFive-v0") == 1
     message = only_error(capsys.readouterr().err)
@@ -344,30 +323,26 @@ def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(tmp_path
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"]["return"] == 9.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "code", "expected"),
     [
-        pytest.param("faulty_envs:NanAtForty-v0", 1, "at its step 8: observation is nan", marks=pytest.mark.slow),
-        pytest.param("Nope-v9", 2, "unknown environment", marks=pytest.mark.slow),
+        # the 40th step of its life is the 8th after the reset that follows the warm-up
+        ("faulty_envs:NanAtForty-v0", 1, "at its step 8: observation is nan"),
+        ("Nope-v9", 2, "unknown environment"),
     ],
 )
 def test_a_failure_on_two_ranks_is_one_line_and_leaves_no_process(tmp_path, env, code, expected):
     flags = ["--env", env, "--num_gpus", 2, "--device", "cpu", "--run_dir", tmp_path / "run"]
     job = start_training(*SIZES, *flags)
-    group = job.pid
     out, err = job.communicate(timeout=90)
     assert job.returncode == code, err
-    assert expected in only_error(err)  # the 40th step of its life is the 8th after the reset that follows the warm-up
+    assert expected in only_error(err)
     assert not (tmp_path / "run").exists()
-    left = [one for one in psutil.process_iter() if in_group(one, group)]
-    assert not psutil.wait_procs(left, timeout=5)[1]
-
-
-def in_group(process, group):
-    try:
-        return os.getpgid(process.pid) == group
-    except ProcessLookupError:
-        return False
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # at most 5 s
+            os.killpg(job.pid, 0)
+            time.sleep(0.05)
 
 
 def test_a_fresh_start_does_not_touch_another_run(finished, monkeypatch, capsys):
@@ -376,7 +351,10 @@ def test_a_fresh_start_does_not_touch_another_run(finished, monkeypatch, capsys)
     for flags, expected in [
         (["--run_dir", run_dir], f"holds a run already: go on with --resume {run_dir}"),
         (["--resume", run_dir, "--run_dir", "elsewhere"], "--run_dir does nothing with --resume"),
-        (["--resume", run_dir, "--hidden_size", "16"], "differs from the run to resume: --hidden_size 16 (it has 8)"),
+        (
+            ["--resume", run_dir, "--hidden_size", "16"],
+            "differs from the run to resume: --hidden_size 16 (it has 8)",
+        ),
         (["--resume", latest_checkpoint(run_dir)], "--resume takes a run directory"),
     ]:
         assert train_here(monkeypatch, *flags) == 2

@@ -1,4 +1,4 @@
-"""Where bad input or the system does not allow a command to work, it says so in one line, without a traceback."""
+"""Commands refuse bad input, or what the system does not allow, in one line without a traceback."""
 
 import errno
 import json
@@ -8,7 +8,15 @@ import subprocess
 import sys
 
 import pytest
-from train_runs import REPO, daily_bars, evaluate_here, only_error, run_here, train_here
+from train_runs import (
+    RECALL,
+    REPO,
+    daily_bars,
+    evaluate_here,
+    only_error,
+    run_here,
+    train_here,
+)
 
 import check_gpu_setup
 import train_distributed
@@ -21,10 +29,7 @@ from rl_dist.speedup import command as speedup
 from rl_dist.status import command as status
 from rl_dist.telemetry.metrics import truncate_metrics
 
-TINY = [
-    *("--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4", "--hidden_size", "8"),
-    *("--eval_episodes", "2", "--device", "cpu", "--total_steps", "128", "--env", "Recall-v0"),
-]
+TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "128"]
 COMMANDS = {
     "train": (train_distributed.main, [*TINY, "--run_dir"]),
     "resume": (train_distributed.main, ["--resume"]),
@@ -48,8 +53,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def copy(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "bad\udcff"], ids=["too long", "no UTF-8"])
@@ -66,16 +70,22 @@ def test_a_name_that_cannot_be_is_one_line(command, name, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "command", [["train_distributed.py", *TINY], ["-m", "agents.evaluate", "x"], ["-m", "rl_dist.status", "x"]]
+    "command",
+    [[str(REPO / "train_distributed.py"), *TINY]]
+    + [["-m", name, "x"] for name in ("agents.evaluate", "rl_dist.status")],
+    ids=lambda words: words[1],
 )
 def test_a_current_directory_that_was_deleted_is_one_line(command, tmp_path):
-    words = [str(REPO / command[0]), *command[1:]] if command[0].endswith(".py") else command
-    script = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, {[sys.executable, *words]!r})"
+    words = [sys.executable, *command]
+    script = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, {words})"
     folder = tmp_path / "gone"
     folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and "current directory" in only_error(done.stderr)
 
@@ -96,16 +106,18 @@ def test_a_variable_of_torchrun_that_is_no_count_is_one_line_before_anything_is_
 
 # ---- something else in the place of a file or folder
 
-PLACES = (
-    *("config.json", "metrics.jsonl", "summary.json", "summary.json.superseded", "events.out.tfevents.1"),
-    *("logs/rank_0.log", "plots/learning_curve.png", "plots", "logs", "profile", "checkpoints"),
-)
+PLACES = ["config.json", "metrics.jsonl", "summary.json", "summary.json.superseded"]
+PLACES += ["events.out.tfevents.1", "logs/rank_0.log", "plots/learning_curve.png"]
+PLACES += ["plots", "logs", "profile", "checkpoints"]
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file"])
-def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(place, kind, copy, tmp_path, monkeypatch, capsys):
-    path, target = copy / place, tmp_path / "target"
+def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(
+    place, kind, copy, tmp_path, monkeypatch, capsys
+):
+    path = copy / place
+    target = tmp_path / "target"
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -116,7 +128,7 @@ def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(place, kind, cop
     monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: 0)
     code = train_here(monkeypatch, "--resume", copy, "--total_steps", "192")
     err = capsys.readouterr().err
-    fits = (kind == "folder") == (path.suffix == "") and kind in ("folder", "file") and place != "checkpoints"
+    fits = kind == ("file" if path.suffix else "folder") and place != "checkpoints"
     assert code == (0 if fits else 2)
     assert fits or only_error(err)
     assert target.read_text() == "kept"
@@ -124,8 +136,10 @@ def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(place, kind, cop
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", [{"iteration": 1, "global_step": None}, {"iteration": None, "global_step": 1}, [], 1])
-def test_a_line_of_metrics_that_is_no_record_is_dropped(line, copy, monkeypatch):
+@pytest.mark.parametrize(
+    "line", [{"iteration": 1, "global_step": None}, {"iteration": None, "global_step": 1}, [], 1]
+)
+def test_a_line_of_metrics_that_is_no_record_is_dropped(line, copy):
     metrics = copy / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(json.dumps(line) + "\n" + whole)
@@ -143,7 +157,7 @@ def test_figures_that_are_no_numbers_are_left_out_of_the_picture(copy, monkeypat
     assert (copy / "plots" / "learning_curve.png").exists()
 
 
-# ---- days, and what the system says
+# ---- days, and refusals of the system
 
 
 @pytest.mark.parametrize("date", ["0000-01-01", "-001-01-01"])
@@ -155,16 +169,14 @@ def test_a_year_that_never_was_is_no_date(date, tmp_path):
         read_bars(tmp_path / "bars.csv")
 
 
-def test_what_the_system_refuses_is_told_with_its_cure(capsys):
+def test_a_refusal_of_the_system_is_printed_with_its_fix(capsys):
+    @explains_errors
     def refuses(number):
-        @explains_errors
-        def main():
-            raise OSError(number, os.strerror(number), "a/file")
-
-        return main()
+        raise OSError(number, os.strerror(number), "a/file")
 
     assert refuses(errno.EMFILE) == 1
-    assert "a/file" in (line := only_error(capsys.readouterr().err)) and "ulimit" in line
+    line = only_error(capsys.readouterr().err)
+    assert "a/file" in line and "ulimit" in line
     assert refuses(errno.ENOTDIR) == 2
     assert "move away" in only_error(capsys.readouterr().err)
     assert explained(ValueError("two\nlines")) == ("two lines", 2)

@@ -2,13 +2,10 @@
 
 import hashlib
 import io
-import logging
 import os
 import pickle
 import random
-import resource
 import subprocess
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -38,6 +35,10 @@ def save(directory, iteration, keep=10):
     return save_checkpoint(directory, {"iteration": iteration}, iteration=iteration, keep=keep)
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def assert_same(got, wanted):
     assert type(got) is type(wanted)
     if isinstance(wanted, dict):
@@ -56,21 +57,6 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_pa
     assert path.name == "iteration_00000120.pt"
     assert_same(load_checkpoint(path), state)
     assert_same(torch.load(path, weights_only=True), state)
-
-
-def test_any_flipped_byte_is_refused(tmp_path):
-    path = save_checkpoint(tmp_path, trained_state(), iteration=1, keep=1)
-    data = path.read_bytes()
-    generator = random.Random(0)
-    ends = [0, 1, len(data) - 1, len(data) - 65, len(data) - 72, len(data) - 73]
-    for position in ends + [generator.randrange(len(data)) for _ in range(150)]:
-        changed = bytearray(data)
-        changed[position] ^= 1 << generator.randrange(8)
-        path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=path.name):
-            load_checkpoint(path)
-    path.write_bytes(data)
-    load_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +79,6 @@ def test_damaged_files_are_refused_with_path_and_cause(tmp_path, damage, cause):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_missing_files_and_directories_are_refused_with_path_and_cause(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be read: No such file"):
-        load_checkpoint(tmp_path / "nowhere.pt")
-    with pytest.raises(CheckpointError, match="a directory"):
-        load_checkpoint(tmp_path)
-
-
 def test_values_that_could_not_be_loaded_again_are_refused_by_name(tmp_path):
     for value in (np.zeros(2), np.float64(1.0), tmp_path):
         with pytest.raises(CheckpointError, match=r"state\['env'\]\[0\] is a "):
@@ -110,46 +89,36 @@ def test_values_that_could_not_be_loaded_again_are_refused_by_name(tmp_path):
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for iteration in (20, 40, 60, 80):
         save(tmp_path, iteration, keep=2)
-    assert sorted(os.listdir(tmp_path)) == ["iteration_00000060.pt", "iteration_00000080.pt"]
+    assert names(tmp_path) == ["iteration_00000060.pt", "iteration_00000080.pt"]
     with pytest.raises(CheckpointError, match="keep_checkpoints"):
         save(tmp_path, 100, keep=0)
 
 
-def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):
-    directory = tmp_path / "checkpoints"
-    save(directory, 20)
-    (directory / "iteration_00000040.pt.part").write_bytes(b"half")
-    assert latest_checkpoint(tmp_path) == directory / "iteration_00000020.pt"
-    save(directory, 60)
-    assert sorted(os.listdir(directory)) == ["iteration_00000020.pt", "iteration_00000060.pt"]
-
-
-def test_the_newest_intact_checkpoint_is_found_and_the_skipped_are_reported(tmp_path, caplog):
+def test_the_newest_intact_checkpoint_is_found_and_leftovers_are_removed(tmp_path, caplog):
     assert latest_checkpoint(tmp_path) is None
-    paths = [save(tmp_path / "checkpoints", iteration) for iteration in (20, 40, 60)]
+    folder = tmp_path / "checkpoints"
+    paths = [save(folder, iteration) for iteration in (20, 40, 60)]
     assert latest_checkpoint(tmp_path) == paths[2]
+    (folder / "iteration_00000080.pt.part").write_bytes(b"of a killed writer")
     paths[2].write_bytes(paths[2].read_bytes()[:-5])
     paths[1].write_bytes(b"")
-    with caplog.at_level(logging.WARNING):
-        assert latest_checkpoint(tmp_path) == paths[0]
+    assert latest_checkpoint(tmp_path) == paths[0]
     assert "iteration_00000060.pt is truncated" in caplog.text
     assert "iteration_00000040.pt is empty" in caplog.text
-
-
-def test_a_run_resumed_from_an_earlier_iteration_supersedes_the_later_ones(tmp_path):
-    for iteration in (20, 40, 60):
-        save(tmp_path / "checkpoints", iteration)
-    assert save(tmp_path / "checkpoints", 50) == latest_checkpoint(tmp_path)
-    assert (tmp_path / "checkpoints/iteration_00000060.pt.superseded").exists()
+    new = save(folder, 100)
+    assert names(folder) == [path.name for path in (*paths, new)]
 
 
 def test_superseded_checkpoints_stay_until_the_run_has_passed_them(tmp_path):
-    for iteration in (20, 40, 60, 30, 50):
-        save(tmp_path, iteration)
-    (tmp_path / "mine.pt.superseded").touch()
-    assert [path.name[10:18] for path in sorted(tmp_path.glob("iteration_*.pt.superseded"))] == ["00000060"]
-    save(tmp_path, 70)
-    assert [path.name for path in tmp_path.glob("*.superseded")] == ["mine.pt.superseded"]
+    folder = tmp_path / "checkpoints"
+    for iteration in (20, 40, 60, 30):
+        save(folder, iteration)
+    assert save(folder, 50) == latest_checkpoint(tmp_path)
+    (folder / "mine.pt.superseded").touch()
+    superseded = [path.name for path in folder.glob("iteration_*.superseded")]
+    assert superseded == ["iteration_00000060.pt.superseded"]
+    save(folder, 70)
+    assert [path.name for path in folder.glob("*.superseded")] == ["mine.pt.superseded"]
 
 
 def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
@@ -165,66 +134,34 @@ def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
     assert find_latest_run(tmp_path) == tmp_path / "only_best"
 
 
-def test_a_disk_that_cannot_be_written_is_one_clear_error_and_leaves_nothing(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"cannot write .*iteration_00000001.pt \([\d,]+ bytes\): Not a directory"
-    ):
-        save(blocked / "checkpoints", 1)
-    assert os.listdir(tmp_path) == ["file"]
-
-
-@contextmanager
-def file_size_limit(num_bytes):
-    """The system refuses longer files of this process: a real error, which needs neither root nor a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_file_that_the_system_refuses_leaves_the_old_checkpoints_and_no_half_file(tmp_path):
-    path = save(tmp_path, 1)
-    with file_size_limit(1000), pytest.raises(CheckpointError, match=r"00002.pt \(1,\d+ bytes\): File too large"):
-        save(tmp_path, 2)
-    assert os.listdir(tmp_path) == [path.name] and load_checkpoint(path) == {"iteration": 1}
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root, to mount a small file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def test_a_file_that_the_system_refuses_leaves_the_old_checkpoints_and_no_half_file(
+    tmp_path, limits
+):
+    path = save(tmp_path / "kept", 1)
+    limits(1000)
+    with pytest.raises(CheckpointError, match=r"00002.pt \(1,\d+ bytes\): File too large"):
+        save(tmp_path / "kept", 2)
+    limits(None)
+    assert names(path.parent) == [path.name] and load_checkpoint(path) == {"iteration": 1}
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"iteration_00000001.pt .*: Not a directory"):
+        save(tmp_path / "file" / "checkpoints", 1)
 
 
 def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk):
+    disk = small_disk("64k")
     state = {"weights": torch.rand(9000)}
-    path = save_checkpoint(small_disk, state, iteration=1, keep=1)
+    path = save_checkpoint(disk, state, iteration=1, keep=1)
+    full = r"00002.pt \(3\d,\d+ bytes\): No space left on device \(.* bytes are"
     for _ in range(2):  # nothing of the first failure stands in the way of the next
-        with pytest.raises(
-            CheckpointError, match=r"00002.pt \(3\d,\d+ bytes\): No space left on device \(.* bytes are"
-        ):
-            save_checkpoint(small_disk, state, iteration=2, keep=1, best=True)
-        assert os.listdir(small_disk) == [path.name]
+        with pytest.raises(CheckpointError, match=full):
+            save_checkpoint(disk, state, iteration=2, keep=1, best=True)
+        assert names(disk) == [path.name]
         assert_same(load_checkpoint(path), state)
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(CheckpointError, match="cannot write .*iteration_00000002.pt .*Read-only file system"):
-        save(small_disk, 2)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(CheckpointError, match="00002.pt .*Read-only file system"):
+        save(disk, 2)
     assert_same(load_checkpoint(path), state)
-
-
-def test_an_old_file_that_cannot_be_removed_does_not_spoil_a_save(tmp_path, caplog):
-    (tmp_path / "iteration_00000001.pt").mkdir()
-    assert load_checkpoint(save(tmp_path, 2, keep=1)) == {"iteration": 2}
-    assert "iteration_00000001.pt cannot be removed and stays" in caplog.text
 
 
 # ---- the format
@@ -245,7 +182,8 @@ def test_a_file_of_the_first_format_still_loads(tmp_path):
     path = tmp_path / "old.pt"
     path.write_bytes(data + b"sha256:" + hashlib.sha256(data).hexdigest().encode())
     found = read_checkpoint(path)
-    assert (found.state, found.format_version, found.torch_version) == ({"iteration": 3}, 1, "unknown")
+    assert found.state == {"iteration": 3}
+    assert (found.format_version, found.torch_version) == (1, "unknown")
 
 
 def archive_of(state):
@@ -259,21 +197,19 @@ def test_a_newer_format_is_one_clear_line_and_no_reason_to_fall_back(tmp_path):
     save(directory, 1)
     newer = directory / "iteration_00000002.pt"
     newer.write_bytes(seal(archive_of({"iteration": 2}), format_version=FORMAT_VERSION + 1))
-    for read in (lambda: load_checkpoint(newer), lambda: latest_checkpoint(tmp_path)):
-        with pytest.raises(CheckpointError, match=f"{newer} has format version 3, and this program reads up to 2: use"):
-            read()
+    for read, path in ((load_checkpoint, newer), (latest_checkpoint, tmp_path)):
+        with pytest.raises(CheckpointError, match=f"{newer} has format version 3, .* up to 2: use"):
+            read(path)
 
 
 # ---- code in a file whose checksum is right
 
 
-def calls(module, name, argument):
-    return lambda _: corruptions.calling(module, name, argument)
-
-
 def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # torch's own switch must not open the door
-    path, marker = save(tmp_path, 1), tmp_path / "marker"
+    # torch's own switch must not open the door
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = save(tmp_path, 1)
+    marker = tmp_path / "marker"
     good = path.read_bytes()
     pickle.loads(corruptions.calling("posix", "system", f"touch {marker}"))
     assert marker.exists()  # so it does harm where it is trusted
@@ -281,11 +217,13 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monk
     for what, harm in corruptions.hostile(marker).items():
         path.write_bytes(corruptions.with_pickle(good, lambda _, harm=harm: harm))
         name = what.split(".")[-1]
-        with pytest.raises(CheckpointError, match=f"it wants to run .*{name}, .*nothing was run") as error:
+        expected = f"{path} .* it wants to run .*{name}, .*nothing was run"
+        with pytest.raises(CheckpointError, match=expected) as error:
             load_checkpoint(path)
-        assert str(path) in str(error.value) and str(error.value).isprintable() and not marker.exists()
+        assert str(error.value).isprintable() and not marker.exists()
     path.write_bytes(corruptions.with_pickle(good, lambda content: content))
-    assert load_checkpoint(path) == {"iteration": 1}  # rebuilding the archive is not what was refused
+    # rebuilding the archive is not what was refused
+    assert load_checkpoint(path) == {"iteration": 1}
 
 
 def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
@@ -293,7 +231,7 @@ def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), buffer)
     recwarn.clear()
     (tmp_path / "script.pt").write_bytes(seal(buffer.getvalue()))
-    with pytest.raises(CheckpointError, match="script.pt is refused: it is a TorchScript archive, which holds code"):
+    with pytest.raises(CheckpointError, match="script.pt is refused: it is a TorchScript"):
         load_checkpoint(tmp_path / "script.pt")
     assert not recwarn.list
 
@@ -303,7 +241,8 @@ def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
     [
         (torch.zeros(2), "it holds a Tensor, not a state"),
         ({"env": {1, 2}}, r"state\['env'\] is a set"),
-        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "maximum recursion"),  # a dict that holds itself
+        # a dict that holds itself
+        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "maximum recursion"),
         (b"\x80\x02]", "cannot read it"),
         (b"", "it gives no reason|cannot read it"),
     ],
@@ -329,8 +268,11 @@ def test_damage_of_all_kinds_is_refused_runs_nothing_and_the_older_checkpoint_is
     inside = corruptions.structure(trials.original)
     assert inside[-1] == len(trials.original) - 1 and inside[0] == 0 and len(inside) > 1000
     for at in inside[::40] + inside[-71:]:
-        trials.run("structure", trials.original[:at] + bytes([trials.original[at] ^ 1]) + trials.original[at + 1 :])
-    assert trials.violations == [] and trials.refused == trials.tried and sum(trials.tried.values()) > 150
+        changed = bytearray(trials.original)
+        changed[at] ^= 1
+        trials.run("structure", bytes(changed))
+    assert trials.violations == [] and trials.refused == trials.tried
+    assert sum(trials.tried.values()) > 150
 
 
 def test_the_trials_notice_what_must_not_happen(tmp_path):
@@ -338,4 +280,5 @@ def test_the_trials_notice_what_must_not_happen(tmp_path):
         save(tmp_path / "made/checkpoints", iteration)
     trials = corruptions.Trials.of(tmp_path / "made", tmp_path)
     trials.run("loads", seal(archive_of({"iteration": 3})), fall_back=True)
-    assert [line.split(": ")[1] for line in trials.violations] == [f"went on from {trials.newest}", "loaded"]
+    violations = [line.split(": ")[1] for line in trials.violations]
+    assert violations == [f"went on from {trials.newest}", "loaded"]

@@ -4,33 +4,30 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from train_runs import evaluate_here, only_error, records, train_here
+from train_runs import RECALL, evaluate_here, only_error, records, train_here
 
 from rl_dist.checkpoint import command as checkpoint
 from rl_dist.checkpoint.file import load_checkpoint, read_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 
-TINY = [
-    *("--env", "Recall-v0", "--num_envs", 4, "--num_steps", 16, "--bptt_steps", 8, "--batch_size", 4),
-    *("--hidden_size", 8, "--checkpoint_every", 1, "--eval_episodes", 2, "--device", "cpu"),
-]
+TINY = [*RECALL, "--checkpoint_every", 1, "--eval_episodes", 2]
 
 
 def names(run_dir):
-    return sorted(os.listdir(Path(run_dir, "checkpoints")))
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of three iterations with validation after each."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
+    flags = ["--total_steps", 192, "--validate_every", 1, "--run_dir", run_dir]
     with pytest.MonkeyPatch.context() as patch:
-        assert train_here(patch, *TINY, "--total_steps", 192, "--validate_every", 1, "--run_dir", run_dir) == 0
+        assert train_here(patch, *TINY, *flags) == 0
     return run_dir
 
 
@@ -54,7 +51,9 @@ def damage(run_dir, iteration):
 
 
 @pytest.mark.parametrize("auto", [False, True], ids=["run_dir", "auto"])
-def test_resume_goes_on_from_the_newest_valid_one_and_says_what_it_skipped(copied, auto, monkeypatch, capsys):
+def test_resume_goes_on_from_the_newest_valid_one_and_says_what_it_skipped(
+    copied, auto, monkeypatch, capsys
+):
     monkeypatch.chdir(copied.parents[1])
     without_pytests_handlers(monkeypatch)
     run_dir = Path("runs/run") if auto else copied
@@ -79,11 +78,10 @@ def test_the_best_is_the_last_resort(copied, monkeypatch, capsys):
     assert last == f"error: {copied} holds no valid checkpoint: give a run directory or a .pt file"
 
 
-def test_the_best_checkpoint_can_be_judged(finished, monkeypatch, capsys):
+def test_the_best_checkpoint_can_be_evaluated(finished, monkeypatch, capsys):
     best = finished / "checkpoints" / "best.pt"
     assert evaluate_here(monkeypatch, best, "--episodes", 2) == 0
-    out = capsys.readouterr().out
-    assert f"{best}, iteration {load_checkpoint(best)['iteration']}" in out and "2 episodes without noise" in out
+    assert f"{best}, iteration {load_checkpoint(best)['iteration']}" in capsys.readouterr().out
 
 
 def command(*argv):
@@ -93,23 +91,18 @@ def command(*argv):
         return leaving.code
 
 
-def test_a_run_on_a_full_disk_goes_on_without_a_traceback(tmp_path, monkeypatch, capsys):
+def test_a_run_on_a_full_disk_goes_on_without_a_traceback(small_disk, monkeypatch, capsys):
     """The whole run directory is on the full disk, not the checkpoints alone."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=140k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("needs root, to mount a small file system")
-    try:
-        flags = ["--total_steps", 64 * 8, "--validate_every", 0, "--on_save_error", "continue"]
-        code = train_here(monkeypatch, *TINY, *flags, "--run_dir", disk / "run")
-        err = capsys.readouterr().err
-        assert code == 1 and "Traceback" not in err and "Logging error" not in err, err
-        assert err.count("training goes on without") == 5  # iterations 3 to 7; the last save must succeed
-        assert err.splitlines()[-1].startswith("error: cannot write checkpoint ") and "No space left" in err, err
-        assert names(disk / "run") == ["iteration_00000001.pt", "iteration_00000002.pt"]
-        assert load_checkpoint(latest_checkpoint(disk / "run"))["iteration"] == 2
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    run_dir = small_disk("140k") / "run"
+    flags = ["--total_steps", 64 * 8, "--validate_every", 0, "--on_save_error", "continue"]
+    code = train_here(monkeypatch, *TINY, *flags, "--run_dir", run_dir)
+    err = capsys.readouterr().err
+    assert code == 1 and "Traceback" not in err and "Logging error" not in err, err
+    # iterations 3 to 7; the last save must succeed
+    assert err.count("training goes on without") == 5 and "No space left" in err
+    assert err.splitlines()[-1].startswith("error: cannot write checkpoint "), err
+    assert names(run_dir) == ["iteration_00000001.pt", "iteration_00000002.pt"]
+    assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 2
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/iteration_00000003.pt"])
@@ -117,7 +110,8 @@ def test_verify_says_of_every_file_whether_it_is_whole(copied, where, capsys):
     files = ["iteration_00000003.pt"] if where.endswith("pt") else [*names(copied)[1:], "best.pt"]
     assert command("verify", copied / where) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"valid    {copied}/checkpoints/{name}" for name in files]
+    valid = [f"valid    {copied}/checkpoints/{name}" for name in files]
+    assert [line.split(":")[0] for line in lines] == valid
     assert "iteration_00000003.pt: iteration 3, steps 192, episodes " in "\n".join(lines)
     cause = damage(copied, 3).removeprefix("skipped: ")
     assert command("verify", copied / where) == 1
@@ -125,16 +119,10 @@ def test_verify_says_of_every_file_whether_it_is_whole(copied, where, capsys):
     assert len(again) == len(files) and f"damaged  {cause}" in again
 
 
-def test_verify_looks_at_superseded_ones_too(copied, capsys):
-    old = copied / "checkpoints" / "iteration_00000009.pt.superseded"
-    old.write_bytes(b"PK")
-    assert command("verify", copied) == 1
-    assert f"damaged  checkpoint {old} is " in capsys.readouterr().out
-
-
 def test_list_shows_the_newest_first_what_is_damaged_and_the_best(copied, capsys):
     best = load_checkpoint(copied / "checkpoints" / "best.pt")
-    iteration, measured = best["iteration"], best["measured"]
+    iteration = best["iteration"]
+    mark = f" valid, best: valid/return {best['measured']['valid/return']:.6g}"
     broken = 3 if iteration != 3 else 2
     damage(copied, broken)
     os.utime(copied / "checkpoints" / "iteration_00000001.pt", (1e9, 1e9))
@@ -144,31 +132,36 @@ def test_list_shows_the_newest_first_what_is_damaged_and_the_best(copied, capsys
     for number, row in zip((3, 2, 1), rows, strict=True):
         assert f"iteration_0000000{number}.pt" in row
         assert ("is damaged: its bytes" in row) == (number == broken)
-        assert row.endswith(f" valid, best: valid/return {measured['valid/return']:.6g}") == (number == iteration)
+        assert row.endswith(mark) == (number == iteration)
     assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9)) in rows[2]
     (copied / "checkpoints" / f"iteration_{iteration:08d}.pt").unlink()
     assert command("list", copied / "checkpoints") == 0
-    (row,) = [row for row in capsys.readouterr().out.splitlines() if row.split()[0] == str(iteration)]
-    assert "best.pt" in row and f" valid, best: valid/return {measured['valid/return']:.6g}" in row
+    rows = capsys.readouterr().out.splitlines()
+    (row,) = [row for row in rows if row.split()[0] == str(iteration)]
+    assert "best.pt" in row and row.endswith(mark)
 
 
 def test_inspect_tells_what_a_checkpoint_holds(finished, capsys):
     newest = latest_checkpoint(finished)
     found = read_checkpoint(newest)
     assert command("inspect", finished) == 0
-    text = capsys.readouterr().out
-    for line in (f"path {newest}", "format_version 2", f"sha256 {found.sha256}", "iteration 3", "steps 192"):
-        assert line in " ".join(text.split())
-    assert "num_envs 4, num_steps 16" in " ".join(text.split()) and "policy/critic_head.bias" in text
+    text = " ".join(capsys.readouterr().out.split())
+    facts = [f"path {newest}", "format_version 2", f"sha256 {found.sha256}", "iteration 3"]
+    for words in [*facts, "steps 192", "num_envs 4, num_steps 16", "policy/critic_head.bias"]:
+        assert words in text
     assert command("inspect", newest, "--json") == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["config"] == json.loads(found.state["config"]) and about["bytes"] == newest.stat().st_size
+    assert about["config"] == json.loads(found.state["config"])
+    assert about["bytes"] == newest.stat().st_size
     bias = {"name": "policy/critic_head.bias", "shape": [1], "type": "float32"}
     assert bias in about["tensors"] and len(about["tensors"]) > 50
-    assert (about["iteration"], about["steps"], about["episodes"]) == (3, 192, found.state["episodes"])
+    assert (about["iteration"], about["steps"]) == (3, 192)
+    assert about["episodes"] == found.state["episodes"]
 
 
-def test_inspect_of_a_run_takes_the_newest_valid_one_and_of_a_damaged_file_says_so(copied, monkeypatch, capsys):
+def test_inspect_of_a_run_takes_the_newest_valid_one_and_of_a_damaged_file_says_so(
+    copied, monkeypatch, capsys
+):
     without_pytests_handlers(monkeypatch)
     damage(copied, 3)
     assert command("inspect", copied) == 0
@@ -183,7 +176,7 @@ def test_inspect_of_a_run_takes_the_newest_valid_one_and_of_a_damaged_file_says_
     [
         (["verify"], "required: PATH"),
         (["look", "x"], "invalid choice"),
-        (["list", "no_such"], "no_such does not exist: give a checkpoint file, a folder of them or a run directory"),
+        (["list", "no_such"], "no_such does not exist: give a checkpoint file, a folder"),
         (["verify", "empty"], "empty holds no checkpoints"),
         (["verify", "empty", "--json"], "unrecognized arguments: --json"),
     ],
@@ -193,9 +186,3 @@ def test_bad_usage_of_the_command_is_one_line(argv, expected, tmp_path, monkeypa
     (tmp_path / "empty").mkdir()
     assert command(*argv) == 2
     assert expected in only_error(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["verify", "--help"], ["inspect", "--help"]])
-def test_help_has_examples(argv, capsys):
-    assert command(*argv) == 0
-    assert "python -m rl_dist.checkpoint inspect runs/my_run" in capsys.readouterr().out

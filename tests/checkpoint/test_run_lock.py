@@ -1,24 +1,18 @@
 """One training holds one lock, from the choice of its checkpoint to the end of its last rank."""
 
 import multiprocessing
-import os
 import time
 
 import pytest
-from train_runs import only_error, records, start_training, train_here
+from train_runs import RECALL, only_error, records, start_training, train_here
 
 from rl_dist.checkpoint.run_lock import hold, hold_new
 from rl_dist.errors import UserError
+from rl_dist.hardware.plain_files import leads_to
 from rl_dist.status.run_state import is_locked
 
-SMALL = [
-    *("--env", "Recall-v0", "--num_envs", 4, "--num_steps", 8, "--bptt_steps", 8, "--batch_size", 4),
-    *("--hidden_size", 8, "--eval_episodes", 2, "--device", "cpu", "--keep_checkpoints", 50, "--checkpoint_every", 1),
-]
-
-
-def keep(lock, seconds):
-    time.sleep(seconds)
+SMALL = [*RECALL, "--num_steps", 8, "--eval_episodes", 2, "--keep_checkpoints", 50]
+SMALL += ["--checkpoint_every", 1]
 
 
 def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
@@ -31,11 +25,25 @@ def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
     assert child.exitcode == 0 and not is_locked(tmp_path)
 
 
+def keep(lock, seconds):
+    time.sleep(seconds)
+
+
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path):
     with hold(tmp_path / "config.json"):
         (tmp_path / "config.json").unlink()
         with hold(tmp_path / "config.json", patience_s=0.0) as lock:
-            assert os.path.samestat(os.fstat(lock.file.fileno()), os.stat(tmp_path / "config.json"))
+            assert leads_to(lock.path, lock.file)
+
+
+def test_a_lock_that_is_let_go_before_a_configuration_is_written_leaves_nothing(tmp_path):
+    with hold(tmp_path / "config.json"):
+        assert is_locked(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "config.json").touch()  # somebody else's
+    with hold(tmp_path / "config.json"):
+        pass
+    assert (tmp_path / "config.json").exists()
 
 
 def test_of_two_that_begin_in_one_directory_one_is_refused(tmp_path):
@@ -47,9 +55,11 @@ def test_of_two_that_begin_in_one_directory_one_is_refused(tmp_path):
         hold_new(tmp_path / "config.json")
 
 
+@pytest.mark.slow
 def test_a_training_on_two_ranks_never_lets_its_lock_go(tmp_path):
     job = start_training(*SMALL, "--num_gpus", 2, "--total_steps", 96, "--run_dir", tmp_path)
-    locked, free = False, 0
+    locked = False
+    free = 0
     while job.poll() is None:
         locked = locked or is_locked(tmp_path)
         time.sleep(0.01)

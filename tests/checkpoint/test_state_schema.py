@@ -1,4 +1,4 @@
-"""What a checkpoint holds is checked: odd contents are one line, and the checkpoint before is used."""
+"""Entries of a checkpoint are checked: odd ones are one line, and the one before is used."""
 
 import copy
 import functools
@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 import torch
-from train_runs import evaluate_here, only_error, records, train_here
+from train_runs import RECALL, evaluate_here, only_error, records, train_here
 
 from rl_dist.checkpoint.command import main
 from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
-from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
+from rl_dist.checkpoint.folder import save_checkpoint
 from rl_dist.checkpoint.schema import StateError, check_state
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
@@ -20,26 +20,29 @@ from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import World
 from rl_dist.supervised.state import FitState
 
-TINY = [
-    *("--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4", "--hidden_size", "8"),
-    *("--eval_episodes", "2", "--device", "cpu", "--total_steps", "256", "--checkpoint_every", "1"),
-]
-ODD = [None, "x", -1, 10**30, math.nan, {}, [], {"a": {}}, [1, 2], torch.zeros(3, 3), torch.tensor(math.nan)]
+TINY = [*RECALL, "--eval_episodes", 2, "--total_steps", 256, "--checkpoint_every", 1]
+ODD = [None, "x", -1, 10**30, math.nan, {}, [], {"a": {}}, [1, 2], torch.zeros(3, 3)]
+ODD += [torch.tensor(math.nan)]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert train_here(monkeypatch, *TINY, "--env", "Recall-v0", "--run_dir", run_dir) == 0
+        assert train_here(monkeypatch, *TINY, "--run_dir", run_dir) == 0
     return run_dir
 
 
 @pytest.fixture
+def state(trained):
+    """The third checkpoint of four."""
+    return load_checkpoint(trained / "checkpoints" / "iteration_00000003.pt")
+
+
+@pytest.fixture
 def run(trained, tmp_path):
-    """A copy, of which only checkpoints 2 and 3 of 4 are left; writes the second of them."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(trained, run_dir)
+    """Writes the newest checkpoint of a copy; it has those up to 3 of 4."""
+    run_dir = shutil.copytree(trained, tmp_path / "run")
     for name in ("iteration_00000004.pt", "best.pt"):
         (run_dir / "checkpoints" / name).unlink()
 
@@ -52,17 +55,20 @@ def run(trained, tmp_path):
 
 def places(value, path=()):
     """The way to every entry of nested dicts and lists, outer ones first."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, entry in entries:
+    entries = value if isinstance(value, dict) else {}
+    if isinstance(value, list):
+        entries = dict(enumerate(value))
+    for key, entry in entries.items():
         yield (*path, key)
         yield from places(entry, (*path, key))
 
 
 def altered(state, path, value):
     """A state with another entry; value Ellipsis: without it."""
-    state = copy.deepcopy(state)
+    state = copy.copy(state)
     inner = state
     for key in path[:-1]:
+        inner[key] = copy.copy(inner[key])
         inner = inner[key]
     if value is ...:
         del inner[path[-1]]
@@ -72,15 +78,17 @@ def altered(state, path, value):
 
 
 def odd_values(entry):
-    if isinstance(entry, torch.Tensor):
-        wrong = [entry[None], torch.zeros(1).expand(10**12), entry.to_sparse() if entry.ndim else entry.bool()]
-        floats = entry.is_floating_point()
-        return [*ODD, *wrong, *([entry * math.nan, entry + math.inf, -1 - entry.abs()] if floats else [])]
-    return [..., *ODD]
+    if not isinstance(entry, torch.Tensor):
+        return [..., *ODD]
+    sparse = entry.to_sparse() if entry.ndim else entry.bool()
+    wrong = [*ODD, entry[None], torch.zeros(1).expand(10**12), sparse]
+    if entry.is_floating_point():
+        wrong += [entry * math.nan, entry + math.inf, -1 - entry.abs()]
+    return wrong
 
 
-def test_every_odd_entry_is_refused_in_one_line_or_the_run_goes_on(trained, run, monkeypatch, capsys):
-    state = load_checkpoint(trained / "checkpoints" / "iteration_00000003.pt") | {"measured": {"valid/return": 1.0}}
+def test_every_odd_entry_is_refused_in_one_line_or_the_run_goes_on(state, run, monkeypatch, capsys):
+    state["measured"] = {"valid/return": 1.0}
     passed = {}
     for path in places(state):
         entry = functools.reduce(lambda inner, key: inner[key], path, state)
@@ -100,8 +108,9 @@ def test_every_odd_entry_is_refused_in_one_line_or_the_run_goes_on(trained, run,
 
 
 @pytest.mark.parametrize("entry", ["policy", "optimizer", "obs_normalizer"])
-def test_what_is_not_finite_is_named_and_the_checkpoint_before_is_used(entry, run, trained, monkeypatch, capsys):
-    state = load_checkpoint(trained / "checkpoints" / "iteration_00000003.pt")
+def test_what_is_not_finite_is_named_and_the_checkpoint_before_is_used(
+    entry, run, state, monkeypatch, capsys
+):
     inner = state[entry]["state"][0] if entry == "optimizer" else state[entry]
     name = list(inner)[-1]
     inner[name] = inner[name] * math.nan
@@ -112,19 +121,20 @@ def test_what_is_not_finite_is_named_and_the_checkpoint_before_is_used(entry, ru
     assert evaluate_here(monkeypatch, run_dir / "checkpoints" / "iteration_00000003.pt") == 2
     assert "NaN" in only_error(capsys.readouterr().err)
     assert train_here(monkeypatch, "--resume", run_dir) == 0
-    assert "going on from" in (told := capsys.readouterr()).out and "iteration_00000002.pt" in told.out
+    out = capsys.readouterr().out
+    assert "going on from" in out and "iteration_00000002.pt" in out
     assert [record["iteration"] for record in records(run_dir)] == [1, 2, 3, 4]
 
 
-def test_what_older_checkpoints_do_not_have_is_not_missed(run, trained, monkeypatch):
-    state = load_checkpoint(trained / "checkpoints" / "iteration_00000003.pt")
+def test_what_older_checkpoints_do_not_have_is_not_missed(run, state, monkeypatch):
     for name in ("bad_in_a_row", "strategy", "measured"):
         state.pop(name, None)
     assert train_here(monkeypatch, "--resume", run(state)) == 0
 
 
 def test_a_checkpoint_of_something_else_is_one_line(tmp_path, monkeypatch, capsys):
-    path = save_checkpoint(tmp_path / "checkpoints", {"weights": torch.ones(2)}, iteration=1, keep=1)
+    weights = {"weights": torch.ones(2)}
+    path = save_checkpoint(tmp_path / "checkpoints", weights, iteration=1, keep=1)
     assert train_here(monkeypatch, "--resume", tmp_path) == 2
     assert "train_distributed.py" in only_error(capsys.readouterr().err)
     assert evaluate_here(monkeypatch, path) == 2
@@ -133,12 +143,15 @@ def test_a_checkpoint_of_something_else_is_one_line(tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("weights", "hidden_size", "told"),
-    [(None, 8192, "another shape"), ("carry", 8, "lstm_state"), ("num_actions", 8, "another shape")],
+    [
+        (None, 8192, "another shape"),
+        ("carry", 8, "lstm_state"),
+        ("num_actions", 8, "another shape"),
+    ],
 )
 def test_tensors_of_other_sizes_than_the_configuration_has_are_one_line(
-    weights, hidden_size, told, run, trained, monkeypatch, capsys
+    weights, hidden_size, told, run, state, monkeypatch, capsys
 ):
-    state = load_checkpoint(trained / "checkpoints" / "iteration_00000003.pt")
     config = json.loads(state["config"])
     config["policy"]["hidden_size"] = hidden_size
     state["config"] = json.dumps(config)
@@ -158,15 +171,15 @@ def fitted():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     strategy = Strategy(StrategyConfig(), world)
-    loss = strategy.wrap(module)(torch.ones(1, 2)).sum()
-    loss.backward()
+    strategy.wrap(module)(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    return FitState(strategy, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), {"kind": "x"})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return FitState(strategy, optimizer, scheduler, {"kind": "x"})
 
 
 def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken():
     state = fitted()
-    state.look({"epoch": 1.0, "valid/loss": 1.0})
+    state.add({"epoch": 1.0, "valid/loss": 1.0})
     whole = state.to_dict()
     whole["facts"] = {"samples": 3}
     for path in places(whole):
@@ -179,8 +192,7 @@ def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken():
                 assert "\n" not in str(error)
 
 
-def test_weights_of_integers_are_no_weights(trained):
-    state = load_checkpoint(latest_checkpoint(trained))
+def test_weights_of_integers_are_no_weights(state):
     state["policy"] = {name: weight.to(torch.int64) for name, weight in state["policy"].items()}
     with pytest.raises(StateError, match="floating point"):
         check_state(state)

@@ -23,17 +23,24 @@ def test_the_single_environments_pass_gymnasiums_checker(env_id):
 
 @pytest.mark.parametrize("env_id", ["Recall-v0", "CartPolePositions-v1"])
 def test_gymnasium_makes_the_batch_by_itself_and_an_integer_seed_counts_up(env_id):
-    batch, listed = gymnasium.make_vec(env_id, 3), gymnasium.make_vec(env_id, 3)
+    batch = gymnasium.make_vec(env_id, 3)
+    listed = gymnasium.make_vec(env_id, 3)
     np.testing.assert_array_equal(batch.reset(seed=5)[0], listed.reset(seed=[5, 6, 7])[0])
     assert batch.reset()[0] in batch.observation_space
 
 
 @pytest.mark.parametrize(
     ("make_batch", "make_single", "num_actions", "num_steps"),
-    [(RecallVectorEnv, RecallEnv, 4, 45), (CartPolePositionsVectorEnv, CartPolePositionsEnv, 2, 200)],
+    [
+        (RecallVectorEnv, RecallEnv, 4, 45),
+        (CartPolePositionsVectorEnv, CartPolePositionsEnv, 2, 200),
+    ],
 )
-def test_a_batch_equals_single_environments_bit_for_bit(make_batch, make_single, num_actions, num_steps):
-    batch, singles = make_batch(8), [make_single() for _ in SEEDS]
+def test_a_batch_equals_single_environments_bit_for_bit(
+    make_batch, make_single, num_actions, num_steps
+):
+    batch = make_batch(8)
+    singles = [make_single() for _ in SEEDS]
     obs, _ = batch.reset(seed=SEEDS)
     for single, seed, row in zip(singles, SEEDS, obs, strict=True):
         np.testing.assert_array_equal(single.reset(seed=seed)[0], row)
@@ -44,7 +51,8 @@ def test_a_batch_equals_single_environments_bit_for_bit(make_batch, make_single,
         obs, rewards, terminated, truncated, info = batch.step(actions)
         for i, single in enumerate(singles):
             last_obs, reward, single_terminated, single_truncated, _ = single.step(actions[i])
-            assert (reward, single_terminated, single_truncated) == (rewards[i], terminated[i], truncated[i])
+            assert reward == rewards[i]
+            assert (single_terminated, single_truncated) == (terminated[i], truncated[i])
             if terminated[i] or truncated[i]:
                 num_ended += 1
                 np.testing.assert_array_equal(info["final_obs"][i], last_obs)
@@ -76,13 +84,6 @@ def test_cart_pole_positions_follows_cart_pole_exactly_from_the_same_start():
     assert not running.any()
 
 
-def test_cart_pole_positions_shows_cart_position_and_pole_angle_of_cart_pole():
-    hidden, full = CartPolePositionsEnv(), CartPoleEnv()
-    np.testing.assert_array_equal(hidden.reset(seed=7)[0], full.reset(seed=7)[0][[0, 2]])
-    for action in (1, 0, 1):
-        np.testing.assert_array_equal(hidden.step(action)[0], full.step(action)[0][[0, 2]])
-
-
 @pytest.mark.parametrize(
     "make", [CartPolePositionsEnv, lambda **kwargs: CartPolePositionsVectorEnv(1, **kwargs)]
 )
@@ -90,21 +91,16 @@ def test_cart_pole_positions_truncates_at_its_own_limit(make):
     env = make(max_episode_steps=3)
     env.reset(seed=[1] if isinstance(env, CartPolePositionsVectorEnv) else 1)
     action = np.array([1]) if isinstance(env, CartPolePositionsVectorEnv) else 1
-    flags = [
-        (bool(terminated), bool(truncated)) for _, _, terminated, truncated, _ in map(env.step, [action] * 3)
-    ]
-    assert flags == [(False, False), (False, False), (False, True)]
-
-
-def test_cart_pole_positions_lasts_500_steps():
-    assert gymnasium.make("CartPolePositions-v1").unwrapped.max_episode_steps == 500
-    assert gymnasium.make_vec("CartPolePositions-v1", 2).max_episode_steps == 500
+    ends = [[bool(end) for end in env.step(action)[2:4]] for _ in range(3)]
+    assert ends == [[False, False], [False, False], [False, True]]
 
 
 def episode_returns(env, policy, num_episodes):
     """Play whole lockstep episodes; policy(obs, memory) -> actions, memory."""
     obs, _ = env.reset(seed=stream_seeds(9, EVALUATION_STREAM, 0, env.num_envs))
-    memory, total, length = None, np.zeros(env.num_envs), 0
+    memory = None
+    total = np.zeros(env.num_envs)
+    length = 0
     for _ in range(num_episodes):
         terminated = np.zeros(env.num_envs, dtype=bool)
         while not terminated.any():
@@ -129,7 +125,8 @@ def test_recall_gives_full_reward_to_memory():
 
 @pytest.mark.parametrize("answer", range(4))
 def test_recall_gives_a_quarter_to_every_constant_answer(answer):
-    returns, _ = episode_returns(RecallVectorEnv(64), lambda obs, _: (np.full(len(obs), answer), None), 50)
+    constant = lambda obs, _: (np.full(len(obs), answer), None)  # noqa: E731
+    returns, _ = episode_returns(RecallVectorEnv(64), constant, 50)
     assert returns.mean() == pytest.approx(0.25, abs=0.03)  # standard error 0.008
 
 
@@ -147,5 +144,5 @@ def test_recall_query_tells_nothing_about_the_cue():
 
 @pytest.mark.parametrize("arguments", [{"num_cues": 1}, {"delay": -1}, {"num_noise": -1}])
 def test_recall_refuses_sizes_without_sense(arguments):
-    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be at least"):
+    with pytest.raises(ValueError, match="num_cues must be at least 2, delay and num_noise"):
         RecallEnv(**arguments)

@@ -1,17 +1,23 @@
-"""Episodes of the trading environment: starts, ends, seeds, snapshots, and Gymnasium's two faces."""
-
-from dataclasses import replace
+"""Episodes of the trading environment: starts, ends, seeds, snapshots, Gymnasium's faces."""
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from trading_markets import FIRST, NUM_DAYS, make_env, random_actions, random_market, same, whole_pass
+from trading_markets import (
+    FIRST,
+    NUM_DAYS,
+    make_env,
+    random_actions,
+    random_market,
+    same,
+    scaled,
+    whole_pass,
+)
 
 import envs  # noqa: F401  (registers StockTrading-v0)
-from envs.trading.environment import StockTradingEnv, make_trading_vector_env
-from envs.trading.market_data import Span
+from envs.trading.task import StockTradingEnv, make_trading_vector_env
 
 
 def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
@@ -46,14 +52,6 @@ def test_first_episodes_have_random_ages_and_later_ones_full_length():
     firsts = [own[0] for own in lengths]
     assert min(firsts) >= 1 and max(firsts) <= 20 and len(set(firsts)) > 12
     assert {length for own in lengths for length in own[1:]} == {20}
-
-
-def test_episodes_start_uniformly_on_every_day_and_market_that_fit_them():
-    env = make_env(1000, [random_market(1), random_market(2)], episode_days=350, last=FIRST + 354)
-    starts = env.market_index * 1000 + env.day
-    counts = torch.unique(starts, return_counts=True)[1]
-    assert counts.numel() == 2 * 5, "five days can start an episode in each market"
-    assert counts.min() > 60 and counts.max() < 150
 
 
 def test_different_seeds_start_on_different_days_and_the_same_seed_on_the_same():
@@ -102,17 +100,6 @@ def test_a_restored_environment_goes_on_bit_for_bit(steps_before):
     assert same(env.get_state(), restored.get_state())
 
 
-def test_states_of_two_halves_concatenate_to_the_state_of_the_whole():
-    whole = make_env(6, seed=list(range(6)))
-    actions = random_actions(50, whole)
-    halves = [make_env(3, seed=list(range(3 * i, 3 * i + 3))) for i in range(2)]
-    whole_pass(whole, actions)
-    for i, half in enumerate(halves):
-        whole_pass(half, actions[:, 3 * i : 3 * i + 3])
-    states = [half.get_state() for half in halves]
-    assert same(whole.get_state(), {name: torch.cat([s[name] for s in states]) for name in states[0]})
-
-
 def test_evaluation_passes_the_whole_span_once():
     env = make_env(2, [random_market(1), random_market(2)], evaluation=True)
     assert env.market_index.tolist() == [0, 1]
@@ -126,26 +113,24 @@ def test_evaluation_passes_the_whole_span_once():
 
 
 def test_ruin_terminates():
-    market = random_market(num_stocks=2)
-    crash = {name: getattr(market, name).copy() for name in ("open", "high", "low", "close")}
-    for prices in crash.values():
-        prices[FIRST + 5 :] *= 0.05
-    env = make_env(1, [replace(market, **crash)], evaluation=True, max_order=1.0)
+    market = scaled(random_market(num_stocks=2), FIRST + 5, 0.05)
+    env = make_env(1, [market], evaluation=True, max_order=1.0)
     ends = [env.step(torch.tensor([[0.5, 0.49]]))[2].item() for _ in range(5)]
     assert ends == [False, False, False, False, True]
     assert env.day.item() == FIRST and env.portfolio_value.item() == 1e6
 
 
-@pytest.mark.parametrize("options", [{}, {"observation": "paper", "order_unit": "shares", "max_order": 100}])
+@pytest.mark.parametrize(
+    "options", [{}, {"observation": "paper", "order_unit": "shares", "max_order": 100}]
+)
 @pytest.mark.filterwarnings("ignore:.*A Box observation space")
 def test_single_environment_passes_gymnasiums_checker(options):
-    env = StockTradingEnv(markets=[random_market()], span=Span(FIRST, NUM_DAYS - 1), episode_days=15, **options)
+    env = StockTradingEnv(num_worlds=1, num_stocks=4, episode_days=15, **options)
     check_env(env, skip_render_check=True)
 
 
 def test_single_environment_runs_full_episodes_and_tells_the_last_observation():
-    span = Span(FIRST, NUM_DAYS - 1)
-    env = StockTradingEnv(markets=[random_market()], span=span, episode_days=15)
+    env = StockTradingEnv(num_worlds=1, num_stocks=4, episode_days=15)
     for seed in range(3):
         env.reset(seed=seed)
         ends = [env.step(np.ones(4, dtype=np.float32)) for _ in range(15)]
@@ -166,7 +151,7 @@ def test_gymnasium_makes_both_faces_of_simulated_markets_and_of_files():
 def test_looking_for_ended_episodes_changes_nothing():
     """On the CPU a step without an end takes a short cut; a GPU never does."""
     looking, blind = (make_env(8, [random_market(1), random_market(2)]) for _ in range(2))
-    blind._may_look = False
+    blind._skips_resets = False
     actions = random_actions(60, looking)
     assert same(tuple(whole_pass(looking, actions)), tuple(whole_pass(blind, actions)))
     assert same(looking.get_state(), blind.get_state())
@@ -179,7 +164,12 @@ def test_returned_tensors_are_the_callers_to_keep_and_change():
         expected = untouched.step(action)
         result = env.step(action)
         assert same(result, expected)
-        for tensor in (*result[:4], *(result[4][name] for name in ("final_obs",)), env.cash, env.weights):
+        for tensor in (
+            *result[:4],
+            *(result[4][name] for name in ("final_obs",)),
+            env.cash,
+            env.weights,
+        ):
             tensor.zero_()
 
 
@@ -188,12 +178,14 @@ def test_actions_that_carry_gradients_leave_no_graph_behind():
     for actions in random_actions(3, env):
         obs, rewards, *_ = env.step(actions.requires_grad_())
     assert not obs.requires_grad and not rewards.requires_grad
-    (torch.ones(33, requires_grad=True) * obs).sum().backward()  # observations may be saved for backward
+    # observations may be saved for backward
+    (torch.ones(33, requires_grad=True) * obs).sum().backward()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpu_trades_the_same_days_and_shares_as_the_cpu():
-    markets, seeds = [random_market(1), random_market(2)], list(range(16))
+    markets = [random_market(1), random_market(2)]
+    seeds = list(range(16))
     on_cpu = make_env(16, markets, seed=seeds)
     on_gpu = make_env(16, markets, seed=seeds, device="cuda")
     torch.cuda.set_sync_debug_mode("error")  # a step must not wait for the device

@@ -1,4 +1,4 @@
-"""Memory of a container is what its control groups leave, in both versions of the kernel's files."""
+"""Memory of a container is what its control groups leave, in both versions of the files."""
 
 from types import SimpleNamespace
 
@@ -6,13 +6,15 @@ import psutil
 import pytest
 
 from rl_dist.hardware import report as hardware
-from rl_dist.hardware.host_memory import HostMemory, host_memory
+from rl_dist.hardware.memory import HostMemory, host_memory
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine of 10,000 bytes, 8,000 of them free."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000, available=8_000))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000, available=8_000)
+    )
 
 
 def write(folder, **files):

@@ -1,4 +1,4 @@
-"""What lies in a run directory is read if it is a plain file of a sane size, and refused at once otherwise."""
+"""Plain files of a sane size in a run directory are read, all else is refused at once."""
 
 import pytest
 from odd_files import ODD_FILES
@@ -32,7 +32,7 @@ def test_a_file_is_read_whole_up_to_what_may_be_read(tmp_path):
 def test_a_file_that_was_deleted_or_replaced_is_no_longer_there(tmp_path):
     folder, path = tmp_path / "run", tmp_path / "run" / "file"
     folder.mkdir()
-    with open(path, "w") as file:
+    with path.open("w") as file:
         assert leads_to(path, file)
         folder.rename(tmp_path / "moved")
         assert not leads_to(path, file)

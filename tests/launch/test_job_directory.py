@@ -25,20 +25,23 @@ def temporary(tmp_path, monkeypatch):
 
 
 def start_holder():
-    job = subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     return job, Path(job.stdout.readline().strip())
 
 
 def test_the_folder_of_a_killed_launcher_goes_and_that_of_a_living_one_stays(temporary):
-    (living, kept), (killed, left) = start_holder(), start_holder()
+    (living, kept) = start_holder()
+    (killed, left) = start_holder()
     killed.kill()
     killed.wait()
     assert left.is_dir()
     with job_directory() as own:
         assert not left.exists() and kept.is_dir() and Path(own).is_dir()
-    assert os.listdir(temporary) == [kept.name]
+    assert list(temporary.iterdir()) == [kept]
     living.communicate("\n")
-    assert living.returncode == 0 and not os.listdir(temporary)
+    assert living.returncode == 0 and not list(temporary.iterdir())
 
 
 def test_what_is_not_ours_stays(temporary):
@@ -71,4 +74,4 @@ def test_launchers_that_start_together_leave_each_other_their_folders(temporary)
     assert [told.get(timeout=30) for _ in range(4 * 50)] == [True] * 4 * 50
     for job in jobs:
         job.join()
-    assert [job.exitcode for job in jobs] == [0] * 4 and not os.listdir(temporary)
+    assert [job.exitcode for job in jobs] == [0] * 4 and not list(temporary.iterdir())

@@ -1,4 +1,4 @@
-"""Ranks that die: the job names them and ends, or starts again and ends as if nothing had happened."""
+"""Ranks die: the job names them and ends, or starts again and ends as if nothing had happened."""
 
 import json
 import os
@@ -11,17 +11,14 @@ import time
 
 import psutil
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_runs import REPO, only_error, records, start, start_training, train_here
+from tensorboard_readers import seen
+from train_runs import RECALL, REPO, only_error, records, start, start_training, train_here
 
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
 
-SIZES = [
-    *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"),
-    *("--hidden_size", "8", "--eval_episodes", "2", "--validate_every", "0", "--device", "cpu", "--num_gpus", "2"),
-]
+SIZES = [*RECALL, "--eval_episodes", "2", "--validate_every", "0", "--num_gpus", "2"]
 SIX = [*SIZES, "--total_steps", 6 * 64, "--checkpoint_every", "2", "--keep_checkpoints", "100"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 DYING = REPO / "tests/dying_training.py"
@@ -52,11 +49,20 @@ def assert_nobody_left(leader, within_s=30.0):
 
 
 def without_progress(stderr):
-    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("iteration "))
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("iteration "))
 
 
-def wait_for(path, job, within_s=PATIENCE_S):
-    deadline_s = time.monotonic() + within_s
+def succeed(job):
+    """The stdout and stderr of a job that ends well and leaves nobody behind."""
+    out, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 0, err
+    assert_nobody_left(job.pid)
+    return out, err
+
+
+def wait_for(path, job):
+    deadline_s = time.monotonic() + PATIENCE_S
     while not path.exists():
         assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
         time.sleep(0.02)
@@ -80,14 +86,13 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(undisturbed):
     job, run_dir = undisturbed
-    out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0, err
+    succeed(job)
     return run_dir
 
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory, undisturbed):
-    """A run whose rank 1 was killed in the middle of its third update, and looked at just before."""
+    """A run whose rank 1 was killed in its third update; and what was seen just before."""
     folder = tmp_path_factory.mktemp("restarted")
     note = f"cat >> {folder}/events; echo $RL_EVENT >> {folder}/names"
     flags = [*SIX, "--run_dir", folder / "run", "--max_restarts", "2", "--on_event", note]
@@ -96,12 +101,9 @@ def restarted(tmp_path_factory, undisturbed):
         monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
         job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=folder)
     wait_for(folder / "here", job)
-    seen = {"listening": listening(session(job.pid)), "modes": modes(folder / "tmp")}
+    looked = {"listening": listening(session(job.pid)), "modes": modes(folder / "tmp")}
     (folder / "go").touch()
-    out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0, err
-    assert_nobody_left(job.pid)
-    return folder, out, err, seen
+    return folder, succeed(job)[1], looked
 
 
 def listening(processes):
@@ -121,31 +123,27 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     for summary in summaries:
         del summary["scaling"]  # of times
     assert summaries[0] == summaries[1]
-    names = [sorted(path.name for path in (one / "checkpoints").iterdir()) for one in (run_dir, reference)]
+    folders = [run_dir / "checkpoints", reference / "checkpoints"]
+    names = [{path.name for path in folder.iterdir()} for folder in folders]
     assert names[0] == names[1]
-    configs = [json.loads(load_checkpoint(latest_checkpoint(one))["config"]) for one in (run_dir, reference)]
+    states = [load_checkpoint(latest_checkpoint(one)) for one in (run_dir, reference)]
+    configs = [json.loads(state["config"]) for state in states]
     for config in configs:
         del config["launch"], config["train"]["collective_timeout"]
     assert configs[0] == configs[1]
-    boards = [EventAccumulator(str(one)).Reload() for one in (run_dir, reference)]
     for tag in ("loss/policy", "rank_1/episode/count"):
-        left, right = ([(event.step, event.value) for event in board.Scalars(tag)] for board in boards)
-        assert left == right and len(left) == 6
+        assert seen(run_dir, tag) == seen(reference, tag) and len(seen(run_dir, tag)) == 6
 
 
 def test_after_a_restart_a_run_ends_bit_for_bit_as_if_nothing_had_happened(restarted, reference):
     assert_as_if_nothing_had_happened(restarted[0] / "run", reference)
 
 
-def test_one_line_says_who_died_of_what_and_where_the_restart_goes_on(restarted):
-    _, _, err, _ = restarted
+def test_one_line_and_one_event_say_who_died_of_what_and_where_the_restart_goes_on(restarted):
+    folder, err, _ = restarted
     died = r"rank 1 \(process \d+\) was ended by SIGKILL: restart 1 of 2, going on from iteration 2"
     assert len(re.findall(f"^{died}$", err, re.MULTILINE)) == 1, err
     assert "Traceback" not in err and "error" not in err, err
-
-
-def test_the_users_command_hears_of_the_restart_and_of_the_end_once(restarted):
-    folder, *_ = restarted
     assert (folder / "names").read_text() == "restarted\nfinished\n"
     first, end = json.JSONDecoder().raw_decode((folder / "events").read_text())
     assert (first["restart"], first["rank"], first["iteration"]) == (1, 1, 2)
@@ -155,14 +153,15 @@ def test_the_users_command_hears_of_the_restart_and_of_the_end_once(restarted):
 
 
 def test_while_two_ranks_train_nobody_listens_beyond_loopback(restarted):
-    processes, addresses = restarted[3]["listening"]
+    processes, addresses = restarted[2]["listening"]
     assert processes >= 3 and addresses  # the launcher and two ranks, over gloo
     assert set(addresses) <= {"127.0.0.1", "::1"}
 
 
 def test_the_ranks_meet_in_a_directory_that_nobody_else_may_enter(restarted):
-    folder, _, _, seen = restarted
-    assert [mode for name, mode in seen["modes"].items() if name.startswith("rl_dist_")] == [0o700]
+    folder, _, looked = restarted
+    modes = looked["modes"].items()
+    assert [mode for name, mode in modes if name.startswith("rl_dist_")] == [0o700]
     assert not [path for path in (folder / "tmp").iterdir() if path.name.startswith("rl_dist_")]
 
 
@@ -170,72 +169,73 @@ def test_the_ranks_meet_in_a_directory_that_nobody_else_may_enter(restarted):
 @pytest.mark.parametrize(
     ("die", "expected"),
     [
-        ("rollout 1 3 SIGKILL", "rank 1 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("rollout 0 3 SIGKILL", "rank 0 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("update 0 5 SIGSEGV", "rank 0 .* was ended by SIGSEGV: restart 1 of 1, going on from iteration 4"),
-        ("checkpoint 0 4 SIGKILL", "rank 0 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("checkpoint 1 4 SIGKILL", "rank 1 .* was ended by SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("update 1 1 SIGKILL", "rank 1 .* was ended by SIGKILL: restart 1 of 1 from the beginning"),
-        ("update 1 3 error", "rank 1 failed with RuntimeError: the roof .*: restart 1 of 1, going on from iteration 2"),
+        ("rollout 1 3 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("rollout 0 3 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("update 0 5 SIGSEGV", "SIGSEGV: restart 1 of 1, going on from iteration 4"),
+        ("checkpoint 0 4 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("checkpoint 1 4 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
+        ("update 1 1 SIGKILL", "SIGKILL: restart 1 of 1 from the beginning"),
+        ("update 1 3 error", "RuntimeError: the roof .*1 of 1, going on from iteration 2"),
     ],
 )
 def test_wherever_a_rank_dies_the_end_is_the_same(die, expected, tmp_path, monkeypatch, reference):
     job = dying(monkeypatch, die, *SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1")
-    out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0, err
-    assert len(re.findall(f"^{expected}", err, re.MULTILINE)) == 1, err
-    assert_nobody_left(job.pid)
+    _, err = succeed(job)
+    assert len(re.findall(rf"^rank {die.split()[1]} .*{expected}", err, re.MULTILINE)) == 1, err
     assert_as_if_nothing_had_happened(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_on_more_ranks_a_restart_ends_the_same_too(num_ranks, tmp_path, monkeypatch):
-    sizes = ["--num_gpus", num_ranks, "--num_envs", "12", "--batch_size", "12", "--total_steps", 6 * 12 * 16]
+    sizes = ["--num_gpus", num_ranks, "--num_envs", "12", "--batch_size", "12"]
+    sizes += ["--total_steps", 6 * 12 * 16]
     straight = start_training(*SIX, *sizes, "--run_dir", tmp_path / "straight")
-    job = dying(monkeypatch, "update 1 3 SIGKILL", *SIX, *sizes, "--run_dir", tmp_path / "run", "--max_restarts", "1")
-    for one in (straight, job):
-        out, err = one.communicate(timeout=PATIENCE_S)
-        assert one.returncode == 0, err
-        assert_nobody_left(one.pid)
+    flags = [*SIX, *sizes, "--run_dir", tmp_path / "run", "--max_restarts", "1"]
+    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags)
+    succeed(straight)
+    _, err = succeed(job)
     assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in err
     assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "straight")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("die", ["checkpoint 1 4 nothing", "checkpoint 1 4 SIGKILL"])
-def test_a_job_directory_that_a_cleaner_took_costs_nothing_not_even_a_restart(die, tmp_path, monkeypatch, reference):
+def test_a_job_directory_that_a_cleaner_took_costs_nothing_not_even_a_restart(
+    die, tmp_path, monkeypatch, reference
+):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1", "--collective_timeout", "20"]
+    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1"]
+    flags += ["--collective_timeout", "20"]
     job = dying(monkeypatch, die, *flags, folder=tmp_path)
     wait_for(tmp_path / "here", job)
     (taken,) = (tmp_path / "tmp").glob("rl_dist_*")
     shutil.rmtree(taken)
     (tmp_path / "go").touch()
     started_s = time.monotonic()
-    out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0 and "error" not in err and "Traceback" not in err, err
+    _, err = succeed(job)
+    assert "error" not in err and "Traceback" not in err, err
     assert time.monotonic() - started_s < (30 if die.endswith("nothing") else 90)
     assert not list((tmp_path / "tmp").glob("rl_dist_*"))
-    assert_nobody_left(job.pid)
     assert_as_if_nothing_had_happened(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("die", ["rollout 1 3 SIGKILL", "checkpoint 0 2 SIGKILL"])
-def test_without_restarts_a_death_ends_the_job_within_30_s_and_names_the_rank(die, tmp_path, monkeypatch):
+def test_without_restarts_a_death_ends_the_job_within_30_s_and_names_the_rank(
+    die, tmp_path, monkeypatch
+):
     flags = [*SIX, "--run_dir", tmp_path / "run", "--on_event", f"cat >> {tmp_path}/events"]
     job = dying(monkeypatch, die, *flags, folder=tmp_path)
     wait_for(tmp_path / "here", job)
     (tmp_path / "go").touch()
     started_s = time.monotonic()
-    out, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=60)
     assert time.monotonic() - started_s < 30
     assert job.returncode == 1
-    assert re.search(
-        rf"error: rank {die.split()[1]} \(process \d+\) was ended by SIGKILL", only_error(without_progress(err))
-    )
+    died = rf"error: rank {die.split()[1]} \(process \d+\) was ended by SIGKILL"
+    assert re.search(died, only_error(without_progress(err)))
     assert_nobody_left(job.pid)
     event = json.loads((tmp_path / "events").read_text())
     assert (event["event"], event["exit_code"], event["rank"]) == ("failed", 1, int(die.split()[1]))
@@ -243,8 +243,9 @@ def test_without_restarts_a_death_ends_the_job_within_30_s_and_names_the_rank(di
 
 @pytest.mark.slow
 def test_a_users_mistake_is_never_restarted(tmp_path, monkeypatch):
-    job = dying(monkeypatch, "update 1 3 mistake", *SIX, "--run_dir", tmp_path / "run", "--max_restarts", "3")
-    out, err = job.communicate(timeout=PATIENCE_S)
+    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "3"]
+    job = dying(monkeypatch, "update 1 3 mistake", *flags)
+    _, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 2
     assert only_error(without_progress(err)) == "error: num_envs must be at least 1, got 0"
     assert_nobody_left(job.pid)
@@ -254,17 +255,15 @@ def test_a_users_mistake_is_never_restarted(tmp_path, monkeypatch):
 def test_torchrun_restarts_alike(tmp_path, monkeypatch, reference):
     flags = [*SIX, "--run_dir", tmp_path / "run"]
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, before=(*TORCHRUN, "--max-restarts=1"))
-    out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0, err
+    out, _ = succeed(job)
     assert out.count("going on from") == 1 and "iteration_00000002.pt" in out
-    assert_nobody_left(job.pid)
     assert_as_if_nothing_had_happened(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
 def test_torchrun_with_restarts_wants_a_name_for_the_run(tmp_path):
     job = start(*TORCHRUN, "--max-restarts=1", REPO / "train_distributed.py", *SIX, cwd=tmp_path)
-    out, err = job.communicate(timeout=PATIENCE_S)
+    _, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 1 and "error: torchrun --max-restarts needs --run_dir DIR" in err
     assert not (tmp_path / "runs").exists()
     assert_nobody_left(job.pid)
@@ -272,13 +271,15 @@ def test_torchrun_with_restarts_wants_a_name_for_the_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", [False, True])
-def test_a_killed_launcher_leaves_no_orphan_and_resume_auto_goes_on(hanging, tmp_path, monkeypatch, capsys):
+def test_a_killed_launcher_leaves_no_orphan_and_resume_auto_goes_on(
+    hanging, tmp_path, monkeypatch, capsys
+):
     run_dir = tmp_path / "run"
     flags = [*SIZES, "--total_steps", 10**9, "--checkpoint_every", "1", "--run_dir", run_dir]
     job = dying(monkeypatch, f"update 1 {4 if hanging else 0} SIGKILL", *flags, folder=tmp_path)
-    wait_for(tmp_path / "here" if hanging else run_dir / "checkpoints" / "iteration_00000004.pt", job)
-    everyone = session(job.pid)
-    assert len(everyone) >= 3
+    saved = run_dir / "checkpoints" / "iteration_00000004.pt"
+    wait_for(tmp_path / "here" if hanging else saved, job)
+    assert len(session(job.pid)) >= 3
     os.kill(job.pid, signal.SIGKILL)
     job.wait(timeout=10)
     assert_nobody_left(job.pid)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,26 +11,18 @@ import psutil
 import pytest
 import rl_dist_ranks
 import torch
+from train_runs import REPO, start
 
 from rl_dist.errors import UserError
-from rl_dist.hardware.host_memory import available_cores
+from rl_dist.hardware.memory import available_cores
+from rl_dist.launch import rank_group
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
 from rl_dist.process_group.world import close_world, open_world, stop_flag, threads_per_rank
 
-REPO = Path(__file__).parents[2]
 
-
-def start_job(mode, out_dir, command=(sys.executable,)):
+def start_job(mode, out_dir, command=()):
     """Start a two-rank job in its own process group and wait until both ranks work."""
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    job = subprocess.Popen(
-        [*command, str(REPO / "tests/rl_dist_ranks.py"), mode, str(out_dir)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    job = start(*command, REPO / "tests/rl_dist_ranks.py", mode, out_dir)
     deadline_s = time.monotonic() + 90
     pid_files = [Path(out_dir, f"pid_{rank}") for rank in range(2)]
     while not all(path.exists() and path.read_text() for path in pid_files):
@@ -42,68 +33,63 @@ def start_job(mode, out_dir, command=(sys.executable,)):
 
 def assert_all_gone(pids, within_s=10.0):
     deadline_s = time.monotonic() + within_s
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and not is_zombie(pid)]:
+    while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline_s, f"still running: {alive}"
         time.sleep(0.05)
 
 
-def is_zombie(pid):
+def is_alive(pid):
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
+        return False
+
+
+def pids(folder, ranks=2):
+    return [int((folder / f"pid_{rank}").read_text()) for rank in range(ranks)]
 
 
 def family(pid):
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
-@pytest.mark.parametrize(
-    ("send", "signum"),
-    [
-        pytest.param(lambda job, ranks, s: job.send_signal(s), signal.SIGTERM, id="term_to_launcher"),
-        pytest.param(lambda job, ranks, s: os.killpg(job.pid, s), signal.SIGINT, id="ctrl_c_to_the_group"),
-        pytest.param(
-            lambda job, ranks, s: os.kill(ranks[1], s),
-            signal.SIGUSR1,
-            id="usr1_to_one_rank",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda job, ranks, s: job.send_signal(s),
-            signal.SIGINT,
-            id="int_to_launcher",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda job, ranks, s: job.send_signal(s),
-            signal.SIGUSR1,
-            id="usr1_to_launcher",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda job, ranks, s: os.kill(ranks[0], s),
-            signal.SIGTERM,
-            id="term_to_main_rank",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda job, ranks, s: os.kill(ranks[1], s),
-            signal.SIGINT,
-            id="int_to_one_rank",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_stop_signal_lets_all_ranks_save_and_leaves_no_process(tmp_path, send, signum):
+SIGNALS = [  # to whom: the launcher, the process group or a rank
+    ("launcher", signal.SIGTERM),
+    ("group", signal.SIGINT),
+    *(
+        pytest.param(to, signum, marks=pytest.mark.slow)
+        for to, signum in (
+            ("rank 1", signal.SIGUSR1),
+            ("launcher", signal.SIGINT),
+            ("launcher", signal.SIGUSR1),
+            ("rank 0", signal.SIGTERM),
+            ("rank 1", signal.SIGINT),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("to", "signum"), SIGNALS)
+def test_a_stop_signal_lets_all_ranks_save_and_leaves_no_process(tmp_path, to, signum):
     job, ranks = start_job("loop", tmp_path)
     everyone = family(job.pid)
-    send(job, ranks, signum)
+    if to == "group":
+        os.killpg(job.pid, signum)
+    else:
+        os.kill({"launcher": job.pid, "rank 0": ranks[0], "rank 1": ranks[1]}[to], signum)
     stdout, stderr = job.communicate(timeout=30)
     assert job.returncode == 128 + signum, stderr
     assert (tmp_path / "saved.json").read_text() == f'{{"signum": {int(signum)}}}'
     assert "Traceback" not in stderr and "Error" not in stderr, stderr
     assert_all_gone(everyone)
+
+
+def test_a_stop_signal_to_one_rank_alone_ends_the_final_evaluation_of_all(tmp_path):
+    job, ranks = start_job("evaluate_forever", tmp_path)
+    os.kill(ranks[1], signal.SIGTERM)
+    _, stderr = job.communicate(timeout=30)
+    assert job.returncode == 143 and "SIGTERM" in stderr and "error" not in stderr, stderr
+    assert_all_gone(ranks)
 
 
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
@@ -132,7 +118,7 @@ def test_a_second_ctrl_c_ends_even_ranks_that_hang(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_torchrun_are_adopted(tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     job, ranks = start_job("adopt", tmp_path, torchrun)
     assert job.wait(timeout=60) == 0, job.communicate()
     assert_all_gone(ranks)
@@ -142,16 +128,16 @@ def test_ranks_of_torchrun_are_adopted(tmp_path):
 def test_a_failing_rank_ends_the_job_with_its_traceback_and_rank_once(tmp_path, capfd):
     assert launch(rl_dist_ranks.loop, (str(tmp_path), "error"), num_ranks=2) == 1
     stderr = capfd.readouterr().err
-    assert stderr.count("RuntimeError: the roof is on fire") == 1
-    assert stderr.count("Traceback") == 1
+    assert stderr.count("RuntimeError: the roof is on fire") == stderr.count("Traceback") == 1
     assert "rank 1 failed" in stderr
     assert "the roof is on fire" in (tmp_path / "logs/rank_1.log").read_text()
-    assert_all_gone([int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)])
+    assert_all_gone(pids(tmp_path))
 
 
 def test_a_users_mistake_found_by_one_rank_is_one_line(tmp_path, capfd):
     assert launch(rl_dist_ranks.loop, (str(tmp_path), "user"), num_ranks=2) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if "Gloo" not in line]  # it may see the end first
+    # it may see the end first
+    lines = [line for line in capfd.readouterr().err.splitlines() if "Gloo" not in line]
     assert lines == ["error: num_envs must be at least 1, got 0"]
 
 
@@ -161,26 +147,32 @@ def test_ranks_that_hang_while_another_fails_are_ended_soon(tmp_path, capfd):
     assert launch(rl_dist_ranks.hang, (str(tmp_path), 1), num_ranks=2) == 1
     assert time.monotonic() - started_s < 30
     assert "rank 1 failed" in capfd.readouterr().err
-    assert_all_gone([int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)])
+    assert_all_gone(pids(tmp_path))
 
 
-WAYS = {"0": "code 0", "1": "code 1", "77": "code 77", "SIGSEGV": "SIGSEGV", "SIGKILL": "SIGKILL", "SIGABRT": "SIGABRT"}
+QUICK = ("code 0", 1, 2)
+WAYS = ("code 0", "code 1", "code 77", "SIGSEGV", "SIGKILL", "SIGABRT")
 DEATHS = [(way, victim, ranks) for way in WAYS for ranks in (1, 2, 3) for victim in {0, ranks - 1}]
-QUICK_DEATHS = [("0", 1, 2), ("SIGSEGV", 0, 2)]
 
 
 @pytest.mark.parametrize(
     ("way", "victim", "ranks"),
-    [pytest.param(*death, marks=() if death in QUICK_DEATHS else pytest.mark.slow) for death in DEATHS],
+    [pytest.param(*death, marks=() if death == QUICK else pytest.mark.slow) for death in DEATHS],
 )
-def test_a_rank_that_dies_without_a_report_is_named_and_started_again_if_asked(way, victim, ranks, tmp_path, capfd):
+def test_a_rank_that_dies_without_a_report_is_named_and_started_again_if_asked(
+    way, victim, ranks, tmp_path, capfd
+):
+    args = (str(tmp_path), way.removeprefix("code "), victim)
+    died = rf"rank {victim} \(process \d+\) .*{way}.*"
     if ranks > 1:  # alone it runs in the command's process, see test_supervisor.py
-        assert launch(rl_dist_ranks.loop, (str(tmp_path), way, victim), ranks) == 1
-        told = [line for line in capfd.readouterr().err.splitlines() if "error" in line]  # gloo may complain first
-        assert len(told) == 1 and re.fullmatch(rf"error: rank {victim} \(process \d+\) .*{WAYS[way]}.*", told[0])
-        assert_all_gone([int((tmp_path / f"pid_{rank}").read_text()) for rank in range(ranks)])
-    assert launch(rl_dist_ranks.live_twice, (str(tmp_path), way, victim), ranks, max_restarts=1) == 0
-    assert re.search(rf"^rank {victim} \(.*{WAYS[way]}.*: restart 1 of 1$", capfd.readouterr().err, re.MULTILINE)
+        assert launch(rl_dist_ranks.loop, args, ranks) == 1
+        # gloo may complain first
+        lines = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+        assert len(lines) == 1 and re.fullmatch(f"error: {died}", lines[0])
+        assert_all_gone(pids(tmp_path, ranks))
+    assert launch(rl_dist_ranks.live_twice, args, ranks, max_restarts=1) == 0
+    err = capfd.readouterr().err
+    assert re.search(rf"^{died}: restart 1 of 1$", err, re.MULTILINE)
 
 
 def test_a_failure_with_a_giant_message_is_told_as_what_it_is(capfd):
@@ -189,15 +181,17 @@ def test_a_failure_with_a_giant_message_is_told_as_what_it_is(capfd):
     assert re.search("rank [01] failed", stderr) and "without a report" not in stderr
 
 
-def test_a_rank_that_is_still_ending_itself_is_no_riddle(capfd):
+def test_a_rank_that_is_still_ending_itself_is_no_riddle(monkeypatch, capfd):
+    monkeypatch.setattr(rank_group, "FAILED_GRACE_S", 2.0)
     assert launch(rl_dist_ranks.end_slowly, (), num_ranks=2) == 1
     assert capfd.readouterr().err == "error: rank 0: too late\n"
 
 
 def test_no_signal_meets_a_rank_before_its_handlers_are_set():
-    code = "import mask_when_imported, rl_dist.launch.launcher as it; exit(it.launch(mask_when_imported.check, (), 2))"
-    environment = os.environ | {"PYTHONPATH": f"{REPO}:{REPO / 'tests'}"}  # a new process: none has started a rank yet
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
+    code = "import mask_when_imported as mask; from rl_dist.launch.launcher import launch; "
+    code += "exit(launch(mask.check, (), 2))"
+    # a new process: none has started a rank yet
+    assert start("-c", code).wait(timeout=120) == 0
 
 
 def test_the_rank_that_failed_is_the_cause_and_not_the_one_that_missed_it_first(tmp_path, capfd):
@@ -241,13 +235,11 @@ def test_a_stop_signal_only_sets_a_flag_and_handlers_are_put_back():
 
 def test_a_world_of_one_rank_has_an_open_process_group():
     world = open_world("cpu")
-    try:
-        assert torch.distributed.is_initialized()
-        assert (world.rank, world.size, world.main, world.backend) == (0, 1, True, "gloo")
-    finally:
+    assert torch.distributed.is_initialized()
+    assert (world.rank, world.size, world.is_main_process, world.backend) == (0, 1, True, "gloo")
+    for _ in range(2):
         close_world(world)
-    assert not torch.distributed.is_initialized()
-    close_world(world)
+        assert not torch.distributed.is_initialized()
 
 
 def test_threads_are_the_cores_shared_out_and_never_more_than_asked_for(monkeypatch):
@@ -256,11 +248,9 @@ def test_threads_are_the_cores_shared_out_and_never_more_than_asked_for(monkeypa
     assert threads_per_rank(10_000) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_rank(1) == 1
-    assert "OMP" not in resolve(LaunchConfig(device="cpu")).message
     for limit in ("0", "abc", "-4"):
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
         assert threads_per_rank(1) == available_cores()
-        assert f"OMP_NUM_THREADS is '{limit}', no number of threads" in resolve(LaunchConfig(device="cpu")).message
 
 
 @pytest.fixture
@@ -293,6 +283,7 @@ def test_ranks_and_device_follow_the_machine(machine, gpus, flags, expected):
     resolved = resolve(LaunchConfig(**flags))
     assert (resolved.num_ranks, resolved.device_type) == expected
     assert "\n" not in resolved.message
+    assert ("no CUDA GPU found" in resolved.message) == (gpus == 0)
 
 
 @pytest.mark.parametrize(
@@ -301,10 +292,10 @@ def test_ranks_and_device_follow_the_machine(machine, gpus, flags, expected):
         (2, {"num_gpus": 3}, "has 2"),
         (0, {"device": "cuda"}, "no CUDA GPU"),
         (2, {"device": "cuda", "num_gpus": 0}, "contradicts"),
-        (0, {"num_gpus": 2, "strategy": "none"}, "one rank only"),
-        (0, {"num_gpus": 1, "strategy": "hybrid"}, "over several ranks, got 1"),
-        (0, {"num_gpus": 4, "strategy": "hybrid", "shard_size": 3}, "does not divide 4 ranks; use --shard_size 2, 4"),
-        (0, {"num_gpus": 2, "shard_size": 2}, "does nothing with strategy default: use --strategy hybrid"),
+        (0, {"num_gpus": 2, "strategy": "none"}, "one process"),
+        (0, {"num_gpus": 1, "strategy": "hybrid"}, "several ranks, got 1"),
+        (0, {"num_gpus": 4, "strategy": "hybrid", "shard_size": 3}, "use --shard_size 2, 4"),
+        (0, {"num_gpus": 2, "shard_size": 2}, "with strategy default: use --strategy hybrid"),
     ],
 )
 def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):
@@ -313,22 +304,11 @@ def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):
         resolve(LaunchConfig(**flags))
 
 
-def test_the_missing_gpu_is_said(machine):
-    machine(0)
-    assert "no CUDA GPU found" in resolve(LaunchConfig(num_gpus=2)).message
-
-
-def test_num_gpus_against_torchrun_is_an_error(machine, monkeypatch):
-    machine(0)
-    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert resolve(LaunchConfig()).num_ranks == 4
-    with pytest.raises(ValueError, match="started 4 ranks"):
-        resolve(LaunchConfig(num_gpus=3))
-
-
-@pytest.mark.parametrize("flags", [{"num_gpus": -2}, {"device": "tpu"}, {"precision": "fp8"}])
+@pytest.mark.parametrize(
+    "flags",
+    [{"num_gpus": -2}, {"device": "tpu"}, {"precision": "fp8"}]
+    + [{"max_restarts": -1}, {"max_restarts": 10**9}],
+)
 def test_launch_flags_out_of_range_are_refused(flags):
     with pytest.raises(ValueError, match=next(iter(flags))):
         LaunchConfig(**flags)

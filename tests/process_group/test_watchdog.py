@@ -7,83 +7,109 @@ import pytest
 import torch.distributed as dist
 
 from rl_dist.process_group import watchdog
-from rl_dist.process_group.watchdog import Doing, Watchdog
-from rl_dist.telemetry.stragglers import IN_A_ROW, Stragglers
+from rl_dist.process_group.timing import IN_A_ROW, Stragglers
+from rl_dist.process_group.watchdog import RankStatus, Watchdog
+
+WAITING = "in 'sum of x' (collective 7, update)"
 
 
-def verdict(monkeypatch, play, timeout_s=2.0):
-    """What rank 0 of 2, which waits in 'sum of x', ends with; `play(beat number)` says what rank 1 tells."""
-    told = []
-    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: told.append(message))
+def start(store, rank=0, timeout_s=1.0):
+    """The watchdog of a rank of two that waits in a collective."""
+    return Watchdog(RankStatus("update", 5, "sum of x", 7), store, rank, 2, timeout_s)
+
+
+def verdict(monkeypatch, play, timeout_s=1.0):
+    """The verdict of rank 0 and its seconds; `play(number)` is the status of rank 1."""
+    found = []
+    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: found.append(message))
     store = dist.HashStore()
-    beats = dist.PrefixStore("doing", store)
-    dog = Watchdog(Doing("update", 5, "sum of x", 7), store, 0, 2, timeout_s)
-    started_s, number = time.monotonic(), 0
-    while not told and time.monotonic() - started_s < 2.5 * timeout_s:
+    messages = dist.PrefixStore("doing", store)
+    dog = start(store, timeout_s=timeout_s)
+    started_s = time.monotonic()
+    number = 0
+    while not found and time.monotonic() - started_s < 2.5 * timeout_s:
         number += 1
-        beats.set("1", json.dumps([number, vars(play(number))]))
+        messages.set("1", json.dumps([number, vars(play(number))]))
         time.sleep(dog.period_s)
     dog.close()
-    return told[0] if told else "", time.monotonic() - started_s
+    return found[0] if found else "", time.monotonic() - started_s
 
 
-def test_ranks_that_wait_in_different_places_end_long_before_the_timeout(monkeypatch):
-    told, seconds = verdict(monkeypatch, lambda number: Doing("update", 9, "agreement", 8), timeout_s=5.0)
-    assert told == (
-        "the ranks made different collective calls and wait for each other: rank 0 waits in 'sum of x' "
-        "(collective 7, update); rank 1 waits in 'agreement' (collective 8, update)"
-    )
-    assert seconds < 5.0
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (
+            RankStatus("update", 9, "agreement", 8),
+            "the ranks made different collective calls and wait for each other: "
+            f"rank 0 waits {WAITING}; rank 1 waits in 'agreement' (collective 8, update)",
+        ),
+        (
+            RankStatus("left", 9, "", 6),
+            f"waits {WAITING} for rank 1, which has left after collective 6",
+        ),
+    ],
+    ids=["another call", "left"],
+)
+def test_ranks_that_wait_in_different_places_end_long_before_the_timeout(
+    status, expected, monkeypatch
+):
+    found, seconds = verdict(monkeypatch, lambda number: status, timeout_s=10.0)
+    assert found == expected and seconds < 10.0
 
 
-def test_a_rank_that_makes_no_progress_is_named(monkeypatch):
-    told, _ = verdict(monkeypatch, lambda number: Doing("collect", 9, "", 6))
-    assert told.startswith("waited ") and "in 'sum of x' (collective 7, update) for rank 1, which made no prog" in told
-    assert told.endswith("in collect, outside any collective (--collective_timeout 2)")
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (
+            RankStatus("collect", 9, "", 6),
+            f"s {WAITING} for rank 1, which made no progress in collect, outside any collective "
+            "(--collective_timeout 1)",
+        ),
+        (
+            RankStatus("update", 9, "sum of x", 7),
+            "as all other ranks do: their connection is broken",
+        ),
+    ],
+    ids=["elsewhere", "in the same place"],
+)
+def test_a_rank_that_makes_no_progress_is_named(status, expected, monkeypatch):
+    found, _ = verdict(monkeypatch, lambda number: status)
+    assert found.startswith("waited ") and found.endswith(expected)
 
 
-def test_a_rank_that_left_before_the_call_is_not_waited_for(monkeypatch):
-    told, seconds = verdict(monkeypatch, lambda number: Doing("left", 9, "", 6), timeout_s=20.0)
-    assert told == "waits in 'sum of x' (collective 7, update) for rank 1, which has left after collective 6"
-    assert seconds < 10.0
+def test_a_slow_rank_that_goes_on_is_waited_for(monkeypatch):
+    found, _ = verdict(monkeypatch, lambda number: RankStatus("collect", number // 4, "", 6), 2.0)
+    assert found == ""
 
 
 def test_a_rank_that_left_after_the_call_is_no_error(monkeypatch):
-    store, told = dist.HashStore(), []
-    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: told.append(message))
-    other = Watchdog(Doing("update", 9, "", 7), store, 1, 2, 1.0)
-    dog = Watchdog(Doing("update", 5, "sum of x", 7), store, 0, 2, 1.0)
+    found = []
+    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: found.append(message))
+    store = dist.HashStore()
+    other = start(store, rank=1)
+    dog = start(store)
     other.close()
     time.sleep(0.5)
     dog.close()
-    assert not told and json.loads(dist.PrefixStore("doing", store).get("1"))[1]["phase"] == "left"
+    status = json.loads(dist.PrefixStore("doing", store).get("1"))[1]
+    assert not found and status["phase"] == "left"
 
 
 def test_what_ranks_tell_each_other_through_files_takes_no_more_room_with_time(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
-    dogs = [Watchdog(Doing(), store, rank, 2, 600.0) for rank in (0, 1)]
+    dogs = [Watchdog(RankStatus(), store, rank, 2, 600.0) for rank in (0, 1)]
     sizes = []
     for number in range(100):
         dogs[1].doing.progress = 10**9 + number
         for dog in dogs:
-            dog._beat()
+            dog._publish()
         sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
     assert sizes[-1] - sizes[20] < 10
     dogs[0].doing.place = "sum of x"
-    dogs[0]._beat()
-    assert dogs[0]._look() == "" and dogs[0]._seen[1].beat.progress == 10**9 + 99
+    dogs[0]._publish()
+    assert dogs[0]._look() == "" and dogs[0]._seen[1].status.progress == 10**9 + 99
     for dog in dogs:
         dog.close()
-
-
-def test_a_slow_rank_that_goes_on_is_waited_for(monkeypatch):
-    told, _ = verdict(monkeypatch, lambda number: Doing("collect", number // 4, "", 6))
-    assert told == ""
-
-
-def test_ranks_that_all_wait_in_the_same_place_are_told_that_their_connection_is_broken(monkeypatch):
-    told, _ = verdict(monkeypatch, lambda number: Doing("update", 9, "sum of x", 7))
-    assert told.endswith("as all other ranks do: their connection is broken")
 
 
 @pytest.mark.parametrize(
@@ -96,14 +122,16 @@ def test_ranks_that_all_wait_in_the_same_place_are_told_that_their_connection_is
         ("sss...sss", 2),
     ],
 )
-def test_a_straggler_is_told_once_until_it_is_well_again(slow, lines):
+def test_a_straggler_is_named_once_until_it_is_well_again(slow, lines):
     assert IN_A_ROW == 3
     stragglers = Stragglers()
-    told = []
+    found = []
     for mark in slow:
-        told += stragglers.observe({"collect": [0.1, 1.0 if mark == "s" else 0.15, 0.12], "update": [1.0, 1.1, 0.9]})
-    assert len(told) == lines
-    assert all("rank 1 is slow in collect: 1 s" in line and "0.11 s (median)" in line for line in told)
+        collect = [0.1, 1.0 if mark == "s" else 0.15, 0.12]
+        found += stragglers.observe({"collect": collect, "update": [1.0, 1.1, 0.9]})
+    assert len(found) == lines
+    for line in found:
+        assert "rank 1 is slow in collect: 1 s" in line and "0.11 s (median)" in line
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [0.001, 0.015], [0.5, 1.0, 0.6]])

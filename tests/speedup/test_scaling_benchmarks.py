@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8", "--batch_size", "4"]
+TINY = [
+    "--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8",
+    "--batch_size", "4",
+]  # fmt: skip
 
 
 def run(name, *flags):
@@ -17,7 +20,7 @@ def run(name, *flags):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [line if line[0] != "{" else json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
@@ -31,16 +34,17 @@ def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
         (2, "weak", "ddp"),
     ]
     assert rows[0]["speedup"] == 1.0 and all(row["steps_per_s"] > 0 for row in rows)
-    assert all(sum(row["shares"].values()) == pytest.approx(1.0, abs=0.3) for row in rows)  # medians of each part
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "scaling_speedup.png", "scaling_efficiency.png", "scaling_time_split.png"
-    }  # fmt: skip
+    # medians of each part
+    assert all(sum(row["shares"].values()) == pytest.approx(1.0, abs=0.3) for row in rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["scaling_speedup.png"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_accuracy_compares_predicted_with_measured_throughput():
-    head, found = run("speedup_accuracy.py", "--job", "slow_env", "--scaling", "strong", "--rounds", 2)
+    head, found = run(
+        "speedup_accuracy.py", "--job", "slow_env", "--scaling", "strong", "--rounds", 2
+    )
     assert head["cores"] >= 1
     assert len(found["errors"]) == 2 and found["predicted"] > 0 and found["measured"] > 0
     assert found["median_error"] == pytest.approx(sum(found["errors"]) / 2, abs=1e-3)
@@ -50,12 +54,11 @@ def test_accuracy_compares_predicted_with_measured_throughput():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_strategies_are_compared_in_one_run_and_what_cannot_run_is_named():
-    command = [sys.executable, ROOT / "benchmarks" / "strategies.py", *TINY, "--rounds", "2", "--turn_s", "0.5"]
-    command += ["--only", "none", "hybrid, sharded", "dp"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in map(json.loads, done.stdout.splitlines()[1:5])}
+    turns = ("--rounds", 2, "--turn_s", 0.5)
+    found = run("strategies.py", *TINY, *turns, "--only", "none", "hybrid, sharded", "dp")
+    rows = {row["variant"]: row for row in found[1:5]}
     assert list(rows) == ["ddp", "none", "hybrid, sharded", "dp"]
-    assert rows["ddp"]["relative"]["median"] == 1.0 and rows["hybrid, sharded"]["relative"]["median"] > 0
+    assert rows["ddp"]["relative"]["median"] == 1.0
+    assert rows["hybrid, sharded"]["relative"]["median"] > 0
     assert "CUDA" in rows["dp"]["not_measured"]
-    assert done.stdout.splitlines()[5].startswith("| variant | ranks |")
+    assert found[5].startswith("| variant | ranks |")

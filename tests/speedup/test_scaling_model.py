@@ -11,20 +11,25 @@ from rl_dist.speedup.machines import GPUS, LINKS, find_gpus, find_link, link_of_
 from rl_dist.speedup.model import (
     Communication,
     Link,
+    RankCost,
     Scaled,
-    Work,
     bottleneck,
     cluster_all_reduce_s,
     expected_maximum,
     fit_link,
+    interpolate,
     predict,
 )
-from rl_dist.speedup.rank_cost import spread, work_of
+from rl_dist.speedup.rank_cost import rank_cost_of, spread
 
-WORK = Work(env_steps=1000, gradient_steps=10, collect_s=1.0, forward_s=0.3, backward_s=0.6, optimizer_s=0.1)
+WORK = RankCost(
+    env_steps=1000, gradient_steps=10, collect_s=1.0, forward_s=0.3, backward_s=0.6, optimizer_s=0.1
+)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 0.84628), (100, 2.50759)])
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 0.84628), (100, 2.50759)]
+)
 def test_expected_maximum_of_normal_numbers(count, expected):  # order statistics, Teichroew 1956
     assert expected_maximum(count) == pytest.approx(expected, abs=2e-4)
 
@@ -32,7 +37,9 @@ def test_expected_maximum_of_normal_numbers(count, expected):  # order statistic
 def test_one_rank_neither_waits_nor_communicates():
     work = replace(WORK, collect_spread_s=0.5, step_spread_s=0.1)
     found = predict(work, 1, Communication(gradient_s=1.0, small_s=1.0))
-    assert found.iteration_s == pytest.approx(work.seconds) and found.steps_per_s == pytest.approx(500.0)
+    assert found.iteration_s == pytest.approx(work.seconds) and found.steps_per_s == pytest.approx(
+        500.0
+    )
     assert found.communication_s == found.waiting_s == 0.0
 
 
@@ -44,13 +51,6 @@ def test_parts_of_a_prediction_are_those_of_the_formula():
     assert found.iteration_s == pytest.approx(2.05 + found.communication_s + found.waiting_s)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert found.env_steps == 4000
-
-
-@pytest.mark.parametrize(
-    ("buckets", "reduction_s", "exposed_s"), [(1, 0.4, 0.4), (4, 0.4, 0.1), (4, 4.0, 4.0 - 0.75), (2, 0.1, 0.05)]
-)
-def test_a_backward_pass_of_a_second_hides_all_buckets_but_the_last(buckets, reduction_s, exposed_s):
-    assert Communication(gradient_s=reduction_s, buckets=buckets).exposed_s(1.0) == pytest.approx(exposed_s)
 
 
 def test_rings_and_trees():
@@ -73,38 +73,37 @@ SPREADS = {"collect": 0.08, "step": 0.01}
 STEPS, ENV_STEPS = 8, 4096
 
 
-def record_of(rng, iteration):
-    """What one iteration of this machine would write; waiting and syncing are not its own work."""
-    steps_s = sum(MACHINE[name] for name in ("forward", "backward", "optimizer")) / STEPS
-    own = rng.normal(steps_s, SPREADS["step"], STEPS)
-    slower = own.sum() / (steps_s * STEPS)
-    parts = {name: MACHINE[name] * slower for name in ("forward", "backward", "optimizer")}
-    collect = rng.normal(MACHINE["collect"], SPREADS["collect"])
-    elapsed = collect + sum(parts.values()) + MACHINE["rest"] + 0.02 + 0.03
-    times = {f"time/{name}_s": seconds for name, seconds in parts.items()}
+def record(iteration, collect_s, own_s, rest_s=0.0):
+    """Metrics of one iteration; waiting and syncing are not its own work."""
+    waits = {"time/sync_s": 0.02, "time/gradient_wait_s": 0.03}
+    elapsed_s = collect_s + own_s.sum() + rest_s + sum(waits.values())
+    of_update = MACHINE["forward"] + MACHINE["backward"] + MACHINE["optimizer"]
+    names = ("forward", "backward", "optimizer")
+    parts = {f"time/{name}_s": MACHINE[name] / of_update * own_s.sum() for name in names}
     return {
-        **times,
+        **parts,
+        **waits,
         "iteration": iteration,
         "global_step": ENV_STEPS * iteration,
         "optim/steps": float(STEPS),
-        "time/collect_s": collect,
-        "time/sync_s": 0.02,
-        "time/gradient_wait_s": 0.03,
-        "time/step_spread_s": own.std(ddof=1),
-        "time/sps": ENV_STEPS / elapsed,
+        "time/collect_s": collect_s,
+        "time/step_spread_s": own_s.std(ddof=1),
+        "time/sps": ENV_STEPS / elapsed_s,
     }
 
 
 def test_a_synthetic_machines_constants_are_recovered():
     rng = np.random.default_rng(1)
-    copies = [[record_of(rng, i + 1) for i in range(400)] for _ in range(2)]
-    work = work_of(copies)
+    collect = rng.normal(MACHINE["collect"], SPREADS["collect"], 800)
+    own = rng.normal(0.1, SPREADS["step"], (800, STEPS))
+    work = rank_cost_of([[record(1, collect[i], own[i], MACHINE["rest"]) for i in range(800)]])
     assert (work.env_steps, work.gradient_steps) == (ENV_STEPS, STEPS)
     for name, seconds in MACHINE.items():
         assert getattr(work, f"{name}_s") == pytest.approx(seconds, rel=0.05), name
     assert work.collect_spread_s == pytest.approx(SPREADS["collect"], rel=0.05)
     assert work.step_spread_s == pytest.approx(SPREADS["step"], rel=0.05)
-    assert work.update_spread_s < SPREADS["step"]  # steps are independent here: nothing is left for the iteration
+    # steps are independent here: nothing is left for the iteration
+    assert work.update_spread_s < SPREADS["step"]
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -120,61 +119,77 @@ def test_latency_and_bandwidth_are_recovered(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_simulated_ranks_take_as_long_as_predicted(ranks):
-    """Ranks that meet after the rollout and in every step, drawn and run; the model knows the distributions only."""
+    """Ranks that meet after the rollout and in every step; the model knows distributions only."""
     rng = np.random.default_rng(3)
     talk = Communication(gradient_s=0.004, small_s=0.01)
     step_s = 0.1
     collect = rng.normal(0.8, 0.08, (4000, ranks)).max(1)
     steps = rng.normal(step_s, 0.01, (4000, STEPS, ranks)).max(2).sum(1)
     simulated_s = float((collect + steps).mean()) + STEPS * talk.gradient_s + talk.small_s + 0.1
-    work = Work(env_steps=ENV_STEPS, gradient_steps=STEPS, collect_s=0.8, forward_s=0.25, backward_s=0.5,
-                optimizer_s=0.05, rest_s=0.1, collect_spread_s=0.08, step_spread_s=0.01)  # fmt: skip
+    seconds = {f"{name}_s": value for name, value in MACHINE.items()}
+    spreads = {f"{name}_spread_s": value for name, value in SPREADS.items()}
+    work = RankCost(env_steps=ENV_STEPS, gradient_steps=STEPS, **seconds, **spreads)
     assert predict(work, ranks, talk).iteration_s == pytest.approx(simulated_s, rel=0.02)
 
 
 def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
-    """What a shared host does: a rank's whole update is slow or fast, and a median would see one of them."""
+    """On a shared host a rank's whole update is slow or fast; a median would see one of them."""
     rng = np.random.default_rng(4)
     talk = Communication(gradient_s=0.004, small_s=0.01)
-    slow = np.where(rng.random((8000, 2)) < 0.45, 1.7, 1.0)
-    other = np.where(rng.random((8000, 2)) < 0.45, 1.7, 1.0)
-    steps = rng.normal(0.05, 0.002, (8000, STEPS, 2)) * other[:, None]
-    simulated_s = float((0.8 * slow).max(1).mean() + steps.max(2).sum(1).mean()) + STEPS * talk.gradient_s + 0.01
-    copies = [[], []]
-    for number in range(400):
-        for copy, records in enumerate(copies):
-            own = steps[number, :, copy]
-            collect_s = 0.8 * slow[number, copy]
-            times = {"time/collect_s": collect_s, "time/forward_s": own.sum(), "time/backward_s": 0.0}
-            waits = {"time/optimizer_s": 0.0, "time/sync_s": 0.0, "time/gradient_wait_s": 0.0}
-            counts = {"iteration": number + 1, "global_step": ENV_STEPS * (number + 1), "optim/steps": float(STEPS)}
-            rates = {"time/sps": ENV_STEPS / (collect_s + own.sum()), "time/step_spread_s": own.std(ddof=1)}
-            records.append(times | waits | counts | rates)
-    assert predict(work_of(copies), 2, talk).iteration_s == pytest.approx(simulated_s, rel=0.02)
+    collect, speed = 0.8 * np.where(rng.random((2, 8000, 2)) < 0.45, 1.7, 1.0)
+    steps = rng.normal(0.05, 0.002, (8000, STEPS, 2)) * speed[:, None] / 0.8
+    own_s = float(collect.max(1).mean() + steps.max(2).sum(1).mean())
+    simulated_s = own_s + STEPS * talk.gradient_s + talk.small_s
+    copies = [[record(1, collect[i, n], steps[i, :, n]) for i in range(400)] for n in (0, 1)]
+    assert predict(rank_cost_of(copies), 2, talk).iteration_s == pytest.approx(
+        simulated_s, rel=0.02
+    )
+
+
+def test_work_is_linear_in_the_share_between_two_and_proportional_below():
+    def work(share):
+        return replace(WORK, env_steps=round(1000 * share), collect_s=0.2 + 0.8 * share)
+
+    known = {share: work(share) for share in (1 / 8, 1 / 2, 1.0)}
+    assert interpolate(known, 1 / 2) == known[1 / 2]
+    assert interpolate(known, 1 / 4) == replace(work(1 / 4), collect_s=pytest.approx(0.4))
+    half = interpolate(known, 1 / 16)
+    assert half.collect_s == pytest.approx(0.15) and half.gradient_steps == WORK.gradient_steps
+
+
+def test_longer_rollouts_have_more_gradient_steps_of_the_same_size():
+    longer = replace(WORK, step_spread_s=0.01).lengthened(4)
+    assert (longer.env_steps, longer.gradient_steps, longer.collect_s) == (4000, 40, 4.0)
+    assert longer.step_s == pytest.approx(WORK.step_s) and longer.step_spread_s == 0.01
 
 
 def test_a_single_value_has_no_spread():
     assert spread([1.0]) == 0.0
 
 
-# ---- published scaling, from published inputs; no constant is fitted to the efficiency that is reproduced
+# ---- published scaling, from published inputs; no constant is fitted to the efficiency that is
+# reproduced
 
 # Isaac Lab, "Performance Benchmarks", https://isaac-sim.github.io/IsaacLab/main/source/overview/
-# reinforcement-learning/performance_benchmarks.html (read 2026-11): frames/s of rollouts (environment and inference)
-# on one L40; the same with training on one; rollouts alone on N ranks, which do not communicate; and what training on
-# N then reached. Environments are per rank (weak). Network sizes and steps: the tasks' agents/*.yaml and *_cfg.py in
-# the same repository (shadow hand: 157 inputs, 512-512-256-128, horizon 16, minibatch 32768, 5 epochs; G1 rough: 310
-# inputs, actor and critic 512-256-128, 24 steps, 4 minibatches, 5 epochs; cartpole with camera: three convolutions
-# and 512, horizon 64, minibatch 2048, 4 epochs). L40: PCIe 4, no NVLink; the network between machines is not
-# published, 100 Gbit/s Ethernet is assumed. Three more published points are missed, predicted too well, by costs that
-# are not among the published inputs: cartpole with camera on 16 (101 % for 77 %), cartpole on 4 (103 % for 91 %) and
-# on 16 (98 % for 84 %), whose whole iteration takes a quarter of a second.
-# Not reproduced, as what goes in was not found in public (searched 2026-11): DD-PPO (arXiv 1911.00357 tells 107x on 128
-# GPUs, not the seconds of its parts), the DDP paper (arXiv 2006.15704 draws them) and rl_games on two RTX 4090.
+# reinforcement-learning/performance_benchmarks.html (read 2026-11): frames/s of rollouts
+# (environment and inference) on one L40; the same with training on one; rollouts alone on N ranks,
+# which do not communicate; and what training on N then reached. Environments are per rank (weak).
+# Network sizes and steps: the tasks' agents/*.yaml and *_cfg.py in the same repository (shadow
+# hand: 157 inputs, 512-512-256-128, horizon 16, minibatch 32768, 5 epochs; G1 rough: 310 inputs,
+# actor and critic 512-256-128, 24 steps, 4 minibatches, 5 epochs; cartpole with camera: three
+# convolutions and 512, horizon 64, minibatch 2048, 4 epochs). L40: PCIe 4, no NVLink; the network
+# between machines is not published, 100 Gbit/s Ethernet is assumed. Three more published points are
+# missed, predicted too well, by costs that are not among the published inputs: cartpole with camera
+# on 16 (101 % for 77 %), cartpole on 4 (103 % for 91 %) and on 16 (98 % for 84 %), whose whole
+# iteration takes a quarter of a second. Not reproduced, as what goes in was not found in public
+# (searched 2026-11): DD-PPO (arXiv 1911.00357 tells 107x on 128 GPUs, not the seconds of its
+# parts), the DDP paper (arXiv 2006.15704 draws them) and rl_games on two RTX 4090.
 ISAAC_LAB = {
-    # name: (envs, horizon, gradient steps, parameters, rollout 1, train 1, {ranks: (rollouts alone, trained)})
+    # name: (envs, horizon, gradient steps, parameters, rollout 1, train 1, {ranks: (rollouts alone,
+    # trained)})
     "Isaac-Reorient-Cube-Shadow-Direct": (
-        8192, 16, 20, 0.52e6, 140_000, 120_000, {4: (420_000, 390_000), 16: (2_300_000, 1_800_000)}),
+        8192, 16, 20, 0.52e6, 140_000, 120_000,
+        {4: (420_000, 390_000), 16: (2_300_000, 1_800_000)}),
     "Isaac-Velocity-Rough-G1": (
         4096, 24, 20, 0.66e6, 64_000, 62_000, {4: (270_000, 250_000), 16: (1_100_000, 960_000)}),
     "Isaac-Cartpole-Camera-Direct": (
@@ -188,31 +203,49 @@ def isaac_lab_efficiencies(name, ranks):
     rollouts_of_many, trained = many[ranks]
     frames = envs * horizon
     update_s = frames / train - frames / rollout
-    alone = Work(env_steps=frames, gradient_steps=steps, collect_s=frames / rollout, forward_s=update_s)
-    beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)  # what the neighbours cost, as copies tell
-    reduction_s = cluster_all_reduce_s(4 * parameters, ranks, 4, LINKS["PCIe 4"], LINKS["Ethernet 100"])
-    scaled = Scaled(predict(alone, 1, Communication()), predict(beside, ranks, Communication(gradient_s=reduction_s)))
+    alone = RankCost(
+        env_steps=frames, gradient_steps=steps, collect_s=frames / rollout, forward_s=update_s
+    )
+    # what the neighbours cost, as copies tell
+    beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
+    reduction_s = cluster_all_reduce_s(
+        4 * parameters, ranks, 4, LINKS["PCIe 4"], LINKS["Ethernet 100"]
+    )
+    scaled = Scaled(
+        predict(alone, 1, Communication()),
+        predict(beside, ranks, Communication(gradient_s=reduction_s)),
+    )
     return scaled.efficiency, trained / train / ranks
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, n) for name, entry in ISAAC_LAB.items() for n in entry[-1]])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, n) for name, entry in ISAAC_LAB.items() for n in entry[-1]]
+)
 def test_published_scaling_of_isaac_lab(name, ranks):
     predicted, published = isaac_lab_efficiencies(name, ranks)
     assert predicted == pytest.approx(published, abs=0.10)
 
 
 def test_published_scaling_of_two_rtx_5090():
-    """mjlab, https://github.com/mujocolab/mjlab/pull/330 (2025-11): 125K frames/s on one RTX 5090 with 4096
-    environments, 245K on two with 4096 each. 24 steps, 4 minibatches, 5 epochs, actor and critic 512-256-128: its
-    src/mjlab/tasks/tracking/config/g1/rl_cfg.py (read 2026-11); about 0.7 million parameters are our count."""
+    """Two RTX 5090 of mjlab, https://github.com/mujocolab/mjlab/pull/330 (2025-11).
+
+    125K frames/s on one RTX 5090 with 4096 environments, 245K on two with 4096 each. 24 steps, 4
+    minibatches, 5 epochs, actor and critic 512-256-128: its
+    src/mjlab/tasks/tracking/config/g1/rl_cfg.py (read 2026-11); about 0.7 million parameters are
+    our count.
+    """
     frames = 4096 * 24
-    work = Work(env_steps=frames, gradient_steps=20, collect_s=0.0, forward_s=frames / 125_000)
-    reduction_s = LINKS["PCIe 4 through the host"].all_reduce_s(4 * 0.7e6, 2)  # no peer access on RTX cards
-    scaled = Scaled(predict(work, 1, Communication()), predict(work, 2, Communication(gradient_s=reduction_s)))
+    work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, forward_s=frames / 125_000)
+    # no peer access on RTX cards
+    reduction_s = LINKS["PCIe 4 through the host"].all_reduce_s(4 * 0.7e6, 2)
+    scaled = Scaled(
+        predict(work, 1, Communication()), predict(work, 2, Communication(gradient_s=reduction_s))
+    )
     assert scaled.efficiency == pytest.approx(245 / 125 / 2, abs=0.10)
 
 
-# All-reduce over 8 H200 (NVLink), published by Azure: 35 us at 1 MB, 53 us at 4 MB, 122 us at 16 MB.
+# All-reduce over 8 H200 (NVLink), published by Azure: 35 us at 1 MB, 53 us at 4 MB, 122 us at 16
+# MB.
 @pytest.mark.parametrize(("num_bytes", "published_s"), [(1e6, 35e-6), (4e6, 53e-6), (16e6, 122e-6)])
 def test_the_nvlink_preset_is_near_published_all_reduces(num_bytes, published_s):
     assert LINKS["NVLink 4"].all_reduce_s(num_bytes, 8) == pytest.approx(published_s, rel=0.25)
@@ -226,13 +259,16 @@ def test_the_bottleneck_names_what_is_lost_and_its_cure():
         one = Scaled(predict(WORK, 1, Communication()), predict(many, 2, Communication(**talk)))
         return " -> ".join(bottleneck(one, scaling))
 
-    half = replace(WORK, env_steps=500, collect_s=0.5, forward_s=0.15, backward_s=0.3, optimizer_s=0.05)
-    assert told(half) == "2 ranks give 2.00x: they scale well -> "
-    assert told(replace(half, collect_s=1.0)) == (
-        "2 ranks give 1.33x instead of 2x: most is lost in rollouts (33% of an iteration) -> a rollout of fewer "
-        "environments is hardly shorter: raise --num_envs, or try weak scaling"
+    half = replace(
+        WORK, env_steps=500, collect_s=0.5, forward_s=0.15, backward_s=0.3, optimizer_s=0.05
     )
-    assert "lost reducing gradients (50% of an iteration) -> raise --batch_size" in told(half, gradient_s=0.1)
+    assert told(half) == "2 ranks give 2.00x: they scale well -> "
+    rollouts = told(replace(half, collect_s=1.0))
+    assert rollouts.startswith("2 ranks give 1.33x instead of 2x: most is lost in rollouts (33%")
+    assert "raise --num_envs, or try weak scaling" in rollouts
+    assert "lost reducing gradients (50% of an iteration) -> raise --batch_size" in told(
+        half, gradient_s=0.1
+    )
     assert "lost waiting for the slowest rank" in told(replace(half, collect_spread_s=1.0))
     assert "give each rank cores or a GPU" in told(replace(WORK, forward_s=1.3), "weak")
     assert "level out what slows some down" in told(replace(WORK, collect_spread_s=1.0), "weak")
@@ -242,7 +278,7 @@ def test_presets_are_found_whatever_their_case_and_unequal_cards_go_at_the_slowe
     assert find_link("nvlink 4").name == "NVLink 4"
     cards = find_gpus("h100 sxm + A100")
     assert [card.name for card in cards] == ["H100 SXM", "A100"] and slowest(cards).name == "A100"
-    assert all(gpu.link in LINKS and gpu.source for gpu in GPUS.values())
+    assert all(gpu.link in LINKS for gpu in GPUS.values())
     with pytest.raises(UserError, match="'H1000' is not known; there are A100, H100 SXM"):
         find_gpus("H1000")
 

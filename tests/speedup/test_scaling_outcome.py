@@ -8,7 +8,10 @@ import pytest
 from rl_dist.speedup.model import expected_maximum
 from rl_dist.speedup.outcome import describe, outcome, outcome_of
 
-STEPS, ENV_STEPS, REDUCTION_S, SMALL_S = 8, 4096, 0.002, 0.01
+STEPS = 8
+ENV_STEPS = 4096
+REDUCTION_S = 0.002
+SMALL_S = 0.01
 COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
 
 
@@ -51,7 +54,9 @@ def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
     assert abs(found["error"]) < 0.03
     waiting = expected_maximum(ranks) * (COLLECT[1] + STEPS * STEP[1])
     busy = COLLECT[0] + STEPS * STEP[0]
-    assert found["busy"] == pytest.approx(busy / (busy + waiting + STEPS * REDUCTION_S + SMALL_S), rel=0.03)
+    assert found["busy"] == pytest.approx(
+        busy / (busy + waiting + STEPS * REDUCTION_S + SMALL_S), rel=0.03
+    )
     assert found["ranks"] == ranks and f"{ranks} ranks trained" in describe(found)
 
 
@@ -76,11 +81,16 @@ def test_one_rank_and_few_iterations_have_nothing_to_compare(tmp_path):
 
 
 def test_only_iterations_on_the_last_number_of_ranks_count(tmp_path):
-    resumed = [*simulated(4, 10), *({**r, "iteration": r["iteration"] + 10} for r in simulated(2, 6))]
+    resumed = [
+        *simulated(4, 10),
+        *({**r, "iteration": r["iteration"] + 10} for r in simulated(2, 6)),
+    ]
     assert outcome_of(write(tmp_path, resumed))["iterations"] == 4
 
 
-@pytest.mark.parametrize("damage", ["a line", '{"iteration": 1}', '{"ranks": [{}, {}], "iteration": 3}'])
+@pytest.mark.parametrize(
+    "damage", ["a line", '{"iteration": 1}', '{"ranks": [{}, {}], "iteration": 3}']
+)
 def test_what_cannot_be_read_fails_no_run(damage, tmp_path, caplog):
     write(tmp_path, [])
     (tmp_path / "metrics.jsonl").write_text((damage + "\n") * 5)

@@ -1,4 +1,4 @@
-"""What a run's directory tells about it: every state, every figure, every kind of wreck."""
+"""What a run's directory says about it: every state, every figure, every kind of wreck."""
 
 import json
 import os
@@ -17,32 +17,29 @@ from rl_dist.checkpoint.folder import save_checkpoint
 from rl_dist.checkpoint.run_lock import hold
 from rl_dist.status import run_state
 from rl_dist.status.command import describe, one_line
-from rl_dist.status.run_state import STARTING_S, NoRunError, newest_run, read_run
+from rl_dist.status.run_state import NoRunError, newest_run, read_run
 
-BEGAN = "2026-01-31 12:00:00,001 INFO rank {rank} train_distributed: Recall-v0, rank {rank} of 2 on cpu\n"
-TRAINED = "2026-01-31 12:00:09,001 INFO rank {rank} train_distributed: trained to iteration 3, 30 steps\n"
-FAILED = """2026-01-31 12:00:0{rank},001 ERROR rank {rank} rl_dist.launch.rank: rank {rank} failed
-Traceback (most recent call last):
-  File "x.py", line 1, in f
-    raise ValueError
-ValueError: of rank {rank}
-
-The above exception was the direct cause of the following exception:
-
-Traceback (most recent call last):
-  File "x.py", line 2, in g
-    f()
-faults.EnvironmentFault: rank {rank} is to blame
-"""
-LONG_AGO_S = 10 * STARTING_S
+RANK = {"pid": 7, "host": "h", "device": "cpu", "memory_peak_gib": 0.5}
+STATE = {
+    "version": 1, "launcher_pid": 1, "host": "h", "started": 1.0, "updated": 2.0, "restarts": 0,
+    "num_ranks": 2, "ranks": [RANK | {"rank": 0}, RANK | {"rank": 1}], "strategy": "ddp",
+    "precision": "fp32", "phase": "training", "iteration": 3, "global_step": 30, "episodes": 3,
+    "target": 100, "unit": "episodes", "checkpoint": None, "gradient_bytes": 8, "exit": None,
+}  # fmt: skip
 
 
 def record(iteration, **changes):
     """Ten steps and one episode an iteration, a tenth of a second each."""
     return {
-        "iteration": iteration, "global_step": 10 * iteration, "episode/total": iteration, "episode/return": None,
-        "episode/count": 0, "time/sps": 100.0, "ranks": [{"rank": 0}, {"rank": 1}],
+        "iteration": iteration, "global_step": 10 * iteration, "episode/total": iteration,
+        "episode/return": None, "episode/count": 0, "time/sps": 100.0,
+        "ranks": [{"rank": 0}, {"rank": 1}],
     } | changes  # fmt: skip
+
+
+def message(minute, rank, level="WARNING"):
+    found = {"time": f"2026-01-31 12:{minute}:00,001", "level": level, "rank": rank}
+    return found | {"text": f"number {minute}"}
 
 
 class Run:
@@ -52,7 +49,7 @@ class Run:
         self.path = path
         path.mkdir()
         self.config = {
-            "launch": {"strategy": "default", "max_restarts": 0},
+            "launch": {"strategy": "default"},
             "train": {"num_episodes": 100, "total_steps": 0} | train,
             "task": {"env": "Recall-v0"},
         }
@@ -71,15 +68,21 @@ class Run:
     def metrics(self, *records, end="", age_s=0.0):
         self.write("metrics.jsonl", "".join(json.dumps(one) + "\n" for one in records) + end, age_s)
 
-    def logs(self, *texts, age_s=0.0):
-        for rank, text in enumerate(texts):
-            self.write(f"logs/rank_{rank}.log", text.replace("{rank}", str(rank)), age_s)
+    def state(self, phase="training", code=None, error="", **changes):
+        ended = None if code is None else {"code": code, "signal": None, "error": error}
+        self.write("state.json", json.dumps(STATE | {"phase": phase, "exit": ended} | changes))
+
+    def logs(self, *messages):
+        for rank in {one["rank"] for one in messages}:
+            lines = [json.dumps(one) + "\n" for one in messages if one["rank"] == rank]
+            self.write(f"logs/rank_{rank}.jsonl", "".join(lines))
 
     def summary(self, iteration):
         self.write("summary.json", json.dumps({"iteration": iteration}))
 
-    def config_is_old(self):
-        self.age("config.json", LONG_AGO_S)
+    def save(self, iteration):
+        folder = self.path / "checkpoints"
+        return save_checkpoint(folder, {"x": torch.zeros(3)}, iteration=iteration, keep=5)
 
     def read(self):
         return read_run(self.path)
@@ -94,32 +97,34 @@ def run(tmp_path):
     return Run(tmp_path / "run")
 
 
-def test_a_run_whose_lock_is_held_is_running_and_tells_its_figures(run):
+def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run):
     use = {"cpu/percent": 90.0, "ram/used_gib": 0.5, "gpu/power_w": None, "time/idle_share": 0.2}
     ranks = [{"rank": 0} | use, {"rank": 1} | use | {"cpu/percent": 50.0}]
-    no_sample = [{"rank": 0, "cpu/percent": None, "time/idle_share": 0.4}, {"rank": 1, "time/idle_share": 0.2}]
+    no_sample = [{"rank": 0, "cpu/percent": None, "time/idle_share": 0.4}]
+    no_sample.append({"rank": 1, "time/idle_share": 0.2})
     run.metrics(
         record(1, **{"episode/return": 1.0, "episode/count": 3, "valid/return": 0.25}),
         record(2, **{"episode/return": 5.0, "episode/count": 1, "time/sps": 50.0}, ranks=ranks),
         record(3, ranks=no_sample),
     )
-    run.logs(BEGAN, BEGAN)
+    run.state()
     with hold(run.path / "config.json"):
         found = run.read()
-    assert (found.state, found.reason, found.over) == ("running", "", False)
-    assert (found.env, found.strategy, found.device, found.num_ranks) == ("Recall-v0", "ddp", "cpu", 2)
+    assert (found.state, found.reason, found.phase) == ("running", "", "training")
+    assert not found.over
+    assert (found.env, found.strategy, found.device) == ("Recall-v0", "ddp", "cpu")
+    assert found.num_ranks == 2
     assert (found.iteration, found.global_step) == (3, 30)
     assert (found.done, found.total, found.unit) == (3, 100, "episodes")
-    assert found.steps_per_s == 100 and found.iteration_s == pytest.approx((0.1 + 0.2) / 2)
-    assert found.eta_s == pytest.approx(97 * 0.15)
+    assert found.steps_per_s == 100 and found.iteration_s == pytest.approx(0.1)
+    assert found.eta_s == pytest.approx(97 * 0.1)
     assert found.last_return == 5 and found.mean_return == pytest.approx((3 * 1 + 5) / 4)
     assert found.validation == {"valid/return": 0.25}
-    assert found.use == [
-        {"rank": 0, "cpu/percent": 90.0, "ram/used_gib": 0.5, "time/idle_share": pytest.approx(0.3)},
-        {"rank": 1, "cpu/percent": 50.0, "ram/used_gib": 0.5, "time/idle_share": pytest.approx(0.2)},
-    ]
+    shown = [(one["cpu/percent"], one["ram/used_gib"], one["time/idle_share"]) for one in found.use]
+    assert shown == [(90, 0.5, pytest.approx(0.3)), (50, 0.5, pytest.approx(0.2))]
+    assert "gpu/power_w" not in found.use[0]
     assert found.checkpoint is None and not found.messages and not found.notes
-    assert json.loads(json.dumps(found.to_dict()))["use"][1]["cpu/percent"] == 50.0
+    assert json.loads(found.to_json())["use"][1]["cpu/percent"] == 50.0
 
 
 def test_a_budget_of_steps_counts_steps(tmp_path):
@@ -128,11 +133,12 @@ def test_a_budget_of_steps_counts_steps(tmp_path):
     with hold(run.path / "config.json"):
         found = run.read()
     assert (found.done, found.total, found.unit) == (20, 1000, "steps")
-    assert found.eta_s == pytest.approx(980 / 100)
+    assert found.eta_s == pytest.approx(9.8)
 
 
 def test_looking_lets_the_lock_go_and_changes_nothing(run):
     run.metrics(record(1))
+    run.state()
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     run.read()
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
@@ -140,128 +146,100 @@ def test_looking_lets_the_lock_go_and_changes_nothing(run):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "reason"),
+    ("phase", "changes", "state", "reason"),
     [
-        (lambda run: None, "in its first iteration"),
-        (lambda run: run.metrics(record(1), record(2), age_s=1000), "no iteration has ended for 1000 s, and one takes"),
-        (lambda run: run.logs(BEGAN + TRAINED), "it was asked to stop"),
-        (lambda run: (run.logs(BEGAN + TRAINED), run.metrics(record(100))), "training is over, it is judged"),
+        ("starting", {}, "starting", ""),
+        ("restarting", {"restarts": 2}, "restarting", "restart 2"),
+        ("validation", {}, "running", "it is in validation"),
+        ("training", {}, "running", "no iteration has ended for 1000 s"),
+        (None, {}, "running", "no iteration has ended for 1000 s"),
     ],
 )
-def test_a_running_one_says_what_is_out_of_the_ordinary(prepare, reason, run):
-    prepare(run)
+def test_a_locked_one_says_what_it_does(phase, changes, state, reason, run):
+    if phase:
+        run.state(phase, **changes)
     with hold(run.path / "config.json"):
-        state, said = run.how()
-    assert state == "running" and said.startswith(reason)
+        if phase in (None, "training"):
+            assert run.how() == ("running", "in its first iteration")
+        run.metrics(record(1), record(2), age_s=1000)
+        found, said = run.how()
+    assert found == state and said.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("phase", "code", "error", "state", "reason"),
+    [
+        ("done", 0, "", "finished", ""),
+        ("stopped", 143, "", "stopped", "--resume goes on"),
+        ("stopped", 130, "stopped at once", "stopped", "stopped at once"),
+        ("failed", 1, "rank 1 failed with X", "failed", "rank 1 failed with X"),
+        ("training", None, "", "dead", "during training"),
+    ],
+)
+def test_how_it_ended_is_in_its_state(phase, code, error, state, reason, run):
+    run.metrics(record(1))
+    run.state(phase, code, error)
+    found, said = run.how()
+    assert found == state and reason in said
+    if state == "dead":
+        assert "no checkpoint" in said
+        run.save(1)
+        assert "--resume goes on" in run.how()[1]
 
 
 def test_with_its_summary_it_has_finished_unless_it_went_on_from_there(run):
-    run.config_is_old()
+    run.state("stopped", 143)
     run.metrics(record(1), record(2))
-    run.logs(BEGAN + TRAINED)
     run.summary(2)
     assert run.how() == ("finished", "") and run.read().eta_s is None
+    run.metrics(end='{"iteration": 2, "glo')
+    assert run.how() == ("finished", "")
     run.metrics(record(1), record(2), record(3))
-    run.logs(BEGAN + TRAINED + BEGAN)
-    assert run.how()[0] == "dead"
+    assert run.how()[0] == "stopped"
 
 
-def test_before_its_ranks_come_it_is_starting_for_a_while(run):
-    assert run.how()[0] == "starting"
-    run.config_is_old()
-    assert run.how() == ("dead", "no rank has ever started; it has no checkpoint to go on from")
-
-
-def test_files_from_the_future_of_a_clock_set_back_do_not_start_for_ever(run):
-    run.age("config.json", -3)
-    assert run.how()[0] == "starting" and "begun 0 s ago" in run.how()[1]
-    run.age("config.json", -LONG_AGO_S)
-    assert run.how()[0] == "dead"
-
-
-def test_a_run_whose_configuration_is_newer_than_its_logs_starts_again_unless_it_has_finished(run):
-    run.logs(BEGAN, age_s=5)
-    assert run.how()[0] == "starting"  # its logs are of a life that left nothing
-    run.metrics(record(1), age_s=5)  # resumed
-    assert run.how()[0] == "starting"
-    run.summary(1)
-    run.age("summary.json", 5)
-    assert run.how()[0] == "finished"
-
-
-def test_a_finished_run_stays_so_when_its_last_metrics_are_torn(run):
-    run.config_is_old()
-    run.logs(BEGAN + TRAINED)
-    run.summary(3)
-    run.metrics(record(1), record(2), end='{"iteration": 3, "glo')
-    assert run.how() == ("finished", "")
-    run.metrics(end='{"iteration": 3, "glo')
+def test_a_run_of_an_older_version_has_a_state_as_well(run):
+    """Without state.json: metrics, lock, summary and checkpoints say it."""
+    run.metrics(record(1), record(2))
+    assert run.how()[0] == "dead" and "has no checkpoint" in run.how()[1]
+    run.save(1)
+    assert run.how()[0] == "dead" and "--resume" in run.how()[1]
+    run.save(2)
+    found = run.read()
+    assert (found.state, found.num_ranks, found.strategy) == ("stopped", 2, "default")
+    run.summary(2)
     assert run.how() == ("finished", "")
 
 
-def test_how_it_ended_is_told_by_the_logs_of_its_last_life(run):
-    run.config_is_old()
-    run.metrics(record(1))
-    run.logs(BEGAN + TRAINED, BEGAN + TRAINED)
-    assert run.how()[0] == "stopped"
-    run.metrics(record(1), record(2, **{"episode/total": 100}))
-    state, reason = run.how()
-    assert state == "dead" and "while it was judged" in reason
-    run.logs(BEGAN, BEGAN)
-    state, reason = run.how()
-    assert state == "dead" and "without a word" in reason and "no checkpoint" in reason
-    save_checkpoint(run.path / "checkpoints", {"x": torch.zeros(3)}, iteration=1, keep=5)
-    assert "--resume goes on from its checkpoint" in run.how()[1]
-    run.logs(BEGAN + FAILED.replace("0{rank}", "05"), FAILED.replace("0{rank}", "04"))
-    assert run.how() == ("failed", "rank 1, 2026-01-31 12:00:04,001: faults.EnvironmentFault: rank 1 is to blame")
-    run.logs(BEGAN + FAILED + BEGAN, BEGAN + FAILED + BEGAN)  # begun again since
-    assert run.how()[0] == "dead"
-    assert [message.text for message in run.read().messages] == [
-        "faults.EnvironmentFault: rank 0 is to blame", "faults.EnvironmentFault: rank 1 is to blame"
-    ]  # fmt: skip
-
-
-def test_a_run_that_may_restart_is_given_time_to(run):
-    run.config["launch"]["max_restarts"] = 3
-    run.write("config.json", json.dumps(run.config), age_s=LONG_AGO_S)
-    run.metrics(record(1), age_s=LONG_AGO_S)
-    run.logs(BEGAN + FAILED, age_s=1)
-    assert run.how()[0] == "restarting" and not run.read().over
-    run.age("logs/rank_0.log", LONG_AGO_S)
-    assert run.how()[0] == "failed"
-    run.logs(BEGAN + TRAINED)
-    assert run.how()[0] == "stopped"
+def test_files_from_the_future_of_a_clock_set_back_are_read_as_new(run):
+    run.state()
+    run.metrics(record(1), record(2), age_s=-1000)
+    assert run.how()[0] == "dead" and run.read().metrics_age_s == 0
 
 
 def test_the_last_warnings_and_errors_of_all_ranks_come_in_their_order(run):
-    warning = "2026-01-31 12:{minute}:00,001 WARNING rank {rank} agents.trainer: number {minute}\n"
-    run.logs(*("".join(warning.replace("{minute}", str(10 + 2 * n + rank)) for n in range(4)) for rank in (0, 1)))
-    found = read_run(run.path, num_messages=3).messages
-    assert [(one.rank, one.level, one.text) for one in found] == [
-        (1, "WARNING", "number 15"), (0, "WARNING", "number 16"), (1, "WARNING", "number 17")
-    ]  # fmt: skip
-    assert read_run(run.path, num_messages=0).messages == []
+    run.logs(*(message(10 + 2 * n + rank, rank) for rank in (0, 1) for n in range(4)))
+    found = [(one.rank, one.text) for one in run.read().messages]
+    assert found == [(number % 2, f"number {number}") for number in range(13, 18)]
 
 
 def test_the_newest_checkpoint_that_is_whole_is_named_and_damaged_ones_are_noted(run):
-    folder = run.path / "checkpoints"
     for iteration in (9, 10):
-        save_checkpoint(folder, {"x": torch.zeros(3)}, iteration=iteration, keep=5)
+        path = run.save(iteration)
     found = run.read()
-    assert (found.checkpoint, found.checkpoint_checked, found.notes) == ("iteration_00000010.pt", True, [])
+    assert (found.checkpoint, found.checkpoint_checked, found.notes) == (path.name, True, [])
     assert 0 <= found.checkpoint_age_s < 100
-    data = bytearray((folder / "iteration_00000010.pt").read_bytes())
+    data = bytearray(path.read_bytes())
     data[100] ^= 1
-    (folder / "iteration_00000010.pt").write_bytes(data)
+    path.write_bytes(data)
     found = run.read()
     assert found.checkpoint == "iteration_00000009.pt"
-    (note,) = found.notes
-    assert "iteration_00000010.pt is damaged" in note
+    assert len(found.notes) == 1 and "iteration_00000010.pt is damaged" in found.notes[0]
 
 
 def test_a_large_checkpoint_is_not_read_for_this(run, monkeypatch):
     monkeypatch.setattr(run_state, "LARGE_BYTES", 10)
-    path = save_checkpoint(run.path / "checkpoints", {"x": torch.zeros(3)}, iteration=1, keep=5)
+    path = run.save(1)
     data = path.read_bytes()
     path.write_bytes(data[:100] + b"not looked into" + data[115:])
     found = run.read()
@@ -271,38 +249,45 @@ def test_a_large_checkpoint_is_not_read_for_this(run, monkeypatch):
     assert found.checkpoint is None and path.name in found.notes[0]
 
 
+GOOD = json.dumps(record(1))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "note"),
     [
-        ("metrics.jsonl", json.dumps(record(1)) + '\n{"iteration": 2, "glob', "metrics.jsonl has 1 torn line(s)"),
-        ("metrics.jsonl", b"\x00\xff\n" + json.dumps(record(1)).encode() + b"\n[1]\n7\n{}\n", "4 torn line(s)"),
+        ("metrics.jsonl", GOOD + '\n{"iteration": 2, "glob', "metrics.jsonl has 1 torn line"),
+        ("metrics.jsonl", b"\x00\xff\n" + GOOD.encode() + b"\n[1]\n7\n{}\n", "4 torn line(s)"),
         ("summary.json", '{"iteration": ', "summary.json is torn"),
+        ("state.json", json.dumps(STATE)[:50], "state.json is torn"),
         ("checkpoints/iteration_00000007.pt", b"", "is empty"),
     ],
 )
-def test_what_is_torn_is_noted_and_the_rest_is_told(name, text, note, run):
+def test_what_is_torn_is_noted_and_the_rest_is_shown(name, text, note, run):
     run.metrics(record(1))
     run.write(name, text)
     found = run.read()
-    assert found.iteration == 1 and len(found.notes) == 1 and note in found.notes[0]
+    assert (found.iteration, found.num_ranks) == (1, 2)
+    assert len(found.notes) == 1 and note in found.notes[0]
 
 
-def test_records_of_strange_types_are_told_as_far_as_they_go(run):
-    strange = {"time/sps": "fast", "episode/return": [], "episode/total": None, "valid/return": {}, "ranks": [7, {}]}
+def test_records_of_strange_types_are_shown_as_far_as_they_go(run):
+    strange = {"time/sps": "fast", "episode/return": [], "episode/total": None, "valid/return": {}}
+    strange["ranks"] = [7, {}]
     run.metrics(record(1, **strange), record(2, **strange, **{"episode/count": True}))
     run.write("summary.json", "[]")
-    run.write("logs/rank_0.log", b"\xff\xfe\x00 no log\nTraceback\nError: x\n")
-    run.write("logs/rank_x.log", "")
+    run.write("logs/rank_0.jsonl", b'\xff\xfe\x00 no log\n{"rank": 0}\n')
     with hold(run.path / "config.json"):
         found = run.read()
     assert (found.state, found.iteration, found.done) == ("running", 2, 0)
-    assert found.steps_per_s is found.last_return is found.eta_s is None and found.use == [] and found.messages == []
+    assert found.steps_per_s is found.last_return is found.eta_s is None
+    assert found.use == [] and found.messages == []
 
 
 def wreck(data, rng):
     """Bytes with a cut, a hole, foreign bytes or another value somewhere."""
     at, to = sorted(rng.choices(range(len(data) + 1), k=2))
-    values = [b"null", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'"x"', b"true", b"[" * 3000, b"9" * 400]
+    values = [b"null", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'"x"', b"true"]
+    values += [b"[" * 3000, b"9" * 400]
     kind = rng.randrange(4)
     if kind == 0:
         return data[:at]
@@ -315,24 +300,27 @@ def wreck(data, rng):
     return data[: place.start()] + rng.choice(values) + data[place.end() :] if place else data[:at]
 
 
-def test_whatever_is_wrecked_it_is_told_or_refused_in_one_line(run):
+def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
     use = {"cpu/percent": 90.0, "gpu/power_w": None, "time/idle_share": 0.2}
     values = {"episode/return": 1.0, "episode/count": 2, "valid/return": 0.5}
-    run.metrics(*(record(n, **values, ranks=[{"rank": 0} | use, {"rank": 1} | use]) for n in range(1, 5)))
-    run.logs(BEGAN + FAILED + BEGAN + TRAINED, BEGAN + FAILED)
+    ranks = [{"rank": 0} | use, {"rank": 1} | use]
+    run.metrics(*(record(n, **values, ranks=ranks) for n in range(1, 5)))
+    run.logs(message(10, 1), message(11, 1, "ERROR"))
     run.summary(4)
-    save_checkpoint(run.path / "checkpoints", {"x": torch.zeros(3)}, iteration=4, keep=5)
-    names = ["config.json", "metrics.jsonl", "summary.json", "logs/rank_1.log", "checkpoints/iteration_00000004.pt"]
+    run.state("failed", 1, "x")
+    run.save(4)
+    names = ["config.json", "metrics.jsonl", "summary.json", "state.json", "logs/rank_1.jsonl"]
+    names.append("checkpoints/iteration_00000004.pt")
     whole = {name: (run.path / name).read_bytes() for name in names}
     rng, refused = random.Random(1), 0
-    for trial in range(500):
+    for trial in range(600):
         name = names[trial % len(names)]
         (run.path / name).write_bytes(wreck(whole[name], rng))
         try:
-            with hold(run.path / "config.json") if trial % 2 else nullcontext():
+            with hold(run.path / "config.json") if trial % 4 == 1 else nullcontext():
                 found = run.read()
             assert describe(found) and one_line(found).count("\n") == 0
-            json.dumps(found.to_dict(), allow_nan=False)
+            found.to_json()
         except NoRunError as error:
             assert name == "config.json" and "\n" not in str(error)
             refused += 1
@@ -341,62 +329,60 @@ def test_whatever_is_wrecked_it_is_told_or_refused_in_one_line(run):
 
 
 def test_what_is_no_plain_file_holds_nothing_up(run):
-    for name in ("metrics.jsonl", "summary.json"):
+    for name in ("metrics.jsonl", "summary.json", "state.json", "logs"):
         (run.path / name).mkdir()
-    (run.path / "logs").mkdir()
-    os.mkfifo(run.path / "logs" / "rank_0.log")
+    os.mkfifo(run.path / "logs" / "rank_0.jsonl")
     assert run.read().iteration == 0
     (run.path / "config.json").unlink()
     os.mkfifo(run.path / "config.json")
-    with pytest.raises(NoRunError, match="config.json .*pipe"):
+    with pytest.raises(NoRunError, match=r"config.json .*pipe"):
         run.read()
 
 
 def test_only_the_end_of_a_long_file_is_read(run, monkeypatch):
-    monkeypatch.setattr("rl_dist.telemetry.rank_logs.TAIL_BYTES", 2000)
+    monkeypatch.setattr(run_state, "TAIL_BYTES", 2000)
     run.metrics(*(record(iteration) for iteration in range(1, 1001)))
     found = run.read()
     assert (found.iteration, found.notes, found.steps_per_s) == (1000, [], 100)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    "config",
     [
-        ('{"launch": {"strat', "torn or not ours"),
-        ("", "torn or not ours"),
-        (b"\xff\xfe\x00", "torn or not ours"),
-        ("[1, 2]", "does not say how long to train"),
-        ('{"train": {"total_steps": 0}, "launch": {}}', "does not say how long to train"),
-        ('{"train": {"total_steps": 0, "num_episodes": "many"}, "launch": {}}', "does not say how long to train"),
-        ('{"train": {"total_steps": 0, "num_episodes": 5}}', "does not say how long to train"),
+        '{"launch": {"strat',
+        b"\xff\xfe\x00",
+        "[1, 2]",
+        '{"train": {"total_steps": 0}, "launch": {}}',
+        '{"train": {"total_steps": 0, "num_episodes": "many"}, "launch": {}}',
+        '{"train": {"total_steps": 0, "num_episodes": 5}}',
     ],
 )
-def test_a_foreign_or_torn_configuration_is_one_clear_line(config, said, run):
+def test_a_foreign_or_torn_configuration_is_one_clear_line(config, run):
     run.write("config.json", config)
-    with pytest.raises(NoRunError, match=said) as raised:
+    with pytest.raises(NoRunError, match="how long to train") as raised:
         run.read()
     assert str(run.path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_what_is_no_run_directory_says_what_to_give_instead(tmp_path):
-    for path, said in (
-        (tmp_path / "nowhere", "is not there: give a run directory"),
-        (tmp_path, "has no config.json; give a run directory"),
-    ):
-        with pytest.raises(NoRunError, match=said):
+    Run(tmp_path / "mine")
+    (tmp_path / "empty").mkdir()
+    refused = {
+        tmp_path / "nowhere": "is not there: give a run directory",
+        tmp_path / "empty": "has no config.json; give a run directory",
+        tmp_path: "name one of its runs, such as .*mine",
+        tmp_path / "mine" / "config.json": "is a file: give a run directory",
+    }
+    for path, match in refused.items():
+        with pytest.raises(NoRunError, match=match):
             read_run(path)
     with pytest.raises(NoRunError, match="there is no run in"):
-        newest_run(tmp_path)
-    Run(tmp_path / "mine")
-    with pytest.raises(NoRunError, match="it holds 1 run.s., such as .*mine: name one"):
-        read_run(tmp_path)
-    with pytest.raises(NoRunError, match="is a file: give a run directory"):
-        read_run(tmp_path / "mine" / "config.json")
+        newest_run(tmp_path / "empty")
 
 
 def test_the_newest_run_is_the_one_that_was_written_to_last(tmp_path):
     older, newer = Run(tmp_path / "b"), Run(tmp_path / "a")
-    older.config_is_old()
+    older.age("config.json", 1000)
     newer.age("config.json", 50)
     assert newest_run(tmp_path) == newer.path
     older.metrics(record(1), age_s=10)
@@ -404,5 +390,6 @@ def test_the_newest_run_is_the_one_that_was_written_to_last(tmp_path):
 
 
 def test_neither_the_status_nor_the_package_loads_torch():
-    code = "import sys, rl_dist, rl_dist.status; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    code = "import sys, rl_dist, rl_dist.status.command; sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2]).returncode == 0

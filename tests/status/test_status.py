@@ -1,4 +1,4 @@
-"""The status command: what it says of runs, and how it follows one to its end."""
+"""The status command: what it shows of runs, and how it follows one to its end."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_run_state import BEGAN, FAILED, TRAINED, Run, record
+from test_run_state import Run, message, record
 from train_runs import RECALL, REPO, records, start_training
 
 from rl_dist.checkpoint.run_lock import hold
@@ -30,13 +30,14 @@ def said(capsys):
 
 
 def test_a_running_one_is_shown_with_all_there_is(run, capsys):
-    gpu = {
-        "gpu/utilization_percent": 87.0, "gpu/memory_allocated_gib": 1.5, "gpu/memory_peak_gib": 2.25,
-        "gpu/memory_free_gib": 70.0, "gpu/temperature_c": 61.0, "gpu/power_w": 250.5,
-    }  # fmt: skip
-    ranks = [{"rank": 0, "cpu/percent": 99.0, "ram/used_gib": 0.5, "time/idle_share": 0.25} | gpu, {"rank": 1}]
-    run.metrics(record(1), record(2, ranks=ranks, **{"episode/return": 0.5, "episode/count": 1, "valid/sharpe": 1.25}))
-    run.logs(BEGAN + "2026-01-31 12:00:01,001 WARNING rank 0 agents.trainer: straggler: rank 1 is slow\n", BEGAN)
+    gpu = {"utilization_percent": 87, "memory_allocated_gib": 1.5, "memory_peak_gib": 2.25}
+    gpu |= {"memory_free_gib": 70, "temperature_c": 61, "power_w": 250}
+    one = {"rank": 0, "cpu/percent": 99.0, "ram/used_gib": 0.5, "time/idle_share": 0.25}
+    one |= {f"gpu/{name}": value for name, value in gpu.items()}
+    figures = {"episode/return": 0.5, "episode/count": 1, "valid/sharpe": 1.25}
+    run.metrics(record(1), record(2, ranks=[one, {"rank": 1}], **figures))
+    run.state()
+    run.logs(message(30, 0))
     with hold(run.path / "config.json"):
         assert status.main([str(run.path)]) == 0
     text = capsys.readouterr().out
@@ -48,21 +49,20 @@ def test_a_running_one_is_shown_with_all_there_is(run, capsys):
         "without validation and checkpoints",
         "return      0.5, mean of recent iterations 0.5; valid/sharpe 1.25",
         "checkpoint  none yet",
-        "rank 0      CPU 99 % of a core, memory 0.50 GiB, GPU 87 %, 1.50 GiB in use, peak 2.25 GiB, 70.00 GiB free, "
-        "61 C, 250 W, waits 25% of the time",
-        "logged      2026-01-31 12:00:01,001 warning, rank 0: straggler: rank 1 is slow",
+        "rank 0      CPU 99 % of a core, memory 0.50 GiB, GPU 87 %, 1.50 GiB in use, "
+        "peak 2.25 GiB, 70.00 GiB free, 61 C, 250 W, waits 25% of the time",
+        "logged      2026-01-31 12:30:00,001 warning, rank 0: number 30",
     ):
         assert line + "\n" in text, text
 
 
 @pytest.mark.parametrize(
-    ("log", "code", "state"),
-    [(BEGAN + TRAINED, 0, "stopped"), (BEGAN + FAILED, 1, "failed"), (BEGAN, 1, "dead")],
+    ("phase", "exit_code", "code", "state"),
+    [("stopped", 143, 0, "stopped"), ("failed", 1, 1, "failed"), ("training", None, 1, "dead")],
 )
-def test_the_exit_code_tells_whether_it_went_wrong(log, code, state, run, capsys):
-    run.config_is_old()
+def test_the_exit_code_says_whether_it_went_wrong(phase, exit_code, code, state, run, capsys):
     run.metrics(record(1))
-    run.logs(log)
+    run.state(phase, exit_code, "why")
     assert status.main([str(run.path)]) == code
     assert said(capsys)["state"].startswith(f"{state}:")
     assert status.main([str(run.path), "--json"]) == code
@@ -76,18 +76,17 @@ def test_without_a_directory_the_newest_run_is_meant(tmp_path, monkeypatch, caps
     assert status.main([]) == 2
     assert capsys.readouterr().err == "error: there is no run in runs/: name a run directory\n"
     (tmp_path / "runs").mkdir()
-    Run(tmp_path / "runs" / "mine")
+    Run(tmp_path / "runs" / "mine").summary(1)
     assert status.main([]) == 0
     assert said(capsys)["run"] == "runs/mine"
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["--every", "1"], ["x", "--follow", "--every", "0"], ["x", "--follow", "--every", "nan"], ["x", "y"], ["--x"]],
+    "argv", ["--every 1", "x --follow --every 0", "x --follow --every nan", "x y"]
 )
 def test_bad_usage_is_one_line_and_code_2(argv, capsys):
     with pytest.raises(SystemExit) as left:
-        status.main(argv)
+        status.main(argv.split())
     err = capsys.readouterr().err
     assert left.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
 
@@ -95,15 +94,14 @@ def test_bad_usage_is_one_line_and_code_2(argv, capsys):
 def test_following_writes_a_line_per_change_until_the_end(run, capsys):
     lock = hold(run.path / "config.json")
     run.metrics(record(1))
-    run.logs(BEGAN)
+    run.state()
 
     def go_on():
         for iteration in (2, 3):
             time.sleep(0.7)
             run.metrics(*(record(number) for number in range(1, iteration + 1)))
         time.sleep(0.7)
-        run.config_is_old()
-        run.summary(3)
+        run.state("done", 0)
         lock.close()
 
     thread = threading.Thread(target=go_on)
@@ -112,7 +110,7 @@ def test_following_writes_a_line_per_change_until_the_end(run, capsys):
     thread.join()
     lines = capsys.readouterr().out.splitlines()
     running = [line for line in lines if " | running | " in line]
-    assert [line.split(" | ")[2] for line in running] == ["iteration 1", "iteration 2", "iteration 3"]
+    assert [line.split(" | ")[2] for line in running] == [f"iteration {n}" for n in (1, 2, 3)]
     assert "100 steps/s" in running[-1] and "ETA 10 s" in running[-1]
     assert lines[len(running) + 1] == "state       finished"
 
@@ -136,37 +134,28 @@ def wait_for(condition, patience_s=150.0):
 @pytest.mark.slow
 def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
     run_dir = tmp_path / "run"
-    flags = [
-        *RECALL,
-        "--total_steps",
-        "100000000",
-        "--num_gpus",
-        "2",
-        "--monitor_every",
-        "0.05",
-        "--validate_every",
-        "0",
-    ]
-    job = start_training(*flags, "--checkpoint_every", "2", "--run_dir", run_dir)
+    flags = [*RECALL, "--total_steps", 10**8, "--num_gpus", 2, "--monitor_every", 0.05]
+    flags += ["--validate_every", 0, "--checkpoint_every", 2]
+    job = start_training(*flags, "--run_dir", run_dir)
     try:
-        wait_for(lambda: run_dir.exists() and (run_dir / "config.json").exists())
-        follower = subprocess.Popen(
-            [sys.executable, "-m", "rl_dist.status", run_dir, "--follow", *FAST],
-            cwd=REPO, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        wait_for((run_dir / "state.json").exists)
+        command = [sys.executable, "-m", "rl_dist.status", run_dir, "--follow", *FAST]
+        follower = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
         wait_for(lambda: read_run(run_dir).iteration >= 6 and read_run(run_dir).checkpoint)
         found = read_run(run_dir)
-        assert (found.state, found.num_ranks, found.strategy, found.device) == ("running", 2, "ddp", "cpu")
-        assert found.checkpoint_checked and found.eta_s > 0 and found.steps_per_s > 0 and not found.notes
+        assert (found.state, found.num_ranks, found.device) == ("running", 2, "cpu")
+        assert found.strategy == "ddp" and found.checkpoint_checked and not found.notes
+        assert found.eta_s > 0 and found.steps_per_s > 0
     finally:
         os.killpg(job.pid, signal.SIGKILL)
         job.communicate()
     out, _ = follower.communicate(timeout=60)
     assert follower.returncode == 1
-    assert " | running | iteration " in out and "state       dead: it ended without a word" in out
+    assert " | running | iteration " in out and "state       dead: it ended during " in out
     assert read_run(run_dir).state == "dead"
+    tags = EventAccumulator(str(run_dir)).Reload().Tags()["scalars"]
     for rank in (0, 1):
-        sampled = [line["ranks"][rank]["cpu/percent"] is not None for line in records(run_dir)[2:]]
-        assert any(sampled)
-        assert all(0 <= line["ranks"][rank]["time/idle_share"] < 1 for line in records(run_dir))
-        assert f"rank_{rank}/cpu/percent" in EventAccumulator(str(run_dir)).Reload().Tags()["scalars"]
+        entries = [line["ranks"][rank] for line in records(run_dir)]
+        assert any(entry["cpu/percent"] is not None for entry in entries[2:])
+        assert all(0 <= entry["time/idle_share"] < 1 for entry in entries)
+        assert f"rank_{rank}/cpu/percent" in tags

@@ -15,7 +15,9 @@ def classified(path, monkeypatch, *flags):
     return json.loads(path.read_text())
 
 
-def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(ranks_folder, tmp_path, monkeypatch):
+def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(
+    ranks_folder, tmp_path, monkeypatch
+):
     one = classified(tmp_path / "one.json", monkeypatch, "--num_gpus", "1")
     two = json.loads((ranks_folder / "figures.json").read_text())
     assert one["samples"] == two["samples"] == 1001

@@ -38,19 +38,19 @@ class Pair(NamedTuple):
     label: str
 
 
-def test_a_slow_dataset_is_named_and_workers_are_its_cure():
-    check = check_loader(DataLoader(Slow(0.01), batch_size=4), lambda batch: None, num_workers=(0, 2), seconds=0.4)
+def test_a_slow_dataset_is_named_and_workers_are_its_fix():
+    loader = DataLoader(Slow(0.01), batch_size=4)
+    check = check_loader(loader, lambda batch: None, num_workers=(0, 2), seconds=0.4)
     assert check.bottleneck == "loader" and check.loader[0] <= 100.0 < check.loader[2]
-    assert check.best_num_workers == 2 and "num_workers=2 makes" in check.cure
-    assert "<- now" in check.describe() and check.describe().splitlines()[-1].startswith("bottleneck: the loader")
+    assert check.best_num_workers == 2 and "num_workers=2 makes" in check.fix
+    assert "<- now" in check.describe() and "bottleneck: the loader" in check.describe()
 
 
 def test_a_slow_step_is_named():
-    check = check_loader(
-        DataLoader(Slow(0.0), batch_size=4), lambda batch: time.sleep(0.02), num_workers=(0,), seconds=0.2
-    )
-    assert check.bottleneck == "step" and check.step <= 200.0 and "only a faster step helps" in check.cure
-    assert check.transfer is None and "transfer" not in check.describe()
+    loader = DataLoader(Slow(0.0), batch_size=4)
+    check = check_loader(loader, lambda batch: time.sleep(0.02), num_workers=(0,), seconds=0.2)
+    assert check.bottleneck == "step" and check.step <= 200.0
+    assert "only a faster step helps" in check.fix and check.transfer is None
 
 
 def test_the_step_gets_whole_batches_and_the_random_order_is_as_if_nothing_had_been_measured():
@@ -60,7 +60,9 @@ def test_the_step_gets_whole_batches_and_the_random_order_is_as_if_nothing_had_b
         loader = DataLoader(Slow(0.0), batch_size=8, shuffle=True, generator=generator)
         seen = []
         if measured:
-            check_loader(loader, lambda batch: seen.append(batch.shape), num_workers=(0,), seconds=0.01)
+            check_loader(
+                loader, lambda batch: seen.append(batch.shape), num_workers=(0,), seconds=0.01
+            )
             assert set(seen) == {(8, 1)}
         return torch.cat(list(loader)).flatten().tolist(), torch.rand(2).tolist()
 
@@ -68,48 +70,51 @@ def test_the_step_gets_whole_batches_and_the_random_order_is_as_if_nothing_had_b
 
 
 def test_streams_and_unbatched_loaders_keep_their_batches():
-    assert [len(batch) for batch in with_workers(DataLoader(Stream(), batch_size=4, drop_last=True), 0)] == [4, 4]
-    assert [tuple(one.shape) for one in with_workers(DataLoader(Slow(0.0, 2), batch_size=None), 0)] == [(1,), (1,)]
+    stream = with_workers(DataLoader(Stream(), batch_size=4, drop_last=True), 0)
+    assert [len(batch) for batch in stream] == [4, 4]
+    unbatched = with_workers(DataLoader(Slow(0.0, 2), batch_size=None), 0)
+    assert [tuple(one.shape) for one in unbatched] == [(1,), (1,)]
 
 
-def test_an_empty_loader_and_sizes_that_cannot_be_are_refused():
+def test_what_cannot_be_measured_is_refused():
     with pytest.raises(UserError, match="the loader has no batch"):
         check_loader(DataLoader(Slow(0.0, 3), batch_size=4, drop_last=True), lambda batch: None)
     with pytest.raises(UserError, match="num_workers must be at least 0"):
         check_loader(DataLoader(Slow(0.0)), lambda batch: None, num_workers=(-1,))
+    with pytest.raises(UserError, match="torch DataLoader, got a list"):
+        check_loader([torch.zeros(2)], lambda batch: None)
 
 
 def test_batches_of_any_nesting_are_moved_and_counted():
-    batch = {"meta": "x", "pair": Pair(torch.zeros(5, 2), "y"), "list": [torch.ones(5), (torch.ones(5),)]}
+    nested = [torch.ones(5), (torch.ones(5),)]
+    batch = {"meta": "x", "pair": Pair(torch.zeros(5, 2), "y"), "list": nested}
     moved = to_device(batch, torch.device("meta"))
     assert moved["pair"].inputs.device.type == moved["list"][1][0].device.type == "meta"
-    assert moved["meta"] == "x" and moved["pair"].label == "y" and isinstance(moved["list"][1], tuple)
+    assert moved["meta"] == "x" and moved["pair"].label == "y"
+    assert isinstance(moved["list"][1], tuple)
     packed = to_device(pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), torch.device("meta"))
-    assert packed.data.device.type == "meta" and packed.batch_sizes.tolist() == [2, 1, 1]  # torch wants these on a CPU
+    # torch wants these on a CPU
+    assert packed.data.device.type == "meta" and packed.batch_sizes.tolist() == [2, 1, 1]
     assert num_samples(batch) == 5 and num_samples("nothing") == 1
 
 
 def rates(**changed):
-    given = {"num_workers": 0, "loader": {0: 900.0}, "together": {0: 200.0}, "transfer": 300.0, "step": 700.0}
-    return LoaderCheck(**(given | changed))
+    given = {"loader": {0: 900.0}, "together": {0: 200.0}, "transfer": 300.0, "step": 700.0}
+    return LoaderCheck(num_workers=0, **(given | changed))
 
 
 def test_a_loader_that_takes_turns_with_the_step_does_not_keep_up():
     turns = rates(transfer=None, together={0: 390.0, 1: 380.0}, loader={0: 900.0, 1: 500.0})
-    assert turns.bottleneck == "step" and "keeps up" not in turns.cure and "a cheaper __getitem__" in turns.cure
-    assert "the loader keeps up" in rates(transfer=None, together={0: 690.0}).cure
+    assert turns.bottleneck == "step" and "keeps up" not in turns.fix
+    assert "a cheaper __getitem__" in turns.fix
+    assert "the loader keeps up" in rates(transfer=None, together={0: 690.0}).fix
 
 
 def test_the_slowest_part_is_the_bottleneck_and_more_workers_must_be_worth_it():
-    assert rates().bottleneck == "transfer" and "pin_memory=True" in rates().cure
-    assert "pin_memory" not in rates(pinned=True).cure
+    assert rates().bottleneck == "transfer" and "pin_memory=True" in rates().fix
+    assert "pin_memory" not in rates(pinned=True).fix
     some = {"loader": {0: 100.0, 1: 101.0, 2: 102.0}}
     flat = rates(**some, together={0: 90.0, 1: 93.0, 2: 94.0})
-    assert flat.best_num_workers == 0 and "make __getitem__" in flat.cure
+    assert flat.best_num_workers == 0 and "make __getitem__" in flat.fix
     better = rates(**some, together={0: 90.0, 1: 120.0, 2: 122.0})
-    assert better.best_num_workers == 1 and better.cure == "num_workers=1 makes 33% more samples/s"
-
-
-def test_what_is_no_loader_is_refused():
-    with pytest.raises(UserError, match="torch DataLoader, got a list"):
-        check_loader([torch.zeros(2)], lambda batch: None)
+    assert better.best_num_workers == 1 and better.fix == "num_workers=1 makes 33% more samples/s"

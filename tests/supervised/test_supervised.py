@@ -1,6 +1,7 @@
-"""Supervised training and evaluation: the same on any number of ranks, resumed as if never stopped."""
+"""Supervised training: the same on any number of ranks, resumed as if never stopped."""
 
 import math
+import re
 import signal
 import time
 
@@ -14,15 +15,19 @@ from supervised_ranks import (
     Raising,
     blobs,
     exercise,
-    fail_on_one_rank,
     leave_on_one_rank,
     make_net,
 )
 from tensorboard_readers import seen
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
-import rl_dist
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
@@ -49,7 +54,9 @@ def numbered(count):
 
 
 def equal(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def wrapped(world):
@@ -64,9 +71,15 @@ def wrapped(world):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("batch_size", [1, 4, 12, 1000])
 @pytest.mark.parametrize("num_samples", [7, 8, 23, 64, 101])
-def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(num_samples, batch_size, num_ranks):
-    shares = [evaluation_batches(num_samples, batch_size, rank, num_ranks) for rank in range(num_ranks)]
-    assert sorted(i for share in shares for batch in share for i in batch) == list(range(num_samples))
+def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(
+    num_samples, batch_size, num_ranks
+):
+    shares = [
+        evaluation_batches(num_samples, batch_size, rank, num_ranks) for rank in range(num_ranks)
+    ]
+    assert sorted(i for share in shares for batch in share for i in batch) == list(
+        range(num_samples)
+    )
     assert len({len(share) for share in shares}) == 1
     sizes = [len(batch) for share in shares for batch in share]
     assert min(sizes) >= 1 and max(sizes) <= max(1, batch_size // num_ranks) + 1
@@ -74,7 +87,9 @@ def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(num_s
 
 def batches_of_all_ranks(loader, size, epoch):
     """What the ranks see together in every batch of an epoch."""
-    shares = [shared_loader(loader, world_of(rank, size), training=True, seed=5) for rank in range(size)]
+    shares = [
+        shared_loader(loader, world_of(rank, size), training=True, seed=5) for rank in range(size)
+    ]
     for share in shares:
         share.set_epoch(epoch)
     parts = [[batch[0].tolist() for batch in share] for share in shares]
@@ -91,35 +106,29 @@ def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
         assert batches_of_all_ranks(loader, size, 2) == second
 
 
-def test_a_loader_that_does_not_shuffle_keeps_its_order():
-    loader = DataLoader(numbered(24), batch_size=8)
-    assert batches_of_all_ranks(loader, 2, 1) == [list(range(8 * k, 8 * k + 8)) for k in range(3)]
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(3))
 
 
+SAMPLES = numbered(8)
+
+
 @pytest.mark.parametrize(
-    ("loader", "named"),
+    ("loader", "words"),
     [
         (DataLoader(Stream(), batch_size=2), "length"),
-        (DataLoader(numbered(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler"),
-        (DataLoader(numbered(8), batch_size=2, sampler=RandomSampler(numbered(8), replacement=True)), "RandomSampler"),
-        (DataLoader(numbered(8), batch_sampler=[[0, 1], [2, 3]]), "batch_sampler"),
-        (DataLoader(numbered(8), batch_size=3), "batch_size 3 is the total over 2 ranks.*try 2 or 4"),
-        (DataLoader(numbered(8), batch_size=10), "more than the 8 samples"),
+        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandom"),
+        (DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, replacement=True)), "RandomSampler"),
+        (DataLoader(SAMPLES, batch_sampler=[[0, 1], [2, 3]]), "batch_sampler"),
+        (DataLoader(SAMPLES, batch_size=3), "batch_size 3.* over 2 ranks: try 2 or 4"),
+        (DataLoader(SAMPLES, batch_size=10), "more than the 8 samples"),
+        ([SAMPLES], "torch DataLoader, got a list"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_by_name(loader, named):
-    with pytest.raises(UserError, match=named):
+def test_what_cannot_be_shared_out_is_refused_by_name(loader, words):
+    with pytest.raises(UserError, match=words):
         shared_loader(loader, world_of(0, 2), training=True)
-
-
-def test_fewer_samples_than_ranks_cannot_be_evaluated():
-    with pytest.raises(UserError, match="1 samples cannot be evaluated on 2 ranks"):
-        shared_loader(DataLoader(numbered(1)), world_of(0, 2), training=False)
 
 
 # ---- several ranks
@@ -137,8 +146,7 @@ def ranks(ranks_folder, tmp_path_factory):
 def test_two_ranks_fit_as_one_does(ranks):
     two, one = ranks
     assert two[0]["hash"] == two[1]["hash"]
-    for name, value in one["weights"].items():
-        assert torch.allclose(two[0]["weights"][name], value, rtol=0, atol=1e-12), name
+    torch.testing.assert_close(two[0]["weights"], one["weights"], rtol=0, atol=1e-12)
     for record, alone in zip(two[1]["history"], one["history"], strict=True):
         assert record == pytest.approx(alone, abs=1e-12)
     assert one["history"][-1]["train/loss"] < one["history"][0]["train/loss"]
@@ -160,13 +168,11 @@ def test_two_resumed_ranks_end_bit_for_bit_as_uninterrupted_ones(ranks):
 def test_sharded_ranks_fit_as_others_do_and_a_checkpoint_of_either_serves_the_other(ranks):
     for found in (*ranks[0], ranks[1]):
         for kind in ("across", "sharded"):
-            for name, value in ranks[1]["weights"].items():
-                assert torch.allclose(found[kind][name], value, rtol=0, atol=1e-12), (kind, name)
+            torch.testing.assert_close(found[kind], ranks[1]["weights"], rtol=0, atol=1e-12)
 
 
 def test_workers_of_ranks_load_what_cannot_be_pickled_as_those_of_one_process_do(ranks):
-    for found in (*ranks[0], ranks[1]):
-        assert equal(found["loaded"], found["weights"])
+    assert all(equal(found["loaded"], found["weights"]) for found in (*ranks[0], ranks[1]))
 
 
 def test_a_loss_that_is_nan_on_one_rank_once_costs_that_step_on_all(ranks):
@@ -175,8 +181,8 @@ def test_a_loss_that_is_nan_on_one_rank_once_costs_that_step_on_all(ranks):
         assert found["skipped"] == 1
         train = [record["train/loss"] for record in found["bad_history"]]
         assert math.isnan(train[0]) and train[2] < train[1] < 1.1
-    for name, value in one["bad"].items():
-        assert bool(value.isfinite().all()) and torch.allclose(two[0]["bad"][name], value, rtol=0, atol=1e-12), name
+    assert all(value.isfinite().all() for value in one["bad"].values())
+    torch.testing.assert_close(two[0]["bad"], one["bad"], rtol=0, atol=1e-12)
 
 
 def test_running_statistics_of_batch_norm_are_the_mean_over_ranks(ranks):
@@ -188,23 +194,18 @@ def test_running_statistics_of_batch_norm_are_the_mean_over_ranks(ranks):
 
 
 def test_a_sample_that_cannot_be_loaded_is_told_by_the_rank_that_has_it(ranks):
-    two, one = ranks
-    assert two[0]["raised"] == "evaluation, batch 5, rank 0: OSError: image 19 is torn"
-    assert two[1]["raised"] == "evaluation, batch 5, rank 1: OSError: image 40 is torn"
-    assert one["raised"] == "evaluation, batch 2, rank 0: OSError: image 19 is torn"
-
-
-@pytest.mark.slow  # starts two processes; what the ranks say is tested above
-def test_a_batch_that_raises_on_one_rank_ends_the_job_with_its_place(tmp_path, capfd):
-    assert launch(fail_on_one_rank, (str(tmp_path),), 2) == 1
-    assert "BatchError: epoch 1, batch 2, rank 1: OSError: image 17 is torn" in capfd.readouterr().err
+    found = [rank["raised"].partition(": ") for rank in (*ranks[0], ranks[1])]
+    places = ["evaluation, batch 5, rank 0", "evaluation, batch 5, rank 1"]
+    assert [place for place, _, _ in found] == [*places, "evaluation, batch 2, rank 0"]
+    assert found[1][2] == "OSError: image 40 is torn"
 
 
 def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp_path, capfd):
     started_s = time.monotonic()
     assert launch(leave_on_one_rank, (str(tmp_path),), 2) == 1
-    stderr = capfd.readouterr().err  # who is first: the watchdog, or gloo, whose connection is closed
-    assert "for rank 1, which has left after collective" in stderr or "rank 0: the connection broke" in stderr
+    # who is first: the watchdog, or gloo, whose connection is closed
+    words = "for rank 1, which has left after collective|rank 0: the connection broke"
+    assert re.search(words, capfd.readouterr().err)
     assert time.monotonic() - started_s < 60.0
 
 
@@ -212,37 +213,17 @@ def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp
 
 
 def test_accumulated_batches_equal_one_larger_batch(world):
-    data, found = blobs(48), []
+    found = []
     for batch_size, parts in ((16, 1), (8, 2), (4, 4)):
         module, optimizer, criterion, strategy = wrapped(world)
+        steps = []
+        optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
         config = FitConfig(epochs=2, grad_accumulation=parts, progress=False)
-        fit(module, DataLoader(data, batch_size=batch_size), optimizer, criterion, strategy, config=config)
-        found.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
-        assert strategy.steps == 6
-    assert torch.allclose(found[0], found[1], rtol=0, atol=1e-12)
-    assert torch.allclose(found[0], found[2], rtol=0, atol=1e-12)
-
-
-def test_a_step_that_an_epoch_cannot_fill_is_the_mean_of_what_is_there(world):
-    module, optimizer, criterion, strategy = wrapped(world)
-    config = FitConfig(epochs=1, grad_accumulation=2, progress=False)
-    fit(module, DataLoader(blobs(24), batch_size=8), optimizer, criterion, strategy, config=config)
-    assert strategy.steps == 2
-    other, optimizer, criterion, strategy = wrapped(world)
-    points, labels = blobs(24).tensors
-    for part in (slice(0, 16), slice(16, 24)):
-        optimizer.zero_grad()
-        criterion(other(points[part]), labels[part]).backward()
-        optimizer.step()
-    for left, right in zip(module.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(left, right, rtol=0, atol=1e-12)
-
-
-def test_worker_processes_change_nothing(world):
-    def load(workers):
-        return DataLoader(blobs(67), batch_size=12, shuffle=True, num_workers=workers)
-
-    assert equal(Fitted(world, train=load(0)).weights, Fitted(world, train=load(1)).weights)
+        loader = DataLoader(blobs(48), batch_size=batch_size)
+        fit(module, loader, optimizer, criterion, strategy, config=config)
+        found.append([p.detach() for p in module.parameters()])
+        assert len(steps) == 6
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=0, atol=1e-12)
 
 
 def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, tmp_path):
@@ -256,7 +237,8 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     again = evaluate(fitted.module, data["validation"], CRITERION, fitted.strategy, METRICS)
     assert again["loss"] == losses[best - 1]
     resumed = Fitted(world, tmp_path, config=config, resume=True, **data)
-    assert equal(resumed.weights, fitted.weights) and resumed.result.history == fitted.result.history
+    assert equal(resumed.weights, fitted.weights)
+    assert resumed.result.history == fitted.result.history
 
 
 def test_tensorboard_has_every_epoch_once_whatever_was_lost_before_it_went_on(world, tmp_path):
@@ -267,7 +249,9 @@ def test_tensorboard_has_every_epoch_once_whatever_was_lost_before_it_went_on(wo
     other.write_bytes(b"")
     history = Fitted(world, tmp_path, epochs=4, resume=True).result.history
     for tag in ("train/loss", "train/accuracy", "valid/loss", "valid/accuracy"):
-        assert seen(tmp_path, tag) == [(k, pytest.approx(one[tag])) for k, one in enumerate(history, 1)]
+        assert seen(tmp_path, tag) == [
+            (k, pytest.approx(one[tag])) for k, one in enumerate(history, 1)
+        ]
     assert len(history) == 4 and other.exists() and len(list(tmp_path.glob("events.*"))) == 2
 
 
@@ -297,35 +281,21 @@ def test_a_batch_that_raises_ends_training_with_its_place(world, workers):
         fit(module, loader, optimizer, criterion, strategy, config=FitConfig(progress=False))
 
 
-def test_a_module_that_raises_names_the_batch(world):
-    module, optimizer, _, strategy = wrapped(world)
-    with pytest.raises(BatchError, match="epoch 1, batch 0, rank 0: IndexError"):
-        fit(module, DataLoader(numbered_classes(), batch_size=4), optimizer, CRITERION, strategy)
-
-
-def numbered_classes():
-    """Blobs with a class that the module does not have."""
-    points, labels = blobs(8).tensors
-    return TensorDataset(points, labels + 7)
-
-
 def test_steps_without_a_finite_gradient_end_training(world):
     points, labels = blobs(64).tensors
     loader = DataLoader(TensorDataset(points * math.nan, labels), batch_size=8)
     module, optimizer, criterion, strategy = wrapped(world)
     before = [p.clone() for p in module.parameters()]
-    with pytest.raises(UserError, match="4 steps in a row, more than max_bad_steps 3"):
-        config = FitConfig(max_bad_steps=3, progress=False)
+    config = FitConfig(max_bad_steps=3, progress=False)
+    with pytest.raises(UserError, match="4 in a row, at most 3"):
         fit(module, loader, optimizer, criterion, strategy, config=config)
-    assert all(torch.equal(left, right) for left, right in zip(before, module.parameters(), strict=True))
+    assert all(map(torch.equal, before, module.parameters()))
 
 
 def test_a_step_that_is_left_out_is_told_with_its_place(world, caplog):
     Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == [
-        "epoch 1, batch 2: loss or gradient is NaN or inf, the step is left out (1 in a row, more than 10 end training)"
-    ]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert [record.getMessage().partition(": ")[0] for record in warnings] == ["epoch 1, batch 2"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -337,20 +307,14 @@ def test_lower_precisions_fit_and_resume(world, precision, tmp_path):
         strategy = Strategy(StrategyConfig(precision=precision), world)
         module = strategy.wrap(make_net().float())
         optimizer = torch.optim.Adam(strategy.parameters, lr=0.05)
-        options = {"config": FitConfig(epochs=epochs, progress=False), "run_dir": run_dir, "resume": resume}
-        history = fit(module, train, optimizer, CRITERION, strategy, validation=train, **options).history
-        results.append((history, {name: value.clone() for name, value in module.state_dict().items()}))
+        options = {"validation": train, "run_dir": run_dir, "resume": resume}
+        config = FitConfig(epochs=epochs, progress=False)
+        found = fit(module, train, optimizer, CRITERION, strategy, config=config, **options)
+        results.append((found.history, {k: v.clone() for k, v in module.state_dict().items()}))
     (whole, weights), _, (resumed, again) = results
     assert whole == resumed and equal(weights, again)
-    assert whole[1]["valid/loss"] < whole[0]["valid/loss"] and all(v.dtype == torch.float32 for v in weights.values())
-
-
-def test_evaluation_leaves_the_module_and_the_generators_as_they_were(world):
-    module, _, criterion, strategy = wrapped(world)
-    module.train()
-    before, state = torch.get_rng_state(), {k: v.clone() for k, v in module.state_dict().items()}
-    evaluate(module, DataLoader(blobs(31), batch_size=7), criterion, strategy, METRICS)
-    assert torch.equal(torch.get_rng_state(), before) and module.training and equal(state, module.state_dict())
+    assert whole[1]["valid/loss"] < whole[0]["valid/loss"]
+    assert all(value.dtype == torch.float32 for value in weights.values())
 
 
 def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
@@ -359,8 +323,9 @@ def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
         Fitted(world, tmp_path, epochs=1)
     with pytest.raises(UserError, match=r"batch_size 6 \(it has 12\)"):
         Fitted(world, tmp_path, batch_size=6, resume=True)
+    other = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double()
     with pytest.raises(UserError, match="another module or optimizer: .*size mismatch"):
-        Fitted(world, tmp_path, resume=True, net=nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double())
+        Fitted(world, tmp_path, resume=True, net=other)
     with pytest.raises(UserError, match="resume needs a run_dir"):
         Fitted(world, resume=True)
 
@@ -368,15 +333,11 @@ def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
 def test_mistakes_in_a_call_are_told(world):
     module, optimizer, criterion, strategy = wrapped(world)
     loader = DataLoader(blobs(16), batch_size=8)
-    with pytest.raises(UserError, match="patience 2 does nothing without validation"):
+    with pytest.raises(UserError, match="patience 2"):
         fit(module, loader, optimizer, criterion, strategy, config=FitConfig(patience=2))
     with pytest.raises(UserError, match="wrap it first"):
         fit(make_net(), loader, optimizer, criterion, strategy)
     with pytest.raises(UserError, match="no metric can be called loss"):
         evaluate(module, loader, criterion, strategy, {"loss": METRICS["accuracy"]})
-    with pytest.raises(ValueError, match="epochs must be 1..1e"):
+    with pytest.raises(ValueError, match="epochs must be 1..1000000"):
         FitConfig(epochs=0)
-
-
-def test_the_public_names_are_those_of_the_package():
-    assert rl_dist.fit is fit and rl_dist.evaluate is evaluate and rl_dist.FitConfig is FitConfig

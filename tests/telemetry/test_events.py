@@ -28,14 +28,19 @@ def heard(tmp_path, caplog):
 
 
 def test_an_event_arrives_as_json_on_stdin_and_as_variables(heard, tmp_path):
-    command = f'cat >> {tmp_path}/json; echo "$RL_EVENT|$RL_MESSAGE|$RL_RUN_DIR|$RL_RESTART" >> {tmp_path}/variables'
-    told = [("restarted", 'rank 1 "fell"; $(false)\nover', {"restart": 2}), ("finished", "", {"restart": 3})]
+    shown = "$RL_EVENT|$RL_MESSAGE|$RL_RUN_DIR|$RL_RESTART"
+    command = f'cat >> {tmp_path}/json; echo "{shown}" >> {tmp_path}/variables'
+    told = [
+        ("restarted", 'rank 1 "fell"; $(false)\nover', {"restart": 2}),
+        ("finished", "", {"restart": 3}),
+    ]
     assert heard(command, *told) == []
     text = (tmp_path / "json").read_text()
     first, end = json.JSONDecoder().raw_decode(text)
     second = json.loads(text[end:])
     assert [first["event"], second["event"]] == ["restarted", "finished"]
-    assert first["message"] == told[0][1] and first["restart"] == 2 and first["run_dir"] == str(tmp_path / "run")
+    assert (first["message"], first["restart"]) == (told[0][1], 2)
+    assert first["run_dir"] == str(tmp_path / "run")
     assert {"time", "host"} <= set(first)
     expected = f"restarted|{told[0][1]}|{tmp_path}/run|2\nfinished||{tmp_path}/run|3\n"
     assert (tmp_path / "variables").read_text() == expected
@@ -67,6 +72,8 @@ def test_a_command_that_hangs_neither_blocks_nor_stays(heard, tmp_path, monkeypa
 
 
 def left_in_session(session):
+    """Wait for the end of all processes of a session; return those that do not end."""
+
     def inside(process):
         try:
             return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
@@ -74,14 +81,14 @@ def left_in_session(session):
             return False
 
     deadline_s = time.monotonic() + 5
-    while (left := [one for one in psutil.process_iter() if inside(one)]) and time.monotonic() < deadline_s:
+    while (left := list(filter(inside, psutil.process_iter()))) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     return left
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever(heard, tmp_path):
     started_s = time.monotonic()
-    heard(f"echo $$ > {tmp_path}/pid; sleep 60", ("finished", "", {}), ("finished", "", {}), wait_s=1.0)
+    heard(f"echo $$ > {tmp_path}/pid; sleep 60", *[("finished", "", {})] * 2, wait_s=1.0)
     assert time.monotonic() - started_s < 20
     assert not left_in_session(int((tmp_path / "pid").read_text()))
 
@@ -91,9 +98,3 @@ def test_without_a_command_nothing_is_called_and_no_thread_runs(heard, tmp_path)
     events.notify("failed")
     events.configure("true", tmp_path)
     assert events._messenger.thread is None
-
-
-def test_too_many_events_are_dropped_with_a_warning(heard, monkeypatch):
-    monkeypatch.setattr(events, "MOST_WAITING", 2)
-    warnings = heard("sleep 0.2", *[("bad_steps", "", {})] * 6)
-    assert warnings and all("2 events wait" in warning for warning in warnings)

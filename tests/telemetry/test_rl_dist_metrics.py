@@ -41,10 +41,10 @@ def scalars(run_dir):
 
 def test_values_that_are_not_finite_become_null_and_each_line_is_on_disk_at_once(tmp_path):
     writer = MetricsWriter(tmp_path, world_of_rank(0), total=None, unit="steps")
-    values = {"a": math.nan, "b": torch.tensor(2.5), "c": np.float32(1.5), "d": [math.inf, None], "e": None}
+    values = {"a": math.nan, "b": torch.tensor(2.5), "c": np.float32(1.5), "d": [math.inf, None]}
     writer.write(record(1, **values), done=1)
     (line,) = read(tmp_path)  # before close
-    assert line == record(1, a=None, b=2.5, c=1.5, d=[None, None], e=None)
+    assert line == record(1, a=None, b=2.5, c=1.5, d=[None, None])
     writer.close()
     writer.close()
 
@@ -65,10 +65,10 @@ def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "glob')  # torn by a kill
     assert truncate_metrics(tmp_path, 2) == 2
-    writer = MetricsWriter(tmp_path, world_of_rank(0), total=10, unit="steps", start=2, purge_step=201)
+    writer = MetricsWriter(tmp_path, world_of_rank(0), 10, "steps", start=2, purge_step=201)
     writer.write(record(3, x=30.0), done=3)
     writer.close()
-    assert [(line["iteration"], line["x"]) for line in read(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(line["iteration"], line["x"]) for line in read(tmp_path)] == [(1, 1), (2, 2), (3, 30)]
     assert sorted(scalars(tmp_path)["x"]) == [(100, 1.0), (200, 2.0), (300, 30.0)]
 
 
@@ -94,8 +94,9 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(tmp_path, capsys):
         writer.write(record(iteration, **values), done=200 * iteration)
     writer.close()
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("iteration 1 | 200/2,000 episodes (10%) | steps/s 7,123 | return 0.25 | ETA ")
-    assert last.startswith("iteration 10 | 2,000/2,000 episodes (100%) | steps/s 7,123 | return 0.25")
+    figures = "steps/s 7,123 | return 0.25 | ETA "
+    assert first.startswith(f"iteration 1 | 200/2,000 episodes (10%) | {figures}")
+    assert last.startswith(f"iteration 10 | 2,000/2,000 episodes (100%) | {figures}")
 
 
 def test_the_throughput_shown_is_the_median_of_the_latest_iterations(tmp_path, capsys):
@@ -104,7 +105,8 @@ def test_the_throughput_shown_is_the_median_of_the_latest_iterations(tmp_path, c
     for iteration, rate in enumerate(rates, 1):
         writer.write(record(iteration, **{"time/sps": rate}), done=iteration)
     writer.close()
-    assert "| steps/s 110 |" in capsys.readouterr().err.splitlines()[-1]  # of nine; the first has been forgotten
+    # of nine; the first has been forgotten
+    assert "| steps/s 110 |" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_progress_on_a_terminal_is_one_bar(tmp_path, capsys, monkeypatch):
@@ -125,12 +127,18 @@ def test_a_run_directory_that_cannot_be_written_is_one_clear_error(tmp_path):
         setup_logging(blocked / "run", rank=0)
 
 
-def test_logs_have_time_level_and_rank_and_the_console_warnings_of_the_main_process(tmp_path, capsys):
+def test_logs_have_time_level_and_rank_and_the_console_warnings_of_the_main_process(
+    tmp_path, capsys
+):
     try:
         for rank in (0, 1):
             path = setup_logging(tmp_path, rank)
             logging.getLogger("some.module").info("a detail of %d", rank)
             logging.getLogger("some.module").warning("a warning of %d", rank)
+            (kept,) = path.with_suffix(".jsonl").read_text().splitlines()
+            found = json.loads(kept)
+            assert (found["level"], found["rank"]) == ("WARNING", rank)
+            assert found["text"] == f"a warning of {rank}"
             lines = path.read_text().splitlines()
             assert [line.split(" ", 2)[2] for line in lines] == [
                 f"INFO rank {rank} some.module: a detail of {rank}",

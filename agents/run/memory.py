@@ -1,7 +1,8 @@
-"""How much memory a training needs: computed, measured by a dry run, what fits.
+"""The memory of a training, computed and measured, and the sizes that fit.
 
-Computed figures count the tensors that `agents.trainer` holds at the three moments that can be the largest: at the
-end of a rollout, between forward and backward of a minibatch, and when the normalisers take their statistics.
+Computed figures count the tensors that `agents.trainer` holds at the three moments that can be the
+largest: at the end of a rollout, between forward and backward of a minibatch, and when the
+normalisers take their statistics.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from agents.lstm import plan_pieces
 from agents.policy import PolicyConfig
-from agents.sizes import Sizes, TrainConfig, share_out
+from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag, World
@@ -35,7 +36,10 @@ LOSS_TERMS = 8  # tensors [L, N] that the loss and its gradient hold
 ACTION_TERMS = {True: 2, False: 6}  # tensors [L, N, A] of the log-probability; discrete or not
 NATIVE_FLOATS = 6  # per unit and step, that ATen's own LSTM keeps for its backward pass
 CUDNN_FLOATS = 6  # the same of cuDNN: a guess that no GPU has confirmed
-PROBE_ENVS, PROBE_STEPS, PROBE_S = 4, 400, 1.0
+SAMPLE_ENVS = 4
+SAMPLE_STEPS = 400
+SAMPLE_S = 1.0
+KINDS = ("parameters", "gradients", "optimizer", "environment", "rollout", "activations")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Shapes:
     obs_itemsize: int = 4  # bytes of one number of the environment's observations
     env_bytes: int = 0  # tensors that the environments hold, such as market data
     env_peak_bytes: int = 0  # while they are made
-    episode_lengths: tuple[int, ...] = ()  # a sample: short episodes cut sequences into padded pieces
+    # a sample: short episodes cut sequences into padded pieces
+    episode_lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,21 +70,22 @@ class MemoryNeed:
 
     @property
     def peak(self) -> int:
-        """All together."""
-        return self.parameters + self.gradients + self.optimizer + self.environment + self.rollout + self.activations
+        """Return the sum of all kinds."""
+        return sum(getattr(self, kind) for kind in KINDS)
 
 
 # ---- computed
 
 
 def count_parameters(policy: PolicyConfig, num_obs: int, num_actions: int, discrete: bool) -> int:
-    """Numbers in a policy's parameters."""
+    """Count the numbers in a policy's parameters."""
     size = policy.hidden_size
     if policy.policy == "clstm":
         cores = 4 * size * (num_obs + size + 2) + 2 * 4 * size * (2 * size + 2)
     else:
         cores = size * (num_obs + 1) + 2 * size * (size + 1)
-    return cores + size * (size + 1) + (size + 1) * (num_actions + 1) + (0 if discrete else num_actions)
+    heads = size * (size + 1) + (size + 1) * (num_actions + 1)
+    return cores + heads + (0 if discrete else num_actions)
 
 
 def compute_memory(
@@ -91,27 +97,29 @@ def compute_memory(
     itemsize: int = 4,
     device_type: str = "cpu",
 ) -> MemoryNeed:
-    """The memory that one rank needs.
+    """Compute the memory that one rank needs.
 
     Args:
         sizes: this rank's share.
         itemsize: bytes of a parameter.
-        device_type: "cuda" counts what cuDNN keeps in place of oneDNN, an estimate that no GPU has confirmed.
+        device_type: "cuda" counts what cuDNN keeps in place of oneDNN, an estimate that no GPU has
+            confirmed.
     """
-    parameters = itemsize * count_parameters(policy, shapes.num_obs, shapes.num_actions, shapes.discrete)
+    numbers = count_parameters(policy, shapes.num_obs, shapes.num_actions, shapes.discrete)
+    parameters = itemsize * numbers
     steps = train.num_steps * sizes.num_envs
-    seen = max(policy.feature_window, 1) * shapes.num_obs * itemsize
+    seen, action, state = _step_bytes(policy, shapes, itemsize)
     raw = shapes.num_obs * shapes.obs_itemsize
-    action = 8 if shapes.discrete else shapes.num_actions * itemsize
-    num_states = 0 if policy.policy == "mlp" else 4 if policy.feature_window else 6
-    state = num_states * policy.hidden_size * itemsize
 
-    listed = seen + raw + action + 2 * itemsize + 27  # rewards, return and length of 8 bytes, three flags
-    rollout = steps * (listed + itemsize) + sizes.num_envs * sizes.slots_per_env * state
+    # rewards, return and length of 8 bytes, three flags
+    listed = seen + raw + action + 2 * itemsize + 27
+    rollout = steps * (listed + itemsize) + sizes.num_envs * sizes.sequences_per_env * state
     successors = raw + state + shapes.num_actions * itemsize  # while collecting, and the noise
-    collecting = rollout + steps * (listed + successors) + rollout  # the last rollout is still there
+    # the last rollout is still there
+    collecting = rollout + steps * (listed + successors) + rollout
     slots = steps * (seen + action + 4 * itemsize + 1 + 8 + 2 * itemsize)
-    minibatch, forward, backward = _minibatch_bytes(policy, train, sizes, shapes, itemsize, device_type)
+    kept = _minibatch_bytes(policy, train, sizes, shapes, itemsize, device_type)
+    minibatch, forward, backward = kept
     forward += max(0, backward - parameters)  # the last gradients are gone by then
     statistics = steps * 16 * shapes.num_obs
     moments = {
@@ -132,41 +140,56 @@ def compute_memory(
     )
 
 
+def _step_bytes(policy: PolicyConfig, shapes: Shapes, itemsize: int) -> tuple[int, int, int]:
+    """Return the bytes of an observation, an action and a recurrent state."""
+    num_states = 0 if policy.policy == "mlp" else 4 if policy.feature_window else 6
+    return (
+        max(policy.feature_window, 1) * shapes.num_obs * itemsize,
+        8 if shapes.discrete else shapes.num_actions * itemsize,
+        num_states * policy.hidden_size * itemsize,
+    )
+
+
 def _minibatch_bytes(
-    policy: PolicyConfig, train: TrainConfig, sizes: Sizes, shapes: Shapes, itemsize: int, device_type: str
+    policy: PolicyConfig,
+    train: TrainConfig,
+    sizes: Sizes,
+    shapes: Shapes,
+    itemsize: int,
+    device_type: str,
 ) -> tuple[int, int, int]:
-    """Bytes of a minibatch, of what its forward pass keeps, and of what the backward pass adds at first."""
-    size, length, columns = policy.hidden_size, train.bptt_steps, sizes.batch_size // sizes.num_parts
-    window = policy.feature_window
-    cells = length * columns
-    seen = max(window, 1) * shapes.num_obs * itemsize
-    action = 8 if shapes.discrete else shapes.num_actions * itemsize
-    num_states = 0 if policy.policy == "mlp" else 4 if window else 6
-    fixed = cells * (seen + action + 4 * itemsize + 1) + columns * num_states * size * itemsize
-    fixed *= sizes.num_parts  # the whole step's batch is picked out at once
+    """Return the bytes of a minibatch, kept by its forward pass, and added by the backward pass."""
+    size, window = policy.hidden_size, policy.feature_window
+    columns = sizes.batch_size // sizes.num_microbatches
+    cells = train.bptt_steps * columns
+    seen, action, state = _step_bytes(policy, shapes, itemsize)
+    fixed = cells * (seen + action + 4 * itemsize + 1) + columns * state
+    fixed *= sizes.num_microbatches  # the whole step's batch is picked out at once
     fixed += cells * itemsize * (LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions)
     if policy.policy == "mlp":
         return fixed, cells * itemsize * 4 * size, cells * itemsize * 3 * size
     if policy.stateless:  # every step is a sequence of its own
-        padded, num_pieces, copied = float(cells), float(cells), 5
+        padded = num_pieces = float(cells)
+        copied = 5
     else:
-        padded, num_pieces = _pieces(shapes.episode_lengths, length, columns)
+        padded, num_pieces = _pieces(shapes.episode_lengths, train.bptt_steps, columns)
         copied = 3  # states in order, after each LSTM, and those stacked
     work = 2 * _lstm_bytes(padded, num_pieces, size, size, itemsize, device_type)
     if window:
         work += _lstm_bytes(padded * window, padded, shapes.num_obs, size, itemsize, device_type)
-        outputs = padded * (window + 3 + 4) * size * itemsize  # every step of a window is kept, and its states
+        # every step of a window is kept, and its states
+        outputs = padded * (window + 3 + 4) * size * itemsize
     else:
         work += _lstm_bytes(padded, num_pieces, shapes.num_obs, size, itemsize, device_type)
         outputs = padded * 4 * size * itemsize
-    states = num_pieces * copied * num_states * size * itemsize
+    states = num_pieces * copied * state
     copies = padded * seen if num_pieces > columns else 0
     backward = padded * size * itemsize + 8 * size * size * itemsize
     return fixed, int(work + outputs + states + copies), int(backward)
 
 
 def _pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tuple[float, float]:
-    """Padded steps of a minibatch of slots that episodes of such lengths cut, and the number of its pieces."""
+    """Return the padded steps and the pieces of a minibatch whose slots such episodes cut."""
     if not episode_lengths:
         return float(length * columns), float(columns)
     sample = min(columns, 256)
@@ -189,8 +212,15 @@ def _sampled_pieces(episode_lengths: tuple[int, ...], length: int, columns: int)
     return sum(group.cells.size for group in groups), sum(len(group.columns) for group in groups)
 
 
-def _lstm_bytes(cells: float, columns: float, num_inputs: int, size: int, itemsize: int, device_type: str) -> float:
-    """What an LSTM over `cells` steps of `columns` sequences keeps for its backward pass, outputs aside."""
+def _lstm_bytes(
+    cells: float, columns: float, num_inputs: int, size: int, itemsize: int, device_type: str
+) -> float:
+    """Return the bytes that an LSTM keeps for its backward pass, outputs aside.
+
+    Args:
+        cells: steps of all sequences.
+        columns: sequences.
+    """
     if device_type == "cuda":
         return cells * CUDNN_FLOATS * size * itemsize
     if itemsize == 8:  # oneDNN has no float64
@@ -201,9 +231,9 @@ def _lstm_bytes(cells: float, columns: float, num_inputs: int, size: int, itemsi
 
 
 def _padded(count: int) -> int:
-    """A leading dimension as oneDNN pads it, in float32.
+    """Pad a leading dimension as oneDNN does, in float32.
 
-    Source: get_good_ld of oneDNN, src/cpu/rnn/rnn_utils.cpp; the sum above is the workspace it asks for.
+    Source: get_good_ld of oneDNN, src/cpu/rnn/rnn_utils.cpp; the sum above is its workspace.
     """
     rounded = -(-count // 16) * 16
     return rounded + 16 if rounded % 256 == 0 else rounded
@@ -240,76 +270,64 @@ class TrackedTensors(TorchDispatchMode):
         self.live -= self._known.pop(key)
 
 
-def probe(make_env: MakeEnv) -> Shapes:
+def observe_shapes(make_env: MakeEnv) -> Shapes:
     """Make a few environments and act at random, to see what memory depends on."""
     with TrackedTensors() as tracked:
-        env = make_env(PROBE_ENVS, 0)
+        env: Any = make_env(SAMPLE_ENVS, 0)
         held, peak = tracked.live, tracked.peak
     space = env.single_action_space
     env.action_space.seed(0)
-    obs = env.reset(seed=list(range(PROBE_ENVS)))[0]  # type: ignore[arg-type]
-    ages, lengths = np.zeros(PROBE_ENVS, dtype=int), []
-    until_s = time.monotonic() + PROBE_S
-    for _ in range(PROBE_STEPS):
+    obs = env.reset(seed=list(range(SAMPLE_ENVS)))[0]
+    ages = np.zeros(SAMPLE_ENVS, dtype=int)
+    lengths: list[int] = []
+    until_s = time.monotonic() + SAMPLE_S
+    for _ in range(SAMPLE_STEPS):
         actions = torch.as_tensor(env.action_space.sample())
-        _, _, terminated, truncated, _ = env.step(actions.to(obs.device))  # type: ignore[attr-defined]
+        _, _, terminated, truncated, _ = env.step(actions.to(obs.device))
         ages += 1
-        ended = (terminated | truncated).cpu().numpy()  # type: ignore[union-attr]
+        ended = (terminated | truncated).cpu().numpy()
         lengths += ages[ended].tolist()
         ages[ended] = 0
         if time.monotonic() > until_s:
             break
     env.close()
-    discrete = isinstance(space, spaces.Discrete)
     return Shapes(
-        num_obs=obs.shape[1],  # type: ignore[attr-defined]
-        num_actions=int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape or ()),
-        discrete=discrete,
-        obs_itemsize=obs.element_size(),  # type: ignore[attr-defined]
+        num_obs=obs.shape[1],
+        num_actions=count_actions(space),
+        discrete=isinstance(space, spaces.Discrete),
+        obs_itemsize=obs.element_size(),
         env_bytes=held,
         env_peak_bytes=peak,
         episode_lengths=tuple(lengths),
     )
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """Bytes of tensors in two short iterations of the real loop."""
-
-    peak: int
-    parameters: int
-    gradients: int
-    optimizer: int
+def count_actions(space: Any) -> int:
+    """Count the choices of a Discrete action space, or the numbers of another one."""
+    return int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
 
 
-def dry_run(job: Job, world: World) -> DryRun:
-    """Train two iterations of one epoch each and measure the memory of tensors.
+def dry_run(job: Job, world: World) -> int:
+    """Train two iterations of one epoch each; return the peak bytes of tensors.
 
-    On CPU every tensor is tracked; on a GPU torch's own allocator tells.
+    On CPU every tensor is tracked; on a GPU torch's own allocator counts.
     """
-    budget = 2 * share_out(job.train, world.rank, world.size).global_num_envs * job.train.num_steps
-    short = replace(job.train, total_steps=budget, validate_every=0, checkpoint_every=10**9, keep_best="off")
+    budget = (
+        2 * shard_sizes(job.train, world.rank, world.size).global_num_envs * job.train.num_steps
+    )
+    saving = {"validate_every": 0, "checkpoint_every": 10**9, "keep_best": "off"}
+    short = replace(job.train, total_steps=budget, **saving)  # type: ignore[arg-type]
+    one_epoch = replace(job.ppo, update_epochs=1)
     on_gpu = world.device.type == "cuda"
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
-        job = replace(job, train=short, ppo=replace(job.ppo, update_epochs=1), run_dir=Path(folder), validate=None)
+        job = replace(job, train=short, ppo=one_epoch, run_dir=Path(folder), validate=None)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(world.device)
         with nullcontext() if on_gpu else TrackedTensors() as tracked:
             training = Training(job, world)
             train(training, NullWriter(), StopFlag())
     training.env.close()
-    parameters = list(training.policy.parameters())
-    states = [leaf for state in training.ppo.optimizer.state.values() for leaf in tree_leaves(state)]
-    return DryRun(
-        peak=torch.cuda.max_memory_allocated(world.device) if tracked is None else tracked.peak,
-        parameters=_num_bytes(parameters),
-        gradients=_num_bytes([p.grad for p in parameters]),
-        optimizer=_num_bytes(states),
-    )
-
-
-def _num_bytes(tensors: list[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    return torch.cuda.max_memory_allocated(world.device) if tracked is None else tracked.peak
 
 
 # ---- what fits
@@ -318,7 +336,7 @@ def _num_bytes(tensors: list[Any]) -> int:
 def largest_sizes(
     train: TrainConfig, num_ranks: int, need: Callable[[TrainConfig], int], limit_bytes: int
 ) -> tuple[int, int]:
-    """The largest num_envs (same batch_size) and batch_size (default num_envs).
+    """Find the largest num_envs (same batch_size) and batch_size (default num_envs).
 
     Args:
         need: peak bytes on one rank of a training of these sizes.
@@ -334,19 +352,21 @@ def largest_sizes(
         except UserError:  # does not divide over the ranks
             return False
 
-    slots_per_env = train.num_steps // train.bptt_steps
+    sequences_per_env = train.num_steps // train.bptt_steps
     ranks = num_ranks if train.scaling == "strong" else 1
-    step = math.lcm(ranks, train.batch_size // math.gcd(train.batch_size, slots_per_env))
+    step = math.lcm(ranks, train.batch_size // math.gcd(train.batch_size, sequences_per_env))
     num_envs = step * _last_true(lambda k: fits(num_envs=step * k), 10**7 // step)
-    unit = ranks * slots_per_env  # whole environments for every rank, two minibatches
+    unit = ranks * sequences_per_env  # whole environments for every rank, two minibatches
     batch_size = unit * _last_true(lambda k: fits(num_envs=0, batch_size=unit * k), 10**7 // unit)
     return num_envs, batch_size
 
 
 def _last_true(holds: Callable[[int], bool], highest: int) -> int:
-    """The largest power of two times up to 16 whole steps for which a falling condition holds; 0: none."""
-    low = 0
-    power = 1
+    """Find nearly the largest number for which a falling condition holds; 0: none.
+
+    It is a power of two, or up to 15 sixteenths more.
+    """
+    low, power = 0, 1
     while power <= highest and holds(power):
         low, power = power, power * 2
     step = low // 16

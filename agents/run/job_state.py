@@ -1,0 +1,65 @@
+"""What the ranks of a training agree on and write into state.json as they start."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from agents.run.config import RunConfig, load_newest
+from agents.sizes import AUTO
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
+from rl_dist.launch.launcher import ResolvedLaunch, restart_count
+from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.world import World
+from rl_dist.telemetry.metrics import truncate_metrics
+from rl_dist.telemetry.state_file import RankEntry, SavedCheckpoint, begin_state, update_state
+
+
+def start_state(
+    run_dir: Path, config: RunConfig, resolved: ResolvedLaunch, found: Found | None
+) -> None:
+    """Write state.json of a run whose ranks are about to start."""
+    train = config.train
+    values: dict[str, Any] = {}
+    if found:
+        values = {name: found.state[name] for name in ("iteration", "global_step", "episodes")}
+        path = f"{CHECKPOINT_DIR}/{found.path.name}"
+        values["checkpoint"] = SavedCheckpoint(path=path, iteration=values["iteration"])
+    begin_state(
+        run_dir,
+        num_ranks=resolved.num_ranks,
+        strategy=config.launch.strategy_config.mode,
+        precision=config.launch.precision.replace("auto", "fp32"),
+        target=train.total_steps or train.num_episodes,
+        unit="steps" if train.total_steps else "episodes",
+        **values,
+    )
+
+
+def agree_on_start(
+    run_dir: Path, resume_from: str, config: RunConfig, world: World
+) -> tuple[Path, str]:
+    """Agree on rank 0's run directory and checkpoint, and record all ranks.
+
+    After a restart the checkpoint is the newest one. torchrun's ranks may have chosen differently.
+    """
+    if world.is_main_process and restart_count():
+        newest = load_newest(run_dir)
+        truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)
+        resume_from = str(newest.path) if newest else ""
+    mine = {
+        "rank": world.rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "device": str(world.device),
+    }
+    gathered = all_gather_json([str(run_dir), resume_from, mine], world)
+    run_dir = Path(gathered[0][0])
+    if world.is_main_process:
+        ranks = [RankEntry(**entry) for _, _, entry in gathered]
+        dry_run = config.train.batch_size == AUTO or config.launch.strategy == "auto"
+        phase = "dry_run" if dry_run else "starting"
+        update_state(run_dir, ranks=ranks, num_ranks=world.size, phase=phase)
+    return run_dir, gathered[0][1]

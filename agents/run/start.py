@@ -1,0 +1,224 @@
+"""The start of a run: chosen, checked and announced before ranks exist."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agents.ppo import PPOConfig, learning_rate
+from agents.run.choice import (
+    DESCRIPTION,
+    EPILOG,
+    RUNS,
+    add_run_flags,
+    choose_run,
+    fresh_config,
+    is_first,
+)
+from agents.run.config import SECTIONS, RunConfig, discard_unstarted, fresh_directory, save_config
+from agents.run.job_state import start_state
+from agents.run.limits import check_rollouts
+from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
+from rl_dist.checkpoint.folder import Found
+from rl_dist.checkpoint.run_lock import RunLock, hold_new
+from rl_dist.config import parse_flags
+from rl_dist.errors import explained, print_error_once, report_to_caller
+from rl_dist.hardware.plain_files import leads_to
+from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, restart_count
+from rl_dist.process_group.process_ends import report
+from rl_dist.telemetry import events
+from rl_dist.telemetry.metrics import truncate_metrics
+
+CheckWeights = Callable[[RunConfig, Any], None]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that is ready to start."""
+
+    config: RunConfig
+    resolved: ResolvedLaunch
+    run_dir: Path  # ranks of torchrun but the first ask that one
+    resume_from: str  # a checkpoint; "": the run begins
+    lock: RunLock | None  # of the first process
+    is_new: bool  # its directory was empty or missing
+
+    def discard(self) -> None:
+        """Remove a new run that has failed before its first iteration ended."""
+        if self.is_new and self.lock and leads_to(self.lock.path, self.lock.file):
+            discard_unstarted(self.run_dir)
+
+
+def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
+    """Choose the run that the flags mean, check it, and write its configuration.
+
+    Args:
+        held: closes the lock on the run.
+        check_weights: raises ValueError where --pretrained does not fit the task.
+
+    Returns:
+        The run, or the exit code where there is nothing to start: the user has been told why.
+    """
+    parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
+    config: RunConfig | None = None
+    run_dir: Path | None = None
+    try:
+        if parsed.extra.interactive:
+            from agents.run.interactive import ask_user
+
+            asked = ask_user(parsed, fresh_config)
+            if isinstance(asked, int):
+                return asked
+            parsed = asked
+        config, run_dir, found, lock = choose_run(parsed, held)
+        launch, resolved = _resolve(config.launch)
+        config = dataclasses.replace(config, launch=launch)
+        is_new = not found and (
+            run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
+        )
+        if is_first():
+            announce(config, resolved, found, check_weights)
+            run_dir = run_dir or fresh_directory(RUNS)
+            lock = lock or held.enter_context(hold_new(run_dir / "config.json"))
+            _record(config, resolved, run_dir, found, parsed.extra)
+    except (ValueError, OSError) as error:
+        return _refuse(error, config, run_dir)
+    resume_from = str(found.path) if found else ""
+    start = Start(config, resolved, run_dir or RUNS, resume_from, lock, is_new)
+    report(run_dir=str(start.run_dir), on_event=config.launch.on_event)
+    report_to_caller(run_dir=str(start.run_dir))
+    if is_first():
+        events.configure(config.launch.on_event, start.run_dir)
+        if count := restart_count():  # by torchrun; our own launcher sends this event itself
+            where = resume_from or "the beginning"
+            events.notify("restarted", f"restart {count}, going on from {where}", restart=count)
+    return start
+
+
+def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
+    """Decide the ranks and their device; keep an earlier choice of strategy, or fall back."""
+    if not (launch.fallback or launch.chosen_strategy):
+        return launch, resolve(launch)
+    from rl_dist.launch.fallback import resolve_launch
+
+    settled = resolve_launch(launch)
+    if settled.note and is_first():
+        print(settled.note)
+    return settled.config, settled.resolved
+
+
+def _record(
+    config: RunConfig,
+    resolved: ResolvedLaunch,
+    run_dir: Path,
+    found: Found | None,
+    extra: argparse.Namespace,
+) -> None:
+    """Write the configuration, and cut the metrics back to the checkpoint."""
+    going_on = f", going on from {found.path}" if found else ""
+    print(f"run directory: {run_dir}{going_on}", flush=True)
+    if extra.quick:
+        print("--quick shows the whole path; it is too short to learn anything", flush=True)
+    save_config(config, run_dir)
+    truncate_metrics(run_dir, found.state["iteration"] if found else 0)
+    start_state(run_dir, config, resolved, found)
+
+
+def _refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path | None) -> int:
+    """Print why there is nothing to start, and return the exit code."""
+    message, code = explained(error)
+    print_error_once(f"error: {message}")
+    if code != 2 and config and run_dir and is_first():  # a mistake at the keyboard is no event
+        events.configure(config.launch.on_event, run_dir)
+        events.notify("failed", message, exit_code=code)
+        events.close()
+    return code
+
+
+def announce(
+    config: RunConfig, resolved: ResolvedLaunch, found: Found | None, check_weights: CheckWeights
+) -> None:
+    """Check what can be checked before ranks start, and print what will happen.
+
+    Raises:
+        ValueError, OSError: data, environment, sizes, memory or a checkpoint stand against it.
+    """
+    train = config.train
+    sizes: Sizes | None = None
+    if train.batch_size != AUTO:  # else the ranks measure it, and then print the table
+        saved_num_envs = len(found.state["carry"]["obs"]) if found else 0
+        sizes = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)
+        if resolved.device_type == "cpu":  # a GPU's memory is known to its rank
+            check_rollouts(config, torch.device("cpu"), resolved.num_ranks)
+    task: Any = config.prepare_task()
+    if train.pretrained and not found:
+        check_weights(config, task)
+    if found:
+        from agents.run.resumed import check_resumable
+
+        check_resumable(found.state, config, task, resolved.num_ranks)
+        _announce_end(train, found)
+    print(resolved.message)
+    print(task.describe())
+    if config.task.is_trading and config.data.data == "simulated":
+        from envs.trading.simulated_market import market_card
+
+        print(market_card(task.markets("train", 8), config.market))
+    if sizes:
+        print(sizes_table(train, sizes, resolved.num_ranks, config.ppo))
+
+
+def _announce_end(train: TrainConfig, found: Found) -> None:
+    """Print it where a run to resume has reached its budget already."""
+    budget, counter = ("num_episodes", "episodes")
+    if train.total_steps:
+        budget, counter = ("total_steps", "global_step")
+    done, wanted = found.state[counter], getattr(train, budget)
+    if done >= wanted:
+        print(
+            f"trained to its end already ({done:,} of {wanted:,}): it is evaluated again; "
+            f"--{budget} N trains on"
+        )
+
+
+def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfig) -> str:
+    """Return a table of the work of one rank and of all together."""
+    steps = ppo.update_epochs * sizes.num_minibatches
+    length, bptt = config.num_steps, config.bptt_steps
+    batch = "minibatch" if sizes.num_microbatches == 1 else f"{sizes.num_microbatches} minibatches"
+    envs, all_envs = sizes.num_envs, sizes.global_num_envs
+    slots, all_slots = sizes.batch_size, sizes.global_batch_size
+    rows = [
+        ("", "each rank", f"all {in_ranks(num_ranks)}"),
+        ("environments", envs, all_envs),
+        ("environment steps per iteration", envs * length, all_envs * length),
+        (f"{batch}, slots of {bptt} steps", slots, all_slots),
+        (f"{batch}, environment steps", slots * bptt, all_slots * bptt),
+        ("gradient steps per iteration", steps, f"{steps} (together)"),
+    ]
+    lines = [f"  {name:<34}{each!s:>12}{together!s:>16}" for name, each, together in rows]
+    return "\n".join([*lines, f"  learning rate: {_describe_rate(config, sizes, ppo)}"])
+
+
+def _describe_rate(config: TrainConfig, sizes: Sizes, ppo: PPOConfig) -> str:
+    """Return the learning rate in words: scaled, rising, falling."""
+    words = f"{ppo.learning_rate:g}"
+    if config.lr_scaling != "none":
+        growth = sizes.global_batch_size // config.sequences_per_step
+        factor = sizes.learning_rate_factor
+        peak = learning_rate(ppo, max(ppo.warmup, 1), 1.0, factor)
+        words += f" x {factor:.4g} ({config.lr_scaling} of a {growth}-fold batch) = {peak:.4g}"
+    if ppo.warmup:
+        words += f", rising over the first {ppo.warmup} iterations"
+    if ppo.anneal_lr and config.total_steps:
+        words += f", falling to 0 over {config.total_steps} steps"
+    elif ppo.anneal_lr:
+        words += f", falling to 0 over {config.num_episodes} episodes"
+    return words

@@ -1,0 +1,144 @@
+"""The checkout as files, syntax trees and graphs of imports, for rules and counts."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("rl_dist", "envs", "agents")
+SKIPPED_FOLDERS = {".git", ".venv", "runs", "shared", "build", "dist", "site", "__pycache__"}
+TEXT_SUFFIXES = {
+    *("", ".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".yaml", ".html", ".sh", ".json"),
+}
+# these files, and train_distributed.py, explain PPO here
+READING_PATH = ("trainer", "rollout", "gae", "ppo", "policy")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One text file of the checkout; `tree` is its syntax tree where it is Python."""
+
+    path: str  # from the root of the checkout, with slashes
+    text: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        """The first folder of the path; "" at the root."""
+        return self.path.split("/")[0] if "/" in self.path else ""
+
+    @property
+    def module(self) -> str:
+        """The dotted name under which Python imports it."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def shipped(self) -> bool:
+        """True for Python that users run: the packages and the scripts beside them."""
+        return self.package in PACKAGES or (not self.package and self.path.endswith(".py"))
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of text."""
+        return len(self.text.splitlines())
+
+    def nodes(self, *kinds: type) -> Iterator[Any]:
+        """All nodes of these kinds in the syntax tree."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+
+    def functions(self) -> list[Any]:
+        """All functions and methods."""
+        return list(self.nodes(ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def is_skipped(folder: Path) -> bool:
+    """Return True for a folder that is no part of the repository."""
+    made = folder.name in SKIPPED_FOLDERS or folder.name.endswith(("_cache", ".egg-info"))
+    return made or (folder / "pyvenv.cfg").exists()
+
+
+def read_sources(root: Path) -> list[Source]:
+    """Every text file of a checkout, without what runs, tools and environments leave in it."""
+    sources = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not is_skipped(Path(folder, f)))
+        for path in (Path(folder, name) for name in sorted(names)):
+            # a worktree has a file called .git
+            if path.suffix not in TEXT_SUFFIXES or path.name == ".git" or not path.is_file():
+                continue
+            if path.stat().st_size < 1_000_000:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                tree = ast.parse(text if path.suffix == ".py" else "")
+                sources.append(Source(path.relative_to(root).as_posix(), text, tree))
+    return sources
+
+
+def length(node: Any) -> int:
+    """Lines of a function from `def` to the last one, docstring included."""
+    return node.end_lineno - node.lineno + 1
+
+
+def import_targets(source: Source) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything imported at run time; for `from a import b` it is a.b."""
+    typing_only = {
+        id(node)
+        for branch in source.nodes(ast.If)
+        if ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    targets = []
+    for node in source.nodes(ast.Import, ast.ImportFrom):
+        if id(node) in typing_only:
+            continue
+        prefix = ""
+        if isinstance(node, ast.ImportFrom):
+            parts = source.module.split(".")
+            is_package = source.path.endswith("__init__.py")
+            parents = parts[: len(parts) - node.level + is_package] if node.level else []
+            prefix = ".".join([*parents, *filter(None, [node.module])]) + "."
+        targets += [(node.lineno, f"{prefix}{alias.name}") for alias in node.names]
+    return targets
+
+
+def unit_graph(sources: list[Source], package: str) -> dict[str, set[str]]:
+    """The modules and packages right below a package, and which others each imports."""
+    mine = {s.module: s for s in sources if s.package == package and s.module != package}
+    graph: dict[str, set[str]] = {module.split(".")[1]: set() for module in mine}
+    for module, source in mine.items():
+        unit = module.split(".")[1]
+        names = [name for _, name in import_targets(source) if name.startswith(f"{package}.")]
+        graph[unit] |= ({name.split(".")[1] for name in names} & graph.keys()) - {unit}
+    return graph
+
+
+def depth(graph: dict[str, set[str]], unit: str, path: tuple[str, ...] = ()) -> int:
+    """Layers from a unit down; a cycle counts as very many."""
+    if unit in path:
+        return 1000
+    return 1 + max((depth(graph, target, (*path, unit)) for target in graph[unit]), default=0)
+
+
+def unit_counts(sources: list[Source], package: str) -> tuple[int, int, int]:
+    """Units of a package, imports between them, and layers."""
+    graph = unit_graph(sources, package)
+    layers = max((depth(graph, unit) for unit in graph), default=0)
+    return len(graph), sum(map(len, graph.values())), layers
+
+
+def line_counts(sources: list[Source]) -> dict[str, int]:
+    """Lines of source, of tests, of the README, of the script, and of what explains PPO."""
+    lines = {s.path: s.num_lines for s in sources}
+    script = lines.get("train_distributed.py", 0)
+    return {
+        "source": sum(s.num_lines for s in sources if s.shipped),
+        "tests": sum(
+            s.num_lines for s in sources if s.package == "tests" and s.path.endswith(".py")
+        ),
+        "README.md": lines.get("README.md", 0),
+        "train_distributed.py": script,
+        "to understand PPO": script + sum(lines.get(f"agents/{n}.py", 0) for n in READING_PATH),
+    }

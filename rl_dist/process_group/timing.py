@@ -1,0 +1,165 @@
+"""Where the time goes: named sections, phases of gradient steps, slow ranks.
+
+    with section("environment"):
+        env.step(actions)
+
+    @section("update")
+    def update(...): ...
+
+Without a listener a section costs a microsecond or two. It never changes a number computed inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from statistics import median, stdev
+
+import torch
+
+Listener = Callable[[str], AbstractContextManager[object]]
+_listener: Listener | None = None
+
+# a rank is slow in a phase if it takes so many times the median of the other ranks
+STRAGGLER_FACTOR = 3.0
+STRAGGLER_EXCESS_S = 0.02  # and so much longer: below, any hiccup of the machine would count
+IN_A_ROW = 3  # iterations, before a rank is called slow and before it is called well again
+
+
+def listen(listener: Listener | None) -> None:
+    """Let `listener` surround every section from now on; None: nobody."""
+    global _listener
+    _listener = listener
+
+
+@contextmanager
+def section(name: str) -> Iterator[None]:
+    """Give what is done inside a name; also a decorator."""
+    if _listener is None:
+        yield
+        return
+    with _listener(name):
+        yield
+
+
+class NullProfiler:
+    """Measures nothing, in place of `rl_dist.telemetry.profiler.Profiler`."""
+
+    def begin(self, iteration: int) -> None:
+        """Do nothing."""
+
+    def end(self, say: Callable[[str], None]) -> None:
+        """Do nothing."""
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """Do nothing."""
+
+
+class StepClock:
+    """Marks the ends of phases; on a GPU by events, which nobody waits for.
+
+    A step's own part of its backward pass is what is left of it without the waiting for others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._waited_s: list[float] = []  # by step
+        self._own_s: list[float] = []  # of each step of the last reading
+
+    def start(self) -> None:
+        """Forget what was, and begin the first phase."""
+        self._marks, self._waited_s = [], []
+        self.mark("")
+
+    def mark(self, phase: str) -> None:
+        """Count the work since the last mark as `phase`; "": as none."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+        else:
+            self._marks.append((phase, time.perf_counter()))
+
+    def waited(self, seconds: float) -> None:
+        """Add how long the step under way has waited for the gradients of others."""
+        self._waited_s.append(seconds)
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds since `start` by phase.
+
+        On a GPU, call it when its queue is done.
+
+        Returns:
+            time/forward_s, time/backward_s, time/optimizer_s without waiting; time/gradient_wait_s;
+            time/reduction_s: the shortest wait, that is of a step to which this rank came last;
+            time/step_spread_s: the standard deviation of one step's own seconds, without what
+            repeats from one reading to the next (such as a slow first step).
+        """
+        totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        steps = [0.0]
+        for (_, begun), (phase, ended) in zip(self._marks, self._marks[1:], strict=False):
+            if phase:
+                seconds = _between(begun, ended)
+                totals[phase] += seconds
+                steps[-1] += seconds
+            if phase == "optimizer":
+                steps.append(0.0)
+        waits = self._waited_s
+        own = [step - wait for step, wait in zip(steps, waits, strict=False)]
+        changes = own
+        if own and len(self._own_s) == len(own):
+            pairs = zip(own, self._own_s, strict=True)
+            changes = [(now - then) / 2**0.5 for now, then in pairs]
+        self._own_s = own
+        totals["backward"] = max(0.0, totals["backward"] - sum(waits))
+        return {
+            **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
+            "time/gradient_wait_s": sum(waits),
+            "time/reduction_s": min(waits, default=0.0),
+            "time/step_spread_s": stdev(changes) if len(changes) > 1 else 0.0,
+        }
+
+
+def _between(begun: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+    if isinstance(begun, float) and isinstance(ended, float):
+        return ended - begun
+    return begun.elapsed_time(ended) / 1000.0  # type: ignore[union-attr, arg-type]
+
+
+class Stragglers:
+    """Remembers who was slow, and in what; every rank comes to the same result."""
+
+    def __init__(self) -> None:
+        self._slow: Counter[tuple[str, int]] = Counter()  # iterations in a row
+        self._well: Counter[tuple[str, int]] = Counter()
+        self._reported: set[tuple[str, int]] = set()
+
+    def observe(self, phases: Mapping[str, Sequence[float]]) -> list[str]:
+        """Take one iteration's seconds of every rank by phase, without waiting.
+
+        Returns:
+            A line for each rank that has just been slow for IN_A_ROW iterations, once.
+        """
+        lines = []
+        ranks = ((p, r, own_s) for p, seconds in phases.items() for r, own_s in enumerate(seconds))
+        for phase, rank, own_s in ranks:
+            # alone, a rank is never slow
+            others = [*phases[phase][:rank], *phases[phase][rank + 1 :]]
+            other_s = median(others or [own_s])
+            slow = own_s > STRAGGLER_FACTOR * other_s and own_s - other_s > STRAGGLER_EXCESS_S
+            key = phase, rank
+            self._slow[key] = self._slow[key] + 1 if slow else 0
+            self._well[key] = 0 if slow else self._well[key] + 1
+            if self._well[key] >= IN_A_ROW:
+                self._reported.discard(key)
+            if self._slow[key] >= IN_A_ROW and key not in self._reported:
+                self._reported.add(key)
+                lines.append(
+                    f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s of its own work "
+                    f"per iteration, the other ranks {other_s:.3g} s (median), "
+                    f"for {IN_A_ROW} iterations in a row"
+                )
+        return lines

@@ -1,0 +1,57 @@
+"""Three ranks and more: a process that has just started reduces gradients as every other one."""
+
+import ordered_ranks
+import pytest
+import torch
+from agents_ranks import world_of_one
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from rl_dist.launch.launcher import launch
+from rl_dist.parallel.strategy import OrderedDDP
+
+pytestmark = pytest.mark.timeout(300)
+PRIVATE = (
+    "DistributedDataParallel._build_params_for_reducer, Reducer._push_all_rebuilt_params or "
+    "Reducer._rebuild_buckets"
+)
+
+
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one_that_went_on(
+    num_ranks, tmp_path
+):
+    assert launch(ordered_ranks.exercise, (str(tmp_path),), num_ranks) == 0
+    for path in sorted(tmp_path.glob("rank_*.pt")):
+        found = torch.load(path, weights_only=True)
+        assert len(found) > 15
+        same = {name for name, rows in found.items() if (rows == rows[0]).all() and rows.any()}
+        assert same == found.keys(), f"{path.stem}, torch {torch.__version__}"
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_the_private_parts_of_torch_are_those_of_2_11_to_2_13(unused):
+    """Buckets are ordered once, before the first step, the last parameters first."""
+    net = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50), nn.Linear(50, 7))
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    steps = []
+
+    def note(state, bucket):
+        steps[-1].append([names[id(parameter)] for parameter in bucket.parameters()])
+        return allreduce_hook(None, bucket)
+
+    changed = (
+        f"torch {torch.__version__} has changed {PRIVATE}, which rl_dist/parallel/ordered_ddp.py "
+        "uses and which was checked with torch 2.11, 2.12 and 2.13: adapt OrderedDDP"
+    )
+    with world_of_one():
+        try:
+            wrapped = OrderedDDP(net, bucket_cap_mb=0.01, find_unused_parameters=unused)
+        except (AttributeError, TypeError) as error:
+            pytest.fail(f"{changed}: {error}")
+        wrapped.register_comm_hook(None, note)
+        for _ in range(3):
+            steps.append([])
+            wrapped(torch.ones(2, 40)).sum().backward()
+    assert steps[0] == steps[1] == steps[2], changed
+    assert unused or (len(steps[0]) > 1 and steps[0][0][0] == "2.bias"), changed
