@@ -116,7 +116,8 @@ def test_following_writes_a_line_per_change_until_the_end(run, capsys):
 
 
 def test_on_a_terminal_lines_take_the_place_of_those_before(capsys, monkeypatch):
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 4)))
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("LINES", "4")
     screen = status._Screen()
     screen.show(["a" * 50, "b"])
     screen.show(["c", "d", "e", "more than fits"])
