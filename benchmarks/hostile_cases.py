@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,10 @@ def environments() -> Iterator[Case]:
         "close descriptors",
     ):
         command = f"{ENV} --num_gpus 2 {misbehaving(misdeed, 3, 5, 'evaluation')} --eval_episodes 4"
-        says = "judged " + NAMED.format(number=3, step=5)
+        says = "evaluation " + NAMED.format(number=3, step=5)
         yield Case(
             group="10 environments",
-            name=f"{misdeed}, judged on rank 1 of 2",
+            name=f"{misdeed}, evaluated on rank 1 of 2",
             command=command,
             says=says,
         )
@@ -206,9 +207,13 @@ MODULES = [
          command=f"{ENV} --env odd_env:Odd-v0", variables={"PYTHONPATH": "{tmp}"})
     for name, text in (
         ("is not Python", "this is no Python"), ("raises", "1 / 0"), ("registers nothing", ""),
-        ("exits", "raise SystemExit(0)"), ("interrupts", "raise KeyboardInterrupt"),
+        ("exits", "raise SystemExit(0)"),
     )
 ]  # fmt: skip
+# nothing tells it from Ctrl-C
+MODULES.append(replace(
+    MODULES[0], name="a module that interrupts", alter=module("raise KeyboardInterrupt"), codes=(1, 2), says="SIGINT|odd_env",
+))  # fmt: skip
 SIZES = [
     Case(group="11 sizes", name="10 million environments", shell="ulimit -v 8000000", codes=(2,),
          says="GiB.*--num_envs", command="train --env CartPole-v1 --num_envs 10000000 --run_dir {run}"),
@@ -234,9 +239,8 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
                                           "command": RESUME, "codes": (1, 2), "says": "Permission denied"},
     "files of a year to come": {"run": "one", "shell": "touch -d 2037-01-01 {run}/* {run}/*/*", "codes": (0,),
                                 "command": RESUME},
-    "the status of a run of a year to come": {"run": "one", "shell": "rm {run}/summary.json; touch -d 2037-01-01 "
-                                              "{run}/config.json", "command": "status {run}", "codes": (0, 1),
-                                              "says": "state +(dead|stopped)", "errors": None},
+    "the status of a run of a year to come": {"run": "one", "shell": "touch -d 2037-01-01 {run}/*", "command": "status {run}", "codes": (0, 1),
+                                              "says": "state +finished", "errors": None},
     "memory for less than the start": {"shell": "ulimit -v 3000000", "codes": (0, 1, 2), "errors": None},
 }  # fmt: skip
 DISKS: dict[str, dict[str, Any]] = {
