@@ -11,20 +11,18 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-LEAVE_AT = (signal.SIGINT, signal.SIGTERM)
-
 
 def _leave(signum: int, frame: Any) -> NoReturn:
     """Leave through all `finally`: what was started is ended, files are removed."""
-    for number in LEAVE_AT:
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.write(2, f"stopped by {signal.Signals(signum).name}\n".encode())
     raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":
-    for each in LEAVE_AT:
-        signal.signal(each, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGTERM, _leave)
 
 import argparse
 import dataclasses
@@ -64,16 +62,13 @@ from rl_dist.setup_check.measured import MemoryFigures, memory_checks, worst
 
 OWN_FLAGS = ("json", "full", "strict")
 DESCRIPTION = (
-    "Check that this machine can train with these flags, that it fits, and how long it takes."
+    "Check that this machine can train with these flags, if it fits, and how long it takes."
 )
 EPILOG = """examples:
   python check_gpu_setup.py                                  the main job on this machine
   python check_gpu_setup.py --num_gpus 8 --batch_size 512    another one
   python check_gpu_setup.py --env CartPole-v1 --full         measure longer, always the dry run
   python check_gpu_setup.py --json > setup.json              docs/check_gpu_setup.schema.json
-what it does: checks versions, GPUs, links, cores, disk and variables; starts ranks and verifies a
-sum; computes the job's memory and tries it out where it could be tight; runs a few iterations for
-the time; ends in a command to copy. Every line is ok, warning or problem, with the fix.
 exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage,
 130 and 143 stopped by INT and TERM"""
 
@@ -93,11 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def examine(
     parsed: ParsedFlags, given: Sequence[str], report: SetupReport
 ) -> tuple[dict[str, Any], str]:
-    """Look at everything; returns facts for JSON, and the command.
-
-    Raises:
-        ValueError: flags that training would refuse, in its own words.
-    """
+    """Look at everything; returns facts for JSON, and the command."""
     with ExitStack() as held:
         config, run_dir, _, _ = choose_run(parsed, held)
     extra = parsed.extra
@@ -159,17 +150,17 @@ def measure(
     except EnvironmentFaultError:
         raise
     except RuntimeError as error:  # CUDA, where environments are made on a GPU
-        fix, problem = "see Software and GPUs, and nvidia-smi", one_line(error, named=False)
+        problem, fix = one_line(error, named=False), "see Software and GPUs, and nvidia-smi"
         report.add("Memory", [Check("Memory", "tensors", PROBLEM, problem, fix)])
         return None
     report.add("Memory", memory_checks(memory, on_gpu))
     report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
-    if memory_run.fits:
-        running = runs[0] if runs else held.enter_context(short_runs(planned))
-        report_time(planned, running, reductions, shapes, report)
-    else:
-        skipped = "not measured: it does not fit"
-        report.add("Time", [Check("Time", "pace", WARNING, skipped, "see Memory")])
+    if not memory_run.fits:
+        skipped = Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")
+        report.add("Time", [skipped])
+        return memory
+    running = runs[0] if runs else held.enter_context(short_runs(planned))
+    report_time(planned, running, reductions, shapes, report)
     return memory
 
 
@@ -213,9 +204,9 @@ def main() -> int:
         print(json.dumps(found | {"checks": checks} | facts_json | report.figures, indent=2))
         return code
     verdicts = [check.verdict for check in report.checks]
-    problems, warnings = verdicts.count(PROBLEM), verdicts.count(WARNING)
-    words = "cannot train like this" if problems else "can train"
-    print(f"\n{words}: {problems} problem(s), {warnings} warning(s). The command:\n{command}")
+    counts = f"{verdicts.count(PROBLEM)} problem(s), {verdicts.count(WARNING)} warning(s)"
+    words = "cannot train like this" if verdict == PROBLEM else "can train"
+    print(f"\n{words}: {counts}. The command:\n{command}")
     return code
 
 

@@ -40,16 +40,14 @@ class FakeNvml:
         return self._handle(lambda number, gpu: number == index)
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
-        return self._handle(lambda number, gpu: isinstance(gpu, dict) and gpu.get("UUID") == uuid)
+        return self._handle(lambda number, gpu: gpu.get("UUID") == uuid)
 
     def nvmlDeviceGetHandleByPciBusId(self, bus_id):
-        return self._handle(
-            lambda number, gpu: isinstance(gpu, dict) and gpu.get("PciBusId") == bus_id
-        )
+        return self._handle(lambda number, gpu: gpu.get("PciBusId") == bus_id)
 
     def _handle(self, matches):
         for number, gpu in enumerate(self.gpus):
-            if matches(number, gpu):
+            if matches(number, {} if isinstance(gpu, Exception) else gpu):
                 if isinstance(gpu, Exception):
                     raise gpu
                 return number

@@ -14,11 +14,7 @@ HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give
 
 
 def check_variables() -> None:
-    """Check environment variables about this rank and temporary files.
-
-    Raises:
-        ValueError: a variable is missing, no number, or out of range.
-    """
+    """Check variables of this rank and temporary files; raises ValueError, naming what is wrong."""
     check_counts()
     try:
         tempfile.gettempdir()  # torch needs it, too
@@ -37,10 +33,8 @@ def check_variables() -> None:
     local_rank = _number("LOCAL_RANK")
     limit = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
     if local_rank >= _number(limit, 1):
-        raise ValueError(
-            f"LOCAL_RANK is {local_rank}, but {limit} is {os.environ[limit]}: it numbers this "
-            "machine's ranks from 0"
-        )
+        words = f"LOCAL_RANK is {local_rank}, but {limit} is {os.environ[limit]}"
+        raise ValueError(f"{words}: it numbers this machine's ranks from 0")
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
     _number("MASTER_PORT", 1, 65535)
@@ -53,11 +47,7 @@ def check_counts() -> None:
 
 
 def elastic_count(name: str) -> int:
-    """RESTART_COUNT or MAX_RESTARTS of torchrun; 0: it did not start this process.
-
-    Raises:
-        ValueError: it is no count.
-    """
+    """RESTART_COUNT or MAX_RESTARTS of torchrun (ValueError: no count); 0: it started nothing."""
     return _number(name) if os.environ.get(name) else 0
 
 
@@ -71,11 +61,7 @@ def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
 
 
 def asked_for_address() -> tuple[str, int] | None:
-    """The address that the user asks our own launcher to use; None: none.
-
-    Raises:
-        ValueError: MASTER_PORT is no port.
-    """
+    """The address that our own launcher is to use, or None; raises ValueError: no port."""
     if not any(os.environ.get(name) for name in ADDRESS_VARIABLES):
         return None
     port = _number("MASTER_PORT", 1, 65535) if os.environ.get("MASTER_PORT") else DEFAULT_PORT
@@ -83,10 +69,9 @@ def asked_for_address() -> tuple[str, int] | None:
 
 
 def check_address(host: str, port: int, *, hosted_here: bool) -> None:
-    """Check early that ranks can meet at an address.
+    """Check early that ranks can meet at MASTER_ADDR and MASTER_PORT.
 
     Args:
-        host, port: of MASTER_ADDR and MASTER_PORT.
         hosted_here: this process, or one that it starts, will listen there.
 
     Raises:
@@ -109,10 +94,9 @@ def check_address(host: str, port: int, *, hosted_here: bool) -> None:
                 problem = f"MASTER_ADDR {host!r} is no address of this machine"
                 raise ValueError(f"{problem}: name that of rank 0's machine") from None
             taken = error.errno == errno.EADDRINUSE
-            problem = (
-                f"MASTER_PORT {port} is {'taken by another program' if taken else error.strerror}"
-            )
-            raise ValueError(f"{problem}: set another one, such as {free_port()}") from None
+            problem = "taken by another program" if taken else str(error.strerror)
+            fix = f"set another one, such as {free_port()}"
+            raise ValueError(f"MASTER_PORT {port} is {problem}: {fix}") from None
 
 
 def free_port() -> int:

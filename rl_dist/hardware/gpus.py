@@ -15,17 +15,12 @@ from rl_dist.hardware.nvml import Nvml
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 TOPOLOGY = {
-    0: "on one board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one PCIe host bridge",
-    40: "one NUMA node",
-    50: "across CPU sockets",
-}
-UNCORRECTED = 1
-VOLATILE = 0
+    0: "on one board", 10: "one PCIe switch", 20: "several PCIe switches",
+    30: "one PCIe host bridge", 40: "one NUMA node", 50: "across CPU sockets",
+}  # fmt: skip
+UNCORRECTED, VOLATILE, P2P_NVLINK = 1, 0, 2  # of NVML
 MAX_LINKS = 36
-P2P_NVLINK = 2
+READ_NOW = ("memory_total_bytes", "memory_free_bytes", "utilization_percent", "temperature_c")
 
 
 @dataclass(frozen=True)
@@ -98,12 +93,7 @@ class GpuInfo:
 
 
 def read_gpus(nvml: Nvml, torch: Any) -> GpuInfo:
-    """Ask NVML and torch about every GPU.
-
-    Args:
-        nvml: open, or empty with a reason.
-        torch: the module, or something that answers like its `cuda` and `version`.
-    """
+    """Ask NVML and torch (the module, or what answers like it) about every GPU."""
     handles: dict[int, Any] = {}
     gpus: list[Gpu] = []
     for index in range(nvml.count()):
@@ -139,10 +129,7 @@ def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
         error=silent if reading.memory_total_bytes is None and name is None else "",
         uuid=get("UUID") or "",
         compute_capability=capability and "{}.{}".format(*capability),
-        memory_total_bytes=reading.memory_total_bytes,
-        memory_free_bytes=reading.memory_free_bytes,
-        utilization_percent=reading.utilization_percent,
-        temperature_c=reading.temperature_c,
+        **{field: getattr(reading, field) for field in READ_NOW},
         power_limit_w=None if limit_mw is None else limit_mw / 1000,
         ecc=None if ecc is None else bool(ecc[0]),
         ecc_uncorrected_errors=get("TotalEccErrors", UNCORRECTED, VOLATILE),
@@ -154,8 +141,8 @@ def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
         pcie_width_max=get("MaxPcieLinkWidth"),
         nvlinks=sum(map(bool, known)) if known else None,
         processes=tuple(
-            GpuProcess(process.pid, getattr(process, "usedGpuMemory", None))
-            for process in get("ComputeRunningProcesses") or []
+            GpuProcess(each.pid, getattr(each, "usedGpuMemory", None))
+            for each in get("ComputeRunningProcesses") or []
         ),
     )
 
@@ -178,16 +165,16 @@ def _add_torch(gpus: list[Gpu], torch: Any) -> str:
             place = len(gpus)
             gpus.append(Gpu(index=place, name=found.name))
         gpu = gpus[place]
-        free, error_text = gpu.memory_free_bytes, gpu.error
+        free, problem = gpu.memory_free_bytes, gpu.error
         if free is None:
             try:
                 free = torch.cuda.mem_get_info(number)[0]
             except RuntimeError as error:
-                error_text = error_text or f"torch: {_line(error)}"
+                problem = problem or f"torch: {_line(error)}"
         gpus[place] = replace(
             gpu,
             torch_index=number,
-            error=error_text,
+            error=problem,
             name=gpu.name or found.name,
             compute_capability=gpu.compute_capability or f"{found.major}.{found.minor}",
             multiprocessors=found.multi_processor_count,

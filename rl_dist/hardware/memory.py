@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 WORDS = (  # of a RuntimeError, in lower case
-    "out of memory",  # CUDA, NCCL
-    "not enough memory",  # torch's allocator of host memory
-    "can't allocate memory",  # the same on Linux
+    *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
+    *("not enough memory", "can't allocate memory"),  # torch's allocator of host memory
     "cannot allocate memory",  # the kernel, through whatever library
-    "alloc_failed",  # cuBLAS and cuDNN
-    "bad_alloc",  # C++ libraries, oneDNN among them
-    "status_out_of_memory",
+    *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
 
 
@@ -39,11 +36,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return total and free memory within all control groups.
-
-    Files that were read once (inactive_file) are no use: the kernel drops them when somebody wants
-    memory.
-    """
+    """Return total and free memory within all control groups; cached files count as free."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     # this process's groups, by version; in a container its own is mounted at the top
@@ -60,8 +53,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         for folder in (group, *group.parents):
             place = root / "sys/fs/cgroup" / kind / folder
             try:
-                limit = int((place / limit_file).read_text())
-                used = int((place / use_file).read_text())
+                limit, used = (int((place / name).read_text()) for name in (limit_file, use_file))
                 lines = (place / "memory.stat").read_text().splitlines()
                 stat = dict(line.split() for line in lines)
             except (OSError, ValueError):  # not there, not ours to read, or "max"
@@ -125,7 +117,6 @@ def clear_gpu_memory() -> int:
     Tensors that are still referred to stay. Peaks are reset.
 
         >>> from rl_dist import clear_gpu_memory
-        >>> del policy, rollout
         >>> print(f"{clear_gpu_memory() / 2**30:.1f} GiB handed back")
 
     Returns:
@@ -136,12 +127,11 @@ def clear_gpu_memory() -> int:
     gc.collect()
     if not torch.cuda.is_initialized():
         return 0
-    devices = [
-        index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)
-    ]
-    before = sum(torch.cuda.memory_reserved(index) for index in devices)
+    reserved = torch.cuda.memory_reserved
+    devices = [index for index in range(torch.cuda.device_count()) if reserved(index)]
+    before = sum(map(reserved, devices))
     for index in devices:  # others are left alone: a context on them would take memory
         torch.cuda.synchronize(index)
         torch.cuda.reset_peak_memory_stats(index)
     torch.cuda.empty_cache()
-    return before - sum(torch.cuda.memory_reserved(index) for index in devices)
+    return before - sum(map(reserved, devices))

@@ -35,8 +35,7 @@ class Nvml:
         self._errors: tuple[type[Exception], ...] = ()
         self._module, self.reason = None, ""
         try:
-            if module is None:
-                module = importlib.import_module("pynvml")
+            module = module or importlib.import_module("pynvml")
             self._errors = (module.NVMLError,)
             module.nvmlInit()
             self._module = module
@@ -76,23 +75,22 @@ class Nvml:
         """The handle of the machine's GPU number `index`, or None and the reason."""
         return self.ask("nvmlDeviceGetHandleByIndex", index)
 
-    def find(self, uuid: str = "", pci_bus_id: str = "") -> Any:
-        """The handle of the GPU with this UUID or else PCI bus id; None: unknown here.
-
-        Args:
-            uuid: with or without the prefix GPU- or MIG-.
-            pci_bus_id: domain:bus:device.function.
-        """
-        bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
-        for prefix in ("GPU-", "MIG-") if uuid else ():
-            handle = self.read("nvmlDeviceGetHandleByUUID", prefix + bare)
-            if handle is not None:
-                return handle
-        return self.read("nvmlDeviceGetHandleByPciBusId", pci_bus_id) if pci_bus_id else None
-
     def find_torch_device(self, index: int) -> Any:
-        """The handle of torch's CUDA device `index`; None: unknown here."""
-        return self.find(*identity(index)) if self.is_open else None
+        """The handle of torch's CUDA device `index`, by UUID or PCI bus id; None: unknown here."""
+        if not self.is_open:
+            return None
+        import torch  # slow to import, and its devices are asked for only where it is there already
+
+        found = torch.cuda.get_device_properties(index)
+        for prefix in ("GPU-", "MIG-"):
+            uuid = f"{prefix}{getattr(found, 'uuid', '')}"
+            if (handle := self.read("nvmlDeviceGetHandleByUUID", uuid)) is not None:
+                return handle
+        if not hasattr(found, "pci_bus_id"):
+            return None
+        domain, device = (getattr(found, f"pci_{name}_id", 0) for name in ("domain", "device"))
+        bus_id = f"{domain:08x}:{found.pci_bus_id:02x}:{device:02x}.0"
+        return self.read("nvmlDeviceGetHandleByPciBusId", bus_id)
 
     def reading(self, handle: Any) -> GpuReading:
         """Read what a GPU does now."""
@@ -115,15 +113,3 @@ class Nvml:
         """Let NVML go; safe to call twice."""
         self.read("nvmlShutdown")
         self._module, self.reason = None, self.reason or "NVML is closed"
-
-
-def identity(index: int) -> tuple[str, str]:
-    """UUID and PCI bus id of torch's CUDA device `index`; "" where unknown."""
-    import torch  # slow to import, and its devices are asked for only where it is there already
-
-    found = torch.cuda.get_device_properties(index)
-    uuid = str(getattr(found, "uuid", ""))
-    if not hasattr(found, "pci_bus_id"):
-        return uuid, ""
-    domain, device = (getattr(found, f"pci_{name}_id", 0) for name in ("domain", "device"))
-    return uuid, f"{domain:08x}:{found.pci_bus_id:02x}:{device:02x}.0"

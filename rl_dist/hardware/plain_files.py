@@ -43,8 +43,7 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     """A plain file's content.
 
     Args:
-        most: bytes that it may have; None: half of the memory that is free, for what is read takes
-            as much again.
+        most: bytes that it may have; None: half of the free memory, as parsing takes as much again.
 
     Raises:
         OSError: it cannot be read, is no plain file, or is too large.
@@ -54,14 +53,10 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
 
 
 def read_open(file: IO[bytes], most: int | None) -> bytes:
-    """Like `read_plain`, of an open file from where it stands.
-
-    It may grow meanwhile: never more than it has now.
-    """
+    """Like `read_plain`, of an open file from where it stands; never more than it has now."""
     size = os.fstat(file.fileno()).st_size
     if most is None:
-        # slow to import, and not always needed
-        from rl_dist.hardware.memory import host_memory
+        from rl_dist.hardware.memory import host_memory  # slow to import, and not always needed
 
         most = host_memory().available // 2
     if size > most:

@@ -1,9 +1,4 @@
-"""Read-only facts about this machine: software, GPUs, cores, memory, disk.
-
-info = get_gpu_info()  # GPUs and links, through NVML and torch
-print_gpu_info()       # the same in lines
-facts = read_facts(Path("runs"))  # all facts; dataclasses.asdict makes them fit for JSON
-"""
+"""Read-only facts about this machine: software, GPUs, cores, memory, disk."""
 
 from __future__ import annotations
 
@@ -15,10 +10,9 @@ import shutil
 import socket
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -109,31 +103,18 @@ def read_facts(run_dir: Path) -> Facts:
         precision=_precision(gpu),
         host=_host(),
         disk=read_disk(run_dir),
-        environment={
-            name: os.environ[name] for name in sorted(os.environ) if VARIABLES.fullmatch(name)
-        },
+        environment={k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
     )
 
 
 def get_gpu_info() -> GpuInfo:
-    """All GPUs and the links between them; none, and why, where there are none.
-
-    >>> get_gpu_info().usable  # doctest: +SKIP
-    (Gpu(index=0, torch_index=0, name='NVIDIA H100 80GB HBM3', ...),)
-    """
-    nvml = Nvml()
-    try:
+    """All GPUs and the links between them; none, and why, where there are none."""
+    with closing(Nvml()) as nvml:
         return read_gpus(nvml, torch)
-    finally:
-        nvml.close()
 
 
 def print_gpu_info(info: GpuInfo | None = None) -> None:
-    """Print one line per GPU and per link, or why there are none.
-
-    >>> print_gpu_info()  # doctest: +SKIP
-    GPU 0: NVIDIA H100 80GB HBM3, ...
-    """
+    """Print one line per GPU and per link, or why there are none."""
     info = info or get_gpu_info()
     if not info.gpus:
         print(f"no GPU: {info.torch_error or info.nvml_error or 'torch and NVML see none'}")
@@ -177,12 +158,19 @@ def gib(count: int | None) -> str:
     return f"{count} bytes"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    units = ((1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"))
+    for most, size, unit in (*units, (48 * 3600, 3600, "h")):
+        if seconds < most:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:.3g} days"
+
+
 def _software() -> Software:
-    nccl = None
+    nccl = cudnn = None
     if torch.distributed.is_nccl_available():
-        version: Any = torch.cuda.nccl.version()  # type: ignore[attr-defined]
-        nccl = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-    cudnn = None
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     with suppress(RuntimeError):  # it does not start
         cudnn = torch.backends.cudnn.version()
     return Software(
@@ -209,8 +197,9 @@ def _precision(gpu: GpuInfo) -> Precision:
 
 
 def _host() -> Host:
-    memory, shm = host_memory(), Path("/dev/shm")
-    shm_usage = shutil.disk_usage(shm) if shm.is_dir() else None
+    memory, shm = host_memory(), None
+    with suppress(OSError):
+        shm = shutil.disk_usage("/dev/shm")
     name_error = ""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
@@ -235,8 +224,8 @@ def _host() -> Host:
         memory_total_bytes=memory.total,
         memory_available_bytes=memory.available,
         process_bytes=psutil.Process().memory_info().rss,
-        shm_total_bytes=shm_usage and shm_usage.total,
-        shm_free_bytes=shm_usage and shm_usage.free,
+        shm_total_bytes=shm and shm.total,
+        shm_free_bytes=shm and shm.free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         name_error=name_error,
         address=address,

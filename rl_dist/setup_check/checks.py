@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_dist.hardware.gpus import Gpu
-from rl_dist.hardware.report import Facts, describe_gpu, gib
+from rl_dist.hardware.report import Facts, describe_gpu, duration, gib
 
 OK = "ok"
 WARNING = "warning"
@@ -44,14 +44,14 @@ class Check:
 
 
 class _Section(list[Check]):
-    """Checks of one section; what is ok needs no cure."""
+    """Checks of one section; what is ok needs no fix."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
-    def add(self, name: str, verdict: str, measured: str, cure: str = "") -> None:
-        self.append(Check(self.name, name, verdict, measured, "" if verdict == OK else cure))
+    def add(self, name: str, verdict: str, measured: str, fix: str = "") -> None:
+        self.append(Check(self.name, name, verdict, measured, "" if verdict == OK else fix))
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,16 @@ def software_checks(facts: Facts, plan: Plan) -> list[Check]:
     found.add("torch", PROBLEM if old_torch else OK, own.torch, "pip install 'torch>=2.10'")
     # a GPU that is asked for and not there
     missed = PROBLEM if plan.device_asked == "cuda" else WARNING
-    present = [gpu for gpu in facts.gpu.gpus if not gpu.error]
     if own.rocm_build:
         words = "RCCL answers to the name nccl; NVML does not exist, so no live values of GPUs"
         found.add("ROCm build", OK, f"ROCm {own.rocm_build}: {words}")
     elif own.cuda_build:
         _add_cuda(found, own.cuda_build, facts, plan, missed)
-    elif present:
-        words = f"this torch has no CUDA, so the {len(present)} GPU(s) here do nothing"
-        found.add("CUDA build", missed, words, INSTALL)
     else:
-        verdict = PROBLEM if missed == PROBLEM else OK
-        words = "this torch has no CUDA, and no NVIDIA GPU is found: training uses the CPU"
-        found.add("CUDA build", verdict, words, "use --device cpu")
+        present = sum(not gpu.error for gpu in facts.gpu.gpus)
+        verdict = missed if present or missed == PROBLEM else OK
+        words = f"this torch has no CUDA, and {present} NVIDIA GPU(s) are here: it uses the CPU"
+        found.add("CUDA build", verdict, words, f"{INSTALL}, or use --device cpu")
     if plan.device_type == "cpu" and not own.gloo:
         verdict = PROBLEM if plan.num_ranks > 1 else OK
         found.add("gloo", verdict, "this torch has no gloo: only one rank can train", INSTALL)
@@ -105,22 +102,24 @@ def software_checks(facts: Facts, plan: Plan) -> list[Check]:
 def _add_cuda(found: _Section, built: str, facts: Facts, plan: Plan, missed: str) -> None:
     own, gpu = facts.software, facts.gpu
     driver = f"driver {gpu.driver or 'unknown'}"
-    verdict, words, cure = OK, f"CUDA {built}, {driver}", ""
+    verdict, words, fix = missed, f"CUDA {built}, {driver}", ""
     if gpu.driver_cuda is not None and gpu.driver_cuda[0] < _version(built)[0]:
-        serves = ".".join(map(str, gpu.driver_cuda))
-        verdict, words = missed, f"CUDA {built}, but {driver} serves up to CUDA {serves}"
-        cure = f"update the NVIDIA driver to one for CUDA {built.split('.')[0]}, or {INSTALL}"
+        words += f", which serves up to CUDA {'.'.join(map(str, gpu.driver_cuda))}"
+        fix = f"update the NVIDIA driver to one for CUDA {built.split('.')[0]}, or {INSTALL}"
     elif gpu.torch_error:
-        verdict, words = missed, f"CUDA {built} does not start: {gpu.torch_error}"
-        cure = "check nvidia-smi; reboot after an update of the driver"
+        words += f": it does not start: {gpu.torch_error}"
+        fix = "check nvidia-smi; reboot after an update of the driver"
     elif not gpu.gpus:
-        verdict, words = missed, f"CUDA {built}, but no GPU is found; {gpu.nvml_error}"
-        cure = "install the NVIDIA driver (a container: --gpus all), or use --device cpu"
-    found.add("CUDA build", verdict, words, cure)
+        words += f": no GPU is found; {gpu.nvml_error}"
+        fix = "install the NVIDIA driver (a container: --gpus all), or use --device cpu"
+    else:
+        verdict = OK
+    found.add("CUDA build", verdict, words, fix)
     slow = "missing: LSTMs run without their fast kernels"
     found.add("cuDNN", OK if own.cudnn else WARNING, own.cudnn or slow, INSTALL)
-    verdict = OK if own.nccl else PROBLEM if plan.over_nccl else WARNING
-    found.add("NCCL", verdict, own.nccl or "missing: several GPUs cannot train together", INSTALL)
+    verdict = PROBLEM if plan.over_nccl else WARNING
+    lost = "missing: several GPUs cannot train together"
+    found.add("NCCL", OK if own.nccl else verdict, own.nccl or lost, INSTALL)
 
 
 def gpu_checks(facts: Facts, plan: Plan, own_pid: int = 0) -> list[Check]:
@@ -130,27 +129,27 @@ def gpu_checks(facts: Facts, plan: Plan, own_pid: int = 0) -> list[Check]:
         found.add(f"GPU {gpu.index}", *_gpu_verdict(gpu, facts, plan, own_pid))
     names = sorted({gpu.name for gpu in info.usable})
     if plan.over_nccl and len(names) > 1:
-        cure = "choose equal ones with CUDA_VISIBLE_DEVICES, or expect the pace of the slowest"
-        found.add("models", WARNING, f"unequal: {', '.join(names)}", cure)
+        fix = "choose equal ones with CUDA_VISIBLE_DEVICES, or expect the pace of the slowest"
+        found.add("models", WARNING, f"unequal: {', '.join(names)}", fix)
     if info.gpus and info.nvml_error and not info.rocm:
-        cure = "pip install nvidia-ml-py, and check the driver with nvidia-smi"
-        found.add("NVML", WARNING, f"silent ({info.nvml_error}): no live values", cure)
+        fix = "pip install nvidia-ml-py, and check the driver with nvidia-smi"
+        found.add("NVML", WARNING, f"silent ({info.nvml_error}): no live values", fix)
     if info.usable:
         has = facts.precision
         formats = {"TF32": has.tf32, "bf16": has.bf16, "cuDNN autotune": has.cudnn_autotune}
         words = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in formats.items())
-        found.add("precision", OK, f"{words}; training computes in fp32 unless asked otherwise")
+        found.add("precision", OK, words)
     return found
 
 
 def _gpu_verdict(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> tuple[str, str, str]:
-    """Verdict, words and cure."""
+    """Verdict, words and fix."""
     index = gpu.torch_index
-    # torch cannot use it: how busy or hot it is does not matter; with MIG torch sees slices of it
+    # torch cannot use it: its state does not matter; with MIG torch sees slices of it
     if index is None and not gpu.error and not gpu.mig:
         missed = facts.software.cuda_build and "CUDA_VISIBLE_DEVICES" not in facts.environment
-        cure = "check CUDA_VISIBLE_DEVICES and the driver"
-        return WARNING if missed else OK, describe_gpu(gpu), cure
+        fix = "check CUDA_VISIBLE_DEVICES and the driver"
+        return WARNING if missed else OK, describe_gpu(gpu), fix
     others = [process for process in gpu.processes if process.pid != own_pid]
     needed = plan.device_type == "cuda" and index is not None and index < plan.num_ranks
     exclusive = gpu.compute_mode == "exclusive process"
@@ -158,7 +157,7 @@ def _gpu_verdict(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> tuple[str,
     pids = f" by process {', '.join(str(p.pid) for p in others[:4])}" if others else ""
     architectures = facts.software.architectures
     default_mode = f"nvidia-smi -i {gpu.index} -c DEFAULT"
-    # each: does it apply, can it not train at all, words, cure
+    # each: does it apply, can it not train at all, words, fix
     rules = (
         (gpu.error, needed, "",
          "check nvidia-smi and dmesg; leave it out with CUDA_VISIBLE_DEVICES, or reset it"),
@@ -166,8 +165,7 @@ def _gpu_verdict(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> tuple[str,
         (exclusive and others, True, f"taken{pids} (exclusive mode)",
          "wait for it or use another GPU"),
         (exclusive and not others and needed, False,
-         "exclusive process mode: this check holds it, so what it starts on it may fail where "
-         "training would not",
+         "exclusive process mode: held by this check, so what it starts may fail",
          f"for the check: {default_mode}"),
         (not _has_kernels(gpu, architectures), True,
          f"torch has no kernels for it (it has {', '.join(architectures)})", INSTALL),
@@ -213,9 +211,9 @@ def link_checks(facts: Facts, plan: Plan) -> list[Check]:
     for link in facts.gpu.links:
         path = "NVLink" if link.nvlink else link.path or "path unknown"
         access = {True: ", peer access", False: ", no peer access", None: ""}[link.peer_access]
-        cure = "it goes through the host: check nvidia-smi topo -p2p r, and ACS in the BIOS"
+        fix = "it goes through the host: check nvidia-smi topo -p2p r, and ACS in the BIOS"
         verdict = WARNING if link.peer_access is False else OK
-        found.add(f"GPU {link.first}-{link.second}", verdict, path + access, cure)
+        found.add(f"GPU {link.first}-{link.second}", verdict, path + access, fix)
     for gpu in facts.gpu.usable:
         if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
             lanes = f"x{gpu.pcie_width} of x{gpu.pcie_width_max} lanes"
@@ -229,25 +227,24 @@ def host_checks(facts: Facts, plan: Plan) -> list[Check]:
     host, found = facts.host, _Section("Host")
     each = host.cores / plan.num_ranks
     words = f"{host.cores} core(s) of {host.machine_cores} for {plan.num_ranks} rank(s)"
-    cure = f"start no more ranks than cores: --num_gpus {host.cores}"
-    found.add("cores", OK if each >= 1 else WARNING, words, cure)
+    fix = f"start no more ranks than cores: --num_gpus {host.cores}"
+    found.add("cores", OK if each >= 1 else WARNING, words, fix)
     _add_threads(found, facts, each)
     if plan.over_nccl and host.shm_free_bytes is not None:
         share = host.shm_free_bytes / plan.num_ranks
         verdict = PROBLEM if share < SHM_LEAST else WARNING if share < SHM_PLENTY else OK
         words = f"{gib(host.shm_free_bytes)} free, NCCL wants {gib(SHM_PLENTY)} per rank"
-        cure = "start the container with --shm-size=1g or --ipc=host"
-        found.add("/dev/shm", verdict, words, cure)
+        fix = "start the container with --shm-size=1g or --ipc=host"
+        found.add("/dev/shm", verdict, words, fix)
     if host.open_files is not None and 0 <= host.open_files < OPEN_FILES_LEAST:
         found.add("open files", WARNING, f"limit {host.open_files}", "ulimit -n 4096")
     if host.name_error:
         words = f"{host.name} does not resolve: {host.name_error}"
-        cure = f"add a line '127.0.0.1 {host.name}' to /etc/hosts"
-        found.add("host name", WARNING, words, cure)
+        found.add("host name", WARNING, words, f"add '127.0.0.1 {host.name}' to /etc/hosts")
     if host.address:
         verdict = PROBLEM if host.address_error else OK
-        cure = "unset MASTER_ADDR and MASTER_PORT: on one machine none is needed"
-        found.add("meeting point", verdict, host.address_error or f"{host.address} is free", cure)
+        fix = "unset MASTER_ADDR and MASTER_PORT: on one machine none is needed"
+        found.add("meeting point", verdict, host.address_error or f"{host.address} is free", fix)
     _add_disk(found, facts, plan)
     return found
 
@@ -261,34 +258,32 @@ def _add_threads(found: _Section, facts: Facts, each: float) -> None:
         found.add("threads", WARNING, words, "unset OMP_NUM_THREADS, or name a number from 1")
     elif asked and int(asked) < int(each) and not busy:
         words = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of {int(each)} cores"
-        cure = "unset OMP_NUM_THREADS: ranks share the cores by themselves"
-        found.add("threads", WARNING, words, cure)
+        fix = "unset OMP_NUM_THREADS: ranks share the cores by themselves"
+        found.add("threads", WARNING, words, fix)
     if busy:
-        cure = "times below are too long: measure again when nothing else runs"
+        fix = "times below are too long: measure again when nothing else runs"
         if each >= 2 and asked != "1":
-            cure += "; OMP_NUM_THREADS=1 is much faster beside other programs"
+            fix += "; OMP_NUM_THREADS=1 is much faster beside other programs"
         words = f"{load:.1f} processes wanted a core in the last minute"
-        found.add("load", WARNING, words, cure)
+        found.add("load", WARNING, words, fix)
 
 
 def _add_disk(found: _Section, facts: Facts, plan: Plan) -> None:
     disk, one = facts.disk, plan.checkpoint_bytes
     if disk.error or disk.free_bytes is None or disk.fsync_s is None:
-        cure = "name a place to write with --run_dir"
-        found.add("disk", PROBLEM, f"{disk.folder}: {disk.error}", cure)
+        fix = "name a place to write with --run_dir"
+        found.add("disk", PROBLEM, f"{disk.folder}: {disk.error}", fix)
         return
     words = f"{gib(disk.free_bytes)} free in {disk.folder}, a checkpoint takes about {gib(one)}"
-    words += f"; 4 MiB are safely written in {disk.fsync_s * 1000:.0f} ms"
-    cure = "free some space, lower --keep_checkpoints, or name another disk with --run_dir"
+    words += f"; 4 MiB are safely written in {duration(disk.fsync_s)}"
+    fix = "free some space, lower --keep_checkpoints, or name another disk with --run_dir"
     verdict = OK
-    if disk.free_bytes < 2 * one:
-        verdict = PROBLEM
-    elif disk.free_bytes < (plan.num_checkpoints + 2) * one:
-        verdict = WARNING
+    if disk.free_bytes < (plan.num_checkpoints + 2) * one:
+        verdict = PROBLEM if disk.free_bytes < 2 * one else WARNING
     elif disk.fsync_s > FSYNC_SLOW_S:
         verdict = WARNING
-        cure = "a slow disk: training waits for every checkpoint, save less often"
-    found.add("disk", verdict, words, cure)
+        fix = "a slow disk: training waits for every checkpoint, save less often"
+    found.add("disk", verdict, words, fix)
 
 
 def environment_checks(facts: Facts) -> list[Check]:
@@ -299,8 +294,8 @@ def environment_checks(facts: Facts) -> list[Check]:
             found.add(name, WARNING, f"{value}: {SLOWING[name][1]}", f"unset {name}")
         elif name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and not _interface_exists(value):
             known = ", ".join(known for _, known in socket.if_nameindex())
-            cure = f"unset {name}, or name one of {known}"
-            found.add(name, PROBLEM, f"{value}: no such network interface", cure)
+            fix = f"unset {name}, or name one of {known}"
+            found.add(name, PROBLEM, f"{value}: no such network interface", fix)
         elif name == "CUDA_VISIBLE_DEVICES" and not value.strip() and facts.gpu.gpus:
             found.add(name, WARNING, "empty: hides every GPU", f"unset {name}")
         else:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_dist.hardware.report import gib
+from rl_dist.hardware.report import duration, gib
 from rl_dist.launch.all_reduce_bench import Measured
 from rl_dist.launch.short_run import without
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
@@ -16,7 +16,6 @@ SLOW_LATENCY_S = {"cpu": 0.01, "cuda": 0.001}
 WAITING_SHARE = 0.2
 ROLLOUT_SHARE = 0.7
 TIGHT = 0.8
-FAR_OFF = 0.25
 SCRIPT = "train_distributed.py"
 MOMENTS = {
     "start": "while environments are made",
@@ -24,14 +23,6 @@ MOMENTS = {
     "update": "in the update",
     "statistics": "when statistics are taken",
 }
-
-
-def seconds(value: float) -> str:
-    """A duration in words."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if value >= 1.5 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value * 1000:.3g} ms"
 
 
 def communication_check(backend: str, measured: Measured | None, error: str, needed: bool) -> Check:
@@ -43,22 +34,22 @@ def communication_check(backend: str, measured: Measured | None, error: str, nee
     """
     if measured is None:
         more = "; NCCL_DEBUG=INFO tells more" if backend == "nccl" else ""
-        cure = f"see Host and Environment above{more}"
-        return Check("Communication", backend, PROBLEM if needed else WARNING, error, cure)
+        fix = f"see Host and Environment above{more}"
+        return Check("Communication", backend, PROBLEM if needed else WARNING, error, fix)
     smallest, largest = measured.times[0], measured.times[-1]
     words = f"{measured.num_ranks} ranks, {measured.threads} thread(s) each: sums are right"
     if measured.num_ranks == 1:
         words = "1 rank: it starts, and reduces with itself"
     if ddp := measured.ddp:
-        took = f"{seconds(ddp.reduction_s)} for its gradient of {gib(ddp.gradient_bytes)}"
+        took = f"{duration(ddp.reduction_s)} for its gradient of {gib(ddp.gradient_bytes)}"
         words += f", DDP steps end with equal parameters ({took})"
     if measured.num_ranks > 1:
         rate = largest.size_bytes / largest.median_s / 1e9
-        words += f"; {gib(smallest.size_bytes)} in {seconds(smallest.median_s)}"
+        words += f"; {gib(smallest.size_bytes)} in {duration(smallest.median_s)}"
         words += f", {gib(largest.size_bytes)} at {rate:.3g} GB/s"
         if needed and smallest.median_s > SLOW_LATENCY_S[measured.device_type]:
-            cure = "ranks wait for cores: stop other programs, or use fewer ranks"
-            return Check("Communication", backend, WARNING, words, cure)
+            fix = "ranks wait for cores: stop other programs, or use fewer ranks"
+            return Check("Communication", backend, WARNING, words, fix)
     return Check("Communication", backend, OK, words)
 
 
@@ -85,44 +76,39 @@ class MemoryFigures:
 
 def memory_checks(figures: MemoryFigures, on_gpu: bool = False) -> list[Check]:
     """Check that it fits, and name the largest sizes that would."""
-    several, tried = figures.num_ranks > 1, figures.measured_peak is not None
+    several = " for each rank" if figures.num_ranks > 1 else ""
     # the tensors
     parts = ", ".join(f"{name} {gib(size)}" for name, size in figures.computed.items() if size)
     peak = sum(figures.computed.values())
-    words = f"{gib(peak)} computed{' on each rank' if several else ''}"
-    words += f" ({parts}; largest {MOMENTS[figures.moment]})"
-    words += "; what cuDNN keeps is a guess" if on_gpu else ""
+    words = f"{gib(peak)} computed{several} ({parts}; largest {MOMENTS[figures.moment]})"
     if figures.measured_peak is not None:
         off = peak / figures.measured_peak - 1.0
-        words += f"; a dry run took {gib(figures.measured_peak)} (computed: {off:+.0%})"
-        if abs(off) > FAR_OFF:
-            words += ", which is far off, as it mostly is for small jobs: the dry run counts"
+        words += f"; a dry run took {gib(figures.measured_peak)} (computed: {off:+.0%}) and counts"
     elif figures.not_measured:
         words += f"; not measured: {figures.not_measured}"
     checks = [Check("Memory", "tensors", OK, words)]
     # with the process, against what is free
     guess = f" (guessed: {gib(figures.process)} for CUDA and its libraries)" if on_gpu else ""
-    fits = f"at least {gib(figures.needed)} with the process{guess}"
-    fits += f", {gib(figures.limit)} are free{' for each rank' if several else ''}"
-    verdict, cure = OK, ""
+    words = f"at least {gib(figures.needed)} with the process{guess}"
+    words += f", {gib(figures.limit)} are free{several}"
+    verdict, fix = OK, ""
     if figures.needed > figures.limit:
         envs = figures.largest_num_envs
         smaller = f"--num_envs {envs}" if envs else "a smaller --batch_size"
-        verdict, cure = PROBLEM, f"use {smaller}, or a smaller --hidden_size"
+        verdict, fix = PROBLEM, f"use {smaller}, or a smaller --hidden_size"
     elif figures.needed > TIGHT * figures.limit:
-        verdict, cure = WARNING, "tight: long episodes or other programs may need the rest"
-    checks.append(Check("Memory", "fits", verdict, fits, cure))
+        verdict, fix = WARNING, "tight: long episodes or other programs may need the rest"
+    checks.append(Check("Memory", "fits", verdict, words, fix))
     # the largest sizes
     largest = "nothing fits, not even the smallest sizes"
     if figures.largest_num_envs or figures.largest_batch_size:
         largest = f"--num_envs {figures.largest_num_envs} (with this batch), or --batch_size "
-        largest += f"{figures.largest_batch_size} (with its default number of environments), "
-        largest += "computed, scaled to the dry run" if tried else "computed"
-        largest += "; what environments in Python hold comes on top"
+        largest += f"{figures.largest_batch_size} (with its default number of environments); "
+        largest += "what environments in Python hold comes on top"
     checks.append(Check("Memory", "largest", OK, largest))
     if figures.failure:
-        cure = "see Environment and Host"
-        checks.append(Check("Memory", "dry run", PROBLEM, figures.failure, cure))
+        fix = "see Environment and Host"
+        checks.append(Check("Memory", "dry run", PROBLEM, figures.failure, fix))
     return checks
 
 
@@ -165,15 +151,15 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
     # pace
     steps, whole = figures.steps_per_iteration, figures.iteration_s
     pace = f"{figures.steps_per_second:,.0f} steps/s: an iteration of {steps:,} steps takes "
-    pace += f"{seconds(whole)} ({figures.iterations_measured} measured)"
+    pace += f"{duration(whole)} ({figures.iterations_measured} measured)"
     checks = [Check("Time", "pace", OK, pace)]
     # the whole training
     if figures.total_s is None:
         words = f"no episode ended in {steps:,} steps, so the time for --num_episodes is unknown"
-        cure = "give --total_steps, or try --full"
-        checks.append(Check("Time", "training", WARNING, words, cure))
+        fix = "give --total_steps, or try --full"
+        checks.append(Check("Time", "training", WARNING, words, fix))
     else:
-        words = f"{seconds(figures.total_s)} for {figures.budget:,} {figures.unit}"
+        words = f"{duration(figures.total_s)} for {figures.budget:,} {figures.unit}"
         if figures.unit == "episodes":
             words += f", at {figures.steps_per_episode:.0f} steps an episode as now"
         checks.append(Check("Time", "training", OK, words))
@@ -181,13 +167,13 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
     rollout, waiting = figures.collect_s / whole, figures.reduction_s / whole
     words = f"rollouts {rollout:.0%}, updates {1 - rollout - waiting:.0%}"
     words += f", reducing gradients {waiting:.0%}" if figures.reduction_s else ""
-    verdict, cure = OK, ""
+    verdict, fix = OK, ""
     if waiting > WAITING_SHARE:
-        verdict, cure = WARNING, "raise --batch_size (fewer reductions), or use fewer ranks"
+        verdict, fix = WARNING, "raise --batch_size (fewer reductions), or use fewer ranks"
     elif on_gpu and rollout > ROLLOUT_SHARE:
-        cure = "the GPU waits for environments: raise --num_envs, or use --device cpu and compare"
+        fix = "the GPU waits for environments: raise --num_envs, or use --device cpu and compare"
         verdict = WARNING
-    return [*checks, Check("Time", "spent on", verdict, words, cure)]
+    return [*checks, Check("Time", "spent on", verdict, words, fix)]
 
 
 def command_line(

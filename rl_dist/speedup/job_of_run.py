@@ -1,26 +1,21 @@
-"""The job of a run as its directory tells it: flags, how long, how fast."""
+"""The job of a run as its directory tells it: flags, how long, records."""
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_dist.config import REMOVED, declarations
-from rl_dist.errors import UnknownFlagError, UserError
+from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import read_plain
 from rl_dist.launch.launcher import LaunchConfig
-from rl_dist.launch.short_run import without
-from rl_dist.speedup.calibration import SCALINGS
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 CONFIG_FILE = "config.json"
 TRADING = "StockTrading-v0"
 OF_TRADING = ("data", "market", "trading")
-WARM_UP = 2  # iterations left out of a run's own throughput
 NO_FLAGS = REMOVED | {
     name for name, item in declarations(LaunchConfig).items() if not (item.is_flag and item.stored)
 }
@@ -52,9 +47,8 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     lines = _read(run_dir, METRICS_FILE).rpartition(b"\n")[0].splitlines()
     records = [_parse(line, path) for line in lines]
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict):
-            raise UserError(f"{path} is damaged: line {number} is no JSON object")
+    if not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{path} is damaged: a line is no JSON object")
     return records
 
 
@@ -66,57 +60,32 @@ def flags_of_run(run_dir: Path) -> list[str]:
 def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Flags that make a configuration, without those that cannot take effect."""
     trading = config["task"]["env"] == TRADING
-    simulated = config.get("data", {}).get("data") == "simulated"
-    by_steps = config["train"].get("total_steps")
+    idle = set() if trading else set(OF_TRADING)
+    if config.get("data", {}).get("data") != "simulated":
+        idle.add("market")
     flags = []
     for section, values in config.items():
-        if section in OF_TRADING and (not trading or (section == "market" and not simulated)):
-            continue
         for name, value in values.items():
-            idle = (section == "task" and trading and name != "env") or (
-                name == "num_episodes" and by_steps
-            )
-            if name in NO_FLAGS or value == "" or idle:
+            other = trading and section == "task" and name != "env"
+            if section in idle or other or name in NO_FLAGS or value == "":
+                continue
+            if name == "num_episodes" and config["train"].get("total_steps"):
                 continue
             flags.append(f"--{name}={'none' if value is None else value}")
     return flags
 
 
-def blame_config(error: UserError, run_dir: Path, flags: list[str]) -> UserError:
-    """Say that an unknown flag is of the run's configuration, if it is."""
-    if not isinstance(error, UnknownFlagError) or without(flags, [error.flag]) == flags:
-        return error
-    unknown = f"{error.flag}, which this version does not know"
-    return UserError(f"{CONFIG_FILE} of {run_dir} has {unknown}; {FIX}")
-
-
 def budget_of(run_dir: Path | None, num_episodes: int | None, total_steps: int) -> tuple[int, int]:
     """Episodes and steps to train: as given, or as the run's configuration has them."""
     train = read_config(run_dir)["train"] if run_dir else {}
-    steps = total_steps or (0 if num_episodes else _count(run_dir, train, "total_steps", 0, 0))
-    return num_episodes or _count(run_dir, train, "num_episodes", 5000, 1), steps
-
-
-def measured_of(run_dir: Path | None) -> dict[tuple[int, str], float]:
-    """Steps/s that a run itself measured, by its number of ranks and its scaling.
-
-    Of a weak run only the number it began with counts: resumed on another, it keeps its totals.
-    """
-    if run_dir is None:
-        return {}
-    scaling = str(read_config(run_dir)["train"].get("scaling", "strong"))
-    rates: dict[int, list[float]] = {}
-    for record in read_records(run_dir):
-        ranks, rate = record.get("ranks"), record.get("time/sps")
-        if isinstance(ranks, list) and isinstance(rate, int | float) and 0 < rate < math.inf:
-            rates.setdefault(len(ranks), []).append(float(rate))
-    if scaling == "weak":
-        rates = dict(list(rates.items())[:1])
-    return {
-        (ranks, way): statistics.median(found[WARM_UP:] or found)
-        for ranks, found in rates.items()
-        for way in (SCALINGS if ranks == 1 else (scaling,))  # one rank alone is the same job
-    }
+    of_run = {"num_episodes": train.get("num_episodes", 5000), "total_steps": 0}
+    if not num_episodes:
+        of_run["total_steps"] = train.get("total_steps", 0)
+    for name, value in of_run.items():
+        if not isinstance(value, int) or value < 0:
+            words = f"{name} must be a whole number from 0, got {value!r}"
+            raise UserError(f"{run_dir}/{CONFIG_FILE}: {words}")
+    return num_episodes or of_run["num_episodes"], total_steps or of_run["total_steps"]
 
 
 def _read(run_dir: Path, name: str) -> bytes:
@@ -134,11 +103,3 @@ def _parse(text: bytes, path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from None
-
-
-def _count(run_dir: Path | None, train: dict[str, Any], name: str, default: int, least: int) -> int:
-    value = train.get(name, default)
-    if not isinstance(value, int) or value < least:
-        words = f"{name} must be a whole number from {least}, got {value!r}"
-        raise UserError(f"{run_dir}/{CONFIG_FILE}: {words}")
-    return value

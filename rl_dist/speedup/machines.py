@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rl_dist.errors import UserError
 from rl_dist.speedup.model import Link
 
@@ -19,8 +17,7 @@ class GpuModel:
     name: str
     fp32_tflops: float  # peak, without sparsity
     link: str  # between cards of one machine, a name in LINKS
-    # lowest and highest; None: none was seen
-    usd_per_hour: tuple[float, float] | None
+    usd_per_hour: tuple[float, float] | None  # lowest and highest; None: none was seen
 
 
 # Rates: the makers' pages, checked in November 2026 on the pages named where there are any; the
@@ -50,51 +47,36 @@ GPUS = {
 # torch/_inductor/comm_analysis.py. Bandwidth: four fifths of the nominal rate per direction, but
 # where a source is named.
 _BASE_S = 8.4e-6
-# Name: seconds to begin, seconds per hop, bytes per second.
-_LINKS = {
-    "NVLink 3": (_BASE_S, 4.0e-6, 0.8 * 300e9),  # A100: 600 GB/s both ways
-    "NVLink 4": (_BASE_S, 4.0e-6, 0.8 * 450e9),  # H100, H200: 900 GB/s
-    "NVLink 5": (_BASE_S, 4.0e-6, 0.8 * 900e9),  # B200: 1800 GB/s
-    "Infinity Fabric": (_BASE_S, 4.0e-6, 0.8 * 448e9),  # MI300X: 7 x 128 GB/s
-    "PCIe 5": (_BASE_S, 5.7e-6, 0.8 * 64e9),
-    "PCIe 4": (_BASE_S, 5.7e-6, 0.8 * 32e9),
-    # without peer access, through the host's memory: 10 GB/s in torch/_inductor/comm_analysis.py
-    "PCIe 4 through the host": (15e-6, 10e-6, 10e9),
-    "InfiniBand NDR": (_BASE_S, 14e-6, 0.8 * 50e9),  # 400 Gbit/s for each GPU
-    "InfiniBand HDR": (_BASE_S, 14e-6, 0.8 * 25e9),  # 200 Gbit/s for each GPU
-    # TCP: tens of microseconds through the kernel, an order of magnitude and no data-sheet figure
-    "Ethernet 100": (30e-6, 30e-6, 0.8 * 12.5e9),
-    "Ethernet 25": (30e-6, 30e-6, 0.8 * 3.125e9),
-    "Ethernet 10": (30e-6, 30e-6, 0.8 * 1.25e9),
-    # gloo over 127.0.0.1: an order of magnitude; between ranks of one machine it is measured
-    "loopback": (200e-6, 100e-6, 1e9),
-}
 LINKS = {
     name: Link(name=name, base_s=base_s, hop_s=hop_s, bytes_per_s=bytes_per_s)
-    for name, (base_s, hop_s, bytes_per_s) in _LINKS.items()
+    for name, base_s, hop_s, bytes_per_s in (
+        ("NVLink 3", _BASE_S, 4.0e-6, 0.8 * 300e9),  # A100: 600 GB/s both ways
+        ("NVLink 4", _BASE_S, 4.0e-6, 0.8 * 450e9),  # H100, H200: 900 GB/s
+        ("NVLink 5", _BASE_S, 4.0e-6, 0.8 * 900e9),  # B200: 1800 GB/s
+        ("Infinity Fabric", _BASE_S, 4.0e-6, 0.8 * 448e9),  # MI300X: 7 x 128 GB/s
+        ("PCIe 5", _BASE_S, 5.7e-6, 0.8 * 64e9),
+        ("PCIe 4", _BASE_S, 5.7e-6, 0.8 * 32e9),
+        # without peer access, through the host: 10 GB/s in torch/_inductor/comm_analysis.py
+        ("PCIe 4 through the host", 15e-6, 10e-6, 10e9),
+        ("InfiniBand NDR", _BASE_S, 14e-6, 0.8 * 50e9),  # 400 Gbit/s for each GPU
+        ("InfiniBand HDR", _BASE_S, 14e-6, 0.8 * 25e9),  # 200 Gbit/s for each GPU
+        # TCP: tens of microseconds through the kernel, an order of magnitude
+        ("Ethernet 100", 30e-6, 30e-6, 0.8 * 12.5e9),
+        ("Ethernet 25", 30e-6, 30e-6, 0.8 * 3.125e9),
+        ("Ethernet 10", 30e-6, 30e-6, 0.8 * 1.25e9),
+        # gloo over 127.0.0.1: an order of magnitude; between ranks of one machine it is measured
+        ("loopback", 200e-6, 100e-6, 1e9),
+    )
 }
-
-
-def default_ranks_per_machine(device_type: str, most: int) -> int:
-    """GPUs here; on the CPU all ranks share this machine."""
-    return torch.cuda.device_count() if device_type == "cuda" else most
 
 
 def find_link(name: str) -> Link:
-    """A link by its name.
-
-    Raises:
-        UserError: lists the names there are.
-    """
+    """A link by its name; raises UserError, which lists those there are."""
     return LINKS[_known(name, list(LINKS), "--link and --between")]
 
 
 def find_gpus(name: str) -> list[GpuModel]:
-    """The cards named, "A + B" for unequal ones together.
-
-    Raises:
-        UserError: lists the names there are.
-    """
+    """The cards named, "A + B" for unequal ones together; raises like `find_link`."""
     return [GPUS[_known(part.strip(), list(GPUS), "--gpu")] for part in name.split("+")]
 
 
@@ -107,23 +89,14 @@ def gpu_named(device_name: str) -> GpuModel | None:
 
 
 def link_of_gpu(device_name: str) -> Link:
-    """The link between cards of this kind, by the name that torch gives it.
-
-    Raises:
-        UserError: it is not known.
-    """
+    """The link between cards of this kind, by torch's name; raises UserError if not known."""
     if gpu := gpu_named(device_name):
         return LINKS[gpu.link if "PCIe" not in device_name else "PCIe 4"]
     raise UserError(f"--link: name the link between GPUs like {device_name}: {', '.join(LINKS)}")
 
 
-def slowest(gpus: list[GpuModel]) -> GpuModel:
-    """The card that sets the pace: ranks meet in every gradient step."""
-    return min(gpus, key=lambda gpu: gpu.fp32_tflops)
-
-
 def _known(name: str, names: list[str], flag: str) -> str:
-    found = [known for known in names if known.lower() == name.lower()]
-    if not found:
-        raise UserError(f"{flag}: {name!r} is not known; there are {', '.join(names)}")
-    return found[0]
+    for known in names:
+        if known.lower() == name.lower():
+            return known
+    raise UserError(f"{flag}: {name!r} is not known; there are {', '.join(names)}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import NormalDist
 from typing import Any
@@ -25,6 +25,8 @@ import numpy as np
 MODEL_ERROR = 0.1
 # of an iteration: SUMS, AGREEMENTS and two for each gather, see rl_dist.speedup.reduction_bench
 SMALL_COLLECTIVES = 7
+OF_UPDATE = ("update_s", "rest_s", "step_spread_s", "update_spread_s")
+OF_ITERATION = (*OF_UPDATE, "collect_s", "collect_spread_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +36,7 @@ class RankCost:
     env_steps: int  # of this rank
     gradient_steps: int
     collect_s: float
-    forward_s: float = 0.0  # of all gradient steps, as the next two
-    backward_s: float = 0.0
-    optimizer_s: float = 0.0
+    update_s: float = 0.0  # all gradient steps: forward, backward, optimizer
     rest_s: float = 0.0  # advantages, statistics, metrics
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
     step_spread_s: float = 0.0  # of one gradient step within an iteration
@@ -45,35 +45,26 @@ class RankCost:
     relative_error: float = 0.0  # standard error of an iteration's seconds, as a share
 
     @property
-    def step_s(self) -> float:
-        """One gradient step."""
-        return (self.forward_s + self.backward_s + self.optimizer_s) / max(1, self.gradient_steps)
-
-    @property
     def seconds(self) -> float:
         """The whole iteration, alone."""
-        return self.collect_s + self.forward_s + self.backward_s + self.optimizer_s + self.rest_s
+        return self.collect_s + self.update_s + self.rest_s
 
-    def scaled(self, update: float, collect: float = 1.0) -> RankCost:
-        """The same on a device that takes these multiples of the time."""
-        of_collect = ("collect_s", "collect_spread_s")
-        seconds = {item.name for item in fields(self) if item.name.endswith("_s")}
-        factors = {name: collect if name in of_collect else update for name in seconds}
-        return replace(self, **{name: getattr(self, name) * by for name, by in factors.items()})
+    def times(self, factor: float, names: tuple[str, ...] = OF_ITERATION) -> RankCost:
+        """The same with these figures multiplied."""
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def repeated(self, epochs: int) -> RankCost:
         """So many times as many gradient steps on the same rollout."""
-        of_update = ("forward_s", "backward_s", "optimizer_s", "update_spread_s", "gradient_steps")
-        return replace(self, **{name: getattr(self, name) * epochs for name in of_update})
+        return self.times(epochs, ("update_s", "update_spread_s", "gradient_steps"))
 
     def lengthened(self, times: int) -> RankCost:
         """Rollouts so many times longer, with more gradient steps of the same size."""
-        return replace(
-            self.scaled(times, times),
-            env_steps=self.env_steps * times,
-            gradient_steps=self.gradient_steps * times,
-            step_spread_s=self.step_spread_s,
-        )
+        longer = self.times(times, (*OF_ITERATION, "env_steps", "gradient_steps"))
+        return replace(longer, step_spread_s=self.step_spread_s)
+
+    def modelled(self) -> RankCost:
+        """The same, known no better than the model knows it."""
+        return replace(self, relative_error=max(self.relative_error, MODEL_ERROR))
 
 
 def interpolate(known: Mapping[float, RankCost], share: float) -> RankCost:
@@ -89,17 +80,11 @@ def interpolate(known: Mapping[float, RankCost], share: float) -> RankCost:
         return known[low]
     weight = (share - low) / (high - low)
     ends = [(known[high], weight)] + ([(known[low], 1.0 - weight)] if low else [])
-
-    def mean(name: str) -> float:
-        return sum(getattr(work, name) * part for work, part in ends)
-
-    seconds = {item.name: mean(item.name) for item in fields(RankCost) if item.name.endswith("_s")}
-    return RankCost(
-        env_steps=round(mean("env_steps")),
-        gradient_steps=known[high].gradient_steps,
-        relative_error=max(work.relative_error for work, _ in ends),
-        **seconds,
-    )
+    names = ("env_steps", *OF_ITERATION)
+    means = {name: sum(getattr(work, name) * part for work, part in ends) for name in names}
+    means["env_steps"] = round(means["env_steps"])
+    error = max(work.relative_error for work, _ in ends)
+    return replace(known[high], relative_error=error, **means)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +96,8 @@ class Link:
     hop_s: float = 0.0
     bytes_per_s: float = math.inf
 
-    def all_reduce_s(self, num_bytes: float, ranks: int, algorithm: str = "auto") -> float:
-        """Sum over ranks by a ring, a tree, or whichever is sooner.
+    def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
+        """Sum over ranks by a ring or a tree, whichever is sooner.
 
         Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
             MPICH" (2005);
@@ -121,34 +106,21 @@ class Link:
         if ranks <= 1:
             return 0.0
         wire_s = 2.0 * num_bytes / self.bytes_per_s
-        ring_s = self.base_s + 2 * (ranks - 1) * self.hop_s + wire_s * (ranks - 1) / ranks
-        tree_s = self.base_s + 2 * math.ceil(math.log2(ranks)) * self.hop_s + wire_s
-        return {"ring": ring_s, "tree": tree_s, "auto": min(ring_s, tree_s)}[algorithm]
+        ring_s = 2 * (ranks - 1) * self.hop_s + wire_s * (ranks - 1) / ranks
+        tree_s = 2 * math.ceil(math.log2(ranks)) * self.hop_s + wire_s
+        return self.base_s + min(ring_s, tree_s)
 
 
-def fit_link(measured_s: Mapping[int, float], ranks: int, name: str = "measured") -> Link:
-    """The link that explains all-reduces by size in bytes: relative least squares.
-
-    Latency goes to `base_s`: with one number of ranks hops look the same.
-    """
+def fit_link(measured_s: Mapping[int, float]) -> Link:
+    """The link that explains all-reduces of two ranks by size: relative least squares."""
     sizes = np.array(sorted(measured_s), dtype=float)
     seconds = np.array([measured_s[int(size)] for size in sizes])
-    columns = np.stack([np.ones_like(sizes), 2.0 * sizes * (ranks - 1) / ranks], axis=1)
-    base_s, per_byte_s = np.linalg.lstsq(
-        columns / seconds[:, None], np.ones_like(seconds), rcond=None
-    )[0]
-    if per_byte_s <= 0 or base_s < 0:  # noise: no slope, or none but the slope
-        base_s, per_byte_s = max(0.0, float(base_s)), max(1e-15, float(per_byte_s))
-    return Link(name=name, base_s=float(base_s), bytes_per_s=1.0 / float(per_byte_s))
-
-
-def cluster_all_reduce_s(
-    num_bytes: float, ranks: int, ranks_per_machine: int, inside: Link, between: Link
-) -> float:
-    """All-reduce over machines: within each, then of each share between them."""
-    here = min(ranks, ranks_per_machine)
-    machines = math.ceil(ranks / ranks_per_machine)
-    return inside.all_reduce_s(num_bytes, here) + between.all_reduce_s(num_bytes / here, machines)
+    # a ring of two has two hops and sends each byte once
+    columns = np.stack([np.full_like(sizes, 2.0), sizes], axis=1) / seconds[:, None]
+    hop_s, per_byte_s = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)[0]
+    # noise may leave no slope, or nothing but the slope
+    hop_s, per_byte_s = max(0.0, float(hop_s)), max(1e-15, float(per_byte_s))
+    return Link(name="measured", hop_s=hop_s, bytes_per_s=1.0 / per_byte_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +132,13 @@ class Communication:
 
 
 def modelled_communication(
-    num_bytes: int, ranks: int, per_machine: int, inside: Link, between: Link
+    num_bytes: float, ranks: int, per_machine: int, inside: Link, between: Link
 ) -> Communication:
-    """Reductions by the links' latency and bandwidth."""
+    """Reductions by the links: within each machine, then of each share between machines."""
+    here, machines = min(ranks, per_machine), math.ceil(ranks / per_machine)
 
-    def seconds(size: int) -> float:
-        return cluster_all_reduce_s(size, ranks, per_machine, inside, between)
+    def seconds(size: float) -> float:
+        return inside.all_reduce_s(size, here) + between.all_reduce_s(size / here, machines)
 
     return Communication(gradient_s=seconds(num_bytes), small_s=SMALL_COLLECTIVES * seconds(64))
 
@@ -177,16 +150,25 @@ class Prediction:
     ranks: int
     env_steps: int  # of all ranks
     collect_s: float
-    update_s: float
-    rest_s: float
+    update_s: float  # and the rest of a rank's own work
     communication_s: float
     waiting_s: float  # for the slowest rank
     relative_error: float  # standard error, as a share
 
     @property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds by what they are spent on."""
+        return {
+            "rollouts": self.collect_s,
+            "update": self.update_s,
+            "communication": self.communication_s,
+            "waiting": self.waiting_s,
+        }
+
+    @property
     def iteration_s(self) -> float:
         """All parts."""
-        return self.collect_s + self.update_s + self.rest_s + self.communication_s + self.waiting_s
+        return sum(self.parts_s.values())
 
     @property
     def steps_per_s(self) -> float:
@@ -194,27 +176,24 @@ class Prediction:
         return self.env_steps / self.iteration_s
 
     @property
-    def interval_s(self) -> tuple[float, float]:
-        """95 % interval of an iteration's seconds, from the measured spread."""
-        margin = min(0.9, 1.96 * self.relative_error)
-        return self.iteration_s * (1 - margin), self.iteration_s * (1 + margin)
-
-    @property
     def shares(self) -> dict[str, float]:
         """Parts of the time."""
-        parts = {
-            "rollouts": self.collect_s,
-            "update": self.update_s + self.rest_s,
-            "communication": self.communication_s,
-            "waiting": self.waiting_s,
-        }
-        return {name: seconds / self.iteration_s for name, seconds in parts.items()}
+        return {name: seconds / self.iteration_s for name, seconds in self.parts_s.items()}
+
+    def speedup_over(self, one: Prediction) -> float:
+        """Environment steps per second, relative to one rank."""
+        return self.steps_per_s / one.steps_per_s
+
+    @property
+    def interval_s(self) -> list[float]:
+        """95 % interval of an iteration's seconds, from the measured spread."""
+        margin = min(0.9, 1.96 * self.relative_error)
+        return [self.iteration_s * (1 - margin), self.iteration_s * (1 + margin)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        names = ("iteration_s", "steps_per_s", "shares")
-        derived = {name: getattr(self, name) for name in names}
-        return asdict(self) | derived | {"interval_s": list(self.interval_s)}
+        names = ("iteration_s", "steps_per_s", "shares", "interval_s")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def predict(work: RankCost, ranks: int, communication: Communication) -> Prediction:
@@ -226,8 +205,7 @@ def predict(work: RankCost, ranks: int, communication: Communication) -> Predict
         ranks=ranks,
         env_steps=work.env_steps * ranks,
         collect_s=work.collect_s,
-        update_s=work.forward_s + work.backward_s + work.optimizer_s,
-        rest_s=work.rest_s,
+        update_s=work.update_s + work.rest_s,
         communication_s=talk_s if ranks > 1 else 0.0,
         waiting_s=expected_maximum(ranks) * (work.collect_spread_s + update_spread_s),
         relative_error=work.relative_error,
@@ -240,59 +218,36 @@ def expected_maximum(count: int) -> float:
     if count <= 1:
         return 0.0
     edges = np.linspace(-9.0, 9.0, 20_001)
-    below = np.array([NormalDist().cdf(edge) for edge in edges])
-    chance = below**count
+    chance = np.array([NormalDist().cdf(edge) for edge in edges]) ** count
     middles = (edges[1:] + edges[:-1]) / 2
     return float((middles * np.diff(chance)).sum())
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A prediction beside that of one rank."""
-
-    one: Prediction
-    many: Prediction
-
-    @property
-    def speedup(self) -> float:
-        """Environment steps per second, relative to one rank."""
-        return self.many.steps_per_s / self.one.steps_per_s
-
-    @property
-    def efficiency(self) -> float:
-        """Speedup per rank."""
-        return self.speedup / self.many.ranks
-
-
-_CORES = "ranks slow each other{} down: give each rank cores{} of its own"
+_CORES = "ranks slow each other down: give each rank cores of its own"
 _LEVEL = "environments differ in speed: raise --num_steps, or level out what slows some down"
 _FEWER = "raise --batch_size for fewer, larger gradient steps, or use a faster link"
 _ENVS = "a rollout of fewer environments is hardly shorter: raise --num_envs, or try weak scaling"
 _BATCH = "smaller minibatches do not pay: raise --batch_size and --num_envs"
-# Part of the time: in words, and the fix by scaling.
+# Part of the time: in words, and the fixes for strong and weak scaling.
 LOSSES = {
-    "rollouts": ("in rollouts", {"strong": _ENVS, "weak": _CORES.format("'s environments", "")}),
-    "update": ("in the update", {"strong": _BATCH, "weak": _CORES.format("", " or a GPU")}),
-    "communication": ("reducing gradients", {"strong": _FEWER, "weak": _FEWER}),
-    "waiting": ("waiting for the slowest rank", {"strong": _LEVEL, "weak": _LEVEL}),
+    "rollouts": ("in rollouts", _ENVS, _CORES),
+    "update": ("in the update", _BATCH, f"{_CORES} or a GPU"),
+    "communication": ("reducing gradients", _FEWER, _FEWER),
+    "waiting": ("waiting for the slowest rank", _LEVEL, _LEVEL),
 }
 
 
-def bottleneck(scaled: Scaled, scaling: str, unit: str = "ranks") -> tuple[str, str]:
+def bottleneck(one: Prediction, many: Prediction, scaling: str, unit: str) -> tuple[str, str]:
     """Return the reason why N ranks are not N times as fast, and the fix or ""."""
-    many, one = scaled.many, scaled.one
-    head = f"{many.ranks} {unit} give {scaled.speedup:.2f}x"
-    if scaled.efficiency > 0.9:
+    speedup = many.speedup_over(one)
+    head = f"{many.ranks} {unit} give {speedup:.2f}x"
+    if speedup > 0.9 * many.ranks:
         return f"{head}: they scale well", ""
     # a rank's part of what one rank does alone in an iteration
     ideal = many.env_steps / many.ranks / one.env_steps
-    lost_s = {
-        "rollouts": many.collect_s - one.collect_s * ideal,
-        "update": many.update_s + many.rest_s - (one.update_s + one.rest_s) * ideal,
-        "communication": many.communication_s,
-        "waiting": many.waiting_s,
-    }
-    worst = max(lost_s, key=lambda part: lost_s[part])
-    where, fixes = LOSSES[worst]
+    lost_s = {name: many.parts_s[name] - one.parts_s[name] * ideal for name in LOSSES}
+    worst = max(LOSSES, key=lambda part: lost_s[part])
+    where, strong, weak = LOSSES[worst]
     share = f"{lost_s[worst] / many.iteration_s:.0%} of an iteration"
-    return f"{head} instead of {many.ranks}x: most is lost {where} ({share})", fixes[scaling]
+    why = f"{head} instead of {many.ranks}x: most is lost {where} ({share})"
+    return why, strong if scaling == "strong" else weak

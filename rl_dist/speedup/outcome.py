@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.speedup.job_of_run import read_records
-from rl_dist.speedup.model import Communication, RankCost, predict
-from rl_dist.speedup.rank_cost import PARTS, rank_cost_of_rows
+from rl_dist.speedup.model import Communication, predict
+from rl_dist.speedup.rank_cost import rank_cost_of_rows, seconds_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,22 @@ def outcome_of(run_dir: Path) -> dict[str, Any] | None:
 
 def outcome(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The comparison, from metrics of several ranks."""
-    ranks = len(records[0]["ranks"])
-    work, communication = _terms(records)
+    entries = [entry for record in records for entry in record["ranks"]]
+    ranks, last = len(records[0]["ranks"]), records[-1]
+    before = records[0] if len(records) > 1 else {"global_step": 0, "iteration": 0}
+    iterations = last["iteration"] - before["iteration"]
+    work = rank_cost_of_rows(
+        [seconds_of_rank(entry, entry["time/update_own_s"]) for entry in entries],
+        env_steps=round((last["global_step"] - before["global_step"]) / iterations) // ranks,
+        gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
+        step_spread_s=statistics.fmean(entry["time/step_spread_s"] for entry in entries),
+    )
+    reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
+    communication = Communication(
+        gradient_s=statistics.median(reductions),
+        # of the iteration in which nobody waited for others
+        small_s=min(record["time/sync_s"] for record in records),
+    )
     prediction = predict(work, ranks, communication)
     # steps over time
     measured = statistics.harmonic_mean([record["time/sps"] for record in records])
@@ -63,29 +77,3 @@ def describe(found: dict[str, Any]) -> str:
         f"scaling: {trained}; the model of rl_dist.speedup, given their own times, says {model}; "
         f"each worked {found['busy']:.0%} of the time"
     )
-
-
-def _terms(records: Sequence[dict[str, Any]]) -> tuple[RankCost, Communication]:
-    """The model's terms, from what each rank did in each iteration."""
-    entries = [entry for record in records for entry in record["ranks"]]
-    rows = [{name: entry[f"time/{name}_s"] for name in PARTS} for entry in entries]
-    for row, entry in zip(rows, entries, strict=True):
-        row["rest"] = max(0.0, entry["time/update_own_s"] - sum(row[name] for name in PARTS[1:]))
-    work = rank_cost_of_rows(
-        rows,
-        env_steps=_env_steps(records) // len(records[0]["ranks"]),
-        gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
-        step_spread_s=statistics.fmean(entry["time/step_spread_s"] for entry in entries),
-    )
-    reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
-    # of the iteration in which nobody waited for others
-    small_s = min(record["time/sync_s"] for record in records)
-    return work, Communication(gradient_s=statistics.median(reductions), small_s=small_s)
-
-
-def _env_steps(records: Sequence[dict[str, Any]]) -> int:
-    """Environment steps of all ranks in an iteration."""
-    last = records[-1]
-    first = records[0] if len(records) > 1 else {"global_step": 0, "iteration": 0}
-    steps = last["global_step"] - first["global_step"]
-    return round(steps / (last["iteration"] - first["iteration"]))

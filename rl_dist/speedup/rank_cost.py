@@ -10,10 +10,6 @@ from typing import Any
 from rl_dist.errors import UserError
 from rl_dist.speedup.model import RankCost
 
-# of an iteration's own seconds, and then the rest
-PARTS = ("collect", "forward", "backward", "optimizer")
-
-
 SHORTER = 4  # a quick rollout has at least one fourth of the job's steps
 
 
@@ -44,13 +40,24 @@ def rank_cost_of(copies: Sequence[Sequence[dict[str, Any]]]) -> RankCost:
     records = [record for records in copies for record in records]
     if not records:
         raise UserError("no iteration was measured: give more --iterations")
-    rows = [_own_seconds(record) for record in records]
+    rows = []
+    for record in records:
+        elapsed_s = record["global_step"] / record["iteration"] / record["time/sps"]
+        own_s = elapsed_s - record["time/sync_s"] - record["time/gradient_wait_s"]
+        rows.append(seconds_of_rank(record, own_s - record["time/collect_s"]))
     return rank_cost_of_rows(
         rows,
         env_steps=round(records[0]["global_step"] / records[0]["iteration"]),
         gradient_steps=round(statistics.fmean(record["optim/steps"] for record in records)),
         step_spread_s=statistics.fmean(record["time/step_spread_s"] for record in records),
     )
+
+
+def seconds_of_rank(entry: dict[str, Any], update_own_s: float) -> dict[str, float]:
+    """An iteration of a rank by part; what the update has besides gradient steps is the rest."""
+    steps_s = sum(entry[f"time/{name}_s"] for name in ("forward", "backward", "optimizer"))
+    rest_s = max(0.0, update_own_s - steps_s)
+    return {"collect_s": entry["time/collect_s"], "update_s": steps_s, "rest_s": rest_s}
 
 
 def rank_cost_of_rows(
@@ -60,27 +67,18 @@ def rank_cost_of_rows(
 
     Not medians: cores of shared hosts have two speeds, which take turns; the middle is one of them.
     """
-    updates_s = [row["forward"] + row["backward"] + row["optimizer"] for row in rows]
     own_s = [sum(row.values()) for row in rows]
+    update_spread_s = spread([row["update_s"] for row in rows])
+    of_steps = gradient_steps * step_spread_s**2
     return RankCost(
         env_steps=env_steps,
         gradient_steps=gradient_steps,
-        **{f"{name}_s": statistics.fmean(row[name] for row in rows) for name in rows[0]},
-        collect_spread_s=spread([row["collect"] for row in rows]),
+        **{name: statistics.fmean(row[name] for row in rows) for name in rows[0]},
+        collect_spread_s=spread([row["collect_s"] for row in rows]),
         step_spread_s=step_spread_s,
-        update_spread_s=math.sqrt(
-            max(0.0, spread(updates_s) ** 2 - gradient_steps * step_spread_s**2)
-        ),
+        update_spread_s=math.sqrt(max(0.0, update_spread_s**2 - of_steps)),
         relative_error=spread(own_s) / statistics.fmean(own_s) / math.sqrt(len(own_s)),
     )
-
-
-def _own_seconds(record: dict[str, Any]) -> dict[str, float]:
-    """An iteration of a one-rank run by part, without its collectives."""
-    parts = {name: record[f"time/{name}_s"] for name in PARTS}
-    elapsed_s = record["global_step"] / record["iteration"] / record["time/sps"]
-    own_s = elapsed_s - record["time/sync_s"] - record["time/gradient_wait_s"]
-    return parts | {"rest": max(0.0, own_s - sum(parts.values()))}
 
 
 def spread(values: Sequence[float]) -> float:

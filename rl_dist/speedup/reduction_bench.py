@@ -26,7 +26,7 @@ from rl_dist.process_group.collectives import all_gather_json, all_reduce_max, a
 from rl_dist.process_group.world import World, close_world, open_world
 
 TENSORS = 16  # tensors of a module, a few as a network has them
-WORK_S, WARM_UP = 0.004, 3
+WORK_S, WARM_UP, REPEATS = 0.004, 3, 30
 # An iteration of training, besides its gradients; tests/speedup/test_calibration.py counts them in
 # a real one.
 SUMS = 4
@@ -39,7 +39,6 @@ RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for
 class Reductions:
     """Median seconds that the last rank to come waits."""
 
-    ranks: int
     gradients_s: dict[int, float]  # by size in bytes
     small_s: float  # all sums, gathers and agreements of one iteration
 
@@ -49,7 +48,6 @@ def measure_reductions(
     gradient_bytes: list[int],
     device_type: str = "cpu",
     threads: int = 1,
-    repeats: int = 30,
     timeout_s: float = 180.0,
 ) -> Reductions:
     """Measure with ranks of this machine.
@@ -63,34 +61,30 @@ def measure_reductions(
         "gradient_bytes": gradient_bytes,
         "device_type": device_type,
         "threads": threads,
-        "repeats": repeats,
     }
     found = run_ranks(asked, timeout_s, __name__)
-    return Reductions(
-        ranks, {int(size): seconds for size, seconds in found["gradients"].items()}, found["small"]
-    )
+    gradients_s = {int(size): seconds for size, seconds in found["gradients"].items()}
+    return Reductions(gradients_s, found["small"])
 
 
 # ---- in the ranks
 
 
 def run_rank(asked: dict[str, Any]) -> None:
-    """Reduce gradients of each size, and whatever else an iteration reduces."""
+    """Reduce gradients of each size, and what else an iteration reduces."""
     world = open_world(asked["device_type"], 60.0)
     torch.set_num_threads(asked["threads"])
     world.set_phase("reductions")
-    repeats = asked["repeats"]
-    gradients = {size: _gradient_s(size, repeats, world) for size in asked["gradient_bytes"]}
-    small_s = _last_comer_s(lambda: _small(world), repeats, world)
+    gradients = {size: _gradient_s(size, world) for size in asked["gradient_bytes"]}
+    small_s = _last_comer_s(lambda: _small(world), world)
     if world.is_main_process:
         Path(asked["out"]).write_text(json.dumps({"gradients": gradients, "small": small_s}))
     close_world(world)
 
 
-def _gradient_s(num_bytes: int, repeats: int, world: World) -> float:
-    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(
-        Weights(num_bytes // 4, TENSORS).to(world.device)
-    )
+def _gradient_s(num_bytes: int, world: World) -> float:
+    module = Weights(num_bytes // 4, TENSORS).to(world.device)
+    wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
     value = torch.ones((), device=world.device)
 
     def reduce() -> None:
@@ -99,7 +93,7 @@ def _gradient_s(num_bytes: int, repeats: int, world: World) -> float:
         with world.reducing():
             loss.backward()
 
-    return _last_comer_s(reduce, repeats, world)
+    return _last_comer_s(reduce, world)
 
 
 def _small(world: World) -> None:
@@ -112,22 +106,18 @@ def _small(world: World) -> None:
         all_reduce_max(0, world)
 
 
-def _last_comer_s(call: Callable[[], None], repeats: int, world: World) -> float:
+def _last_comer_s(call: Callable[[], None], world: World) -> float:
     """Median over calls of the shortest wait among the ranks."""
     waits = []
-    for _ in range(WARM_UP + repeats):
-        _work(world)
+    matrix = torch.full((256, 256), 0.01, device=world.device)
+    for _ in range(WARM_UP + REPEATS):
+        # some milliseconds of arithmetic; caches then hold something else
+        until_s = time.perf_counter() + WORK_S
+        while time.perf_counter() < until_s:
+            matrix = (matrix @ matrix).tanh()
         world.sync_seconds = world.gradient_seconds = 0.0
         call()
         waits.append(world.sync_seconds + world.gradient_seconds)
         world.heartbeat()
     of_ranks = all_gather_json(waits[WARM_UP:], world)
     return statistics.median(min(wait) for wait in zip(*of_ranks, strict=True))
-
-
-def _work(world: World) -> None:
-    """Some milliseconds of arithmetic; caches then hold something else."""
-    matrix = torch.full((256, 256), 0.01, device=world.device)
-    until_s = time.perf_counter() + WORK_S
-    while time.perf_counter() < until_s:
-        matrix = (matrix @ matrix).tanh()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from rl_dist.hardware.report import duration
 from rl_dist.speedup.calibration import Calibration, Point
-from rl_dist.speedup.machines import AS_OF, LINKS, GpuModel, gpu_named, slowest
-from rl_dist.speedup.model import Link, Prediction, Scaled, bottleneck, modelled_communication
+from rl_dist.speedup.machines import AS_OF, LINKS, GpuModel, gpu_named
+from rl_dist.speedup.model import OF_UPDATE, Prediction, bottleneck, modelled_communication
 
 HERE = "this machine"
 CARDS_PER_MACHINE, ASSUMED_NETWORK = 8, "InfiniBand NDR"  # of cards that one does not own
@@ -80,90 +81,66 @@ class SpeedupReport:
     @property
     def title(self) -> str:
         """Job, date and machine."""
-        facts = self.calibration
-        machine = f"{facts['hardware']}, {facts['date']}"
-        return f"{facts['env']}, {facts['num_envs']} environments; {machine}"
+        return "{env}, {num_envs} environments; {hardware}, {date}".format(**self.calibration)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what is not known is null."""
-        budget = {"budget": self.budget, "cost_unit": self.cost_unit}
-        return budget | {"rows": self.rows, "calibration": self.calibration, "notes": self.notes}
+        return vars(self)
 
 
 def report_of(
-    calibration: Calibration,
-    budget: Budget,
-    cards: Sequence[list[GpuModel]],
-    measured: Mapping[tuple[int, str], float],
+    calibration: Calibration, budget: Budget, cards: Sequence[list[GpuModel]]
 ) -> SpeedupReport:
-    """Rows for this machine, then for every card or mixture of cards.
-
-    Args:
-        measured: steps/s of a real run, by number of ranks and scaling.
-    """
-    rows = [_row(point, calibration, budget, HERE, [], measured) for point in calibration.points]
+    """Rows for this machine, then for every card or mixture of cards."""
+    here, cores = calibration.points, calibration.cores
+    rows = [_row(point, here[0], calibration, budget, []) for point in here]
     notes = [calibration.sources] if calibration.sources else []
-    cores = calibration.cores
     if calibration.was_busy:
         wanted = f"{calibration.load:.1f} processes wanted its {cores} core(s)"
         notes.append(f"{HERE} was busy, {wanted}: times are too long, measure again later")
-    trained = [point.ranks for point in calibration.points if point.work]
-    if calibration.device_type == "cpu" and cores < min(
-        max(trained), calibration.ranks_per_machine
-    ):
+    most = max(point.ranks for point in here if point.work)
+    if calibration.device_type == "cpu" and cores < min(most, calibration.ranks_per_machine):
         notes.append(f"{HERE} has {cores} core(s): more than {cores} ranks compete for them")
     if cards:
-        here_tflops = device_tflops(calibration.device_type)
-        per_machine, between = _card_machines(calibration)
+        tflops = device_tflops(calibration.device_type)
+        network = calibration.between.name if calibration.between else f"{ASSUMED_NETWORK}, assumed"
         notes.append(
             f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as "
-            "measured here by one copy with nothing beside it, so each rank needs "
-            f"{calibration.one.threads} such core(s) of its own; the rest scaled by peak fp32 "
-            f"rates from {here_tflops:.3g} TFLOP/s per thread or GPU here; small networks reach a "
-            "smaller share of a large card's peak"
+            f"measured here by one copy alone with {here[0].threads} core(s), the rest scaled by "
+            f"peak fp32 rates from {tflops:.3g} TFLOP/s per thread or GPU here; up to "
+            f"{CARDS_PER_MACHINE} in a machine, between machines {network}"
         )
-        if max(point.ranks for point in calibration.points) > per_machine:
-            assumed = "" if calibration.between else " is assumed, --between names another"
-            where = f"{per_machine} in a machine; between machines {between.name}{assumed}"
-            notes.append(f"cards not owned: {where}")
-        for names in cards:
-            rows += _card_rows(calibration, budget, names, here_tflops)
+        for several in cards:
+            moved = [_moved(point, calibration, several, tflops) for point in here]
+            rows += [_row(point, moved[0], calibration, budget, several) for point in moved]
     return SpeedupReport(rows, _facts(calibration), budget.words, notes, budget.cost_unit)
 
 
-def _card_machines(calibration: Calibration) -> tuple[int, Link]:
-    """Cards in one machine, and the network between machines."""
-    between = calibration.between or LINKS[ASSUMED_NETWORK]
-    return max(1, min(CARDS_PER_MACHINE, calibration.ranks_per_machine)), between
-
-
-def _card_rows(
-    calibration: Calibration, budget: Budget, cards: list[GpuModel], here_tflops: float
-) -> list[dict[str, Any]]:
-    pace = slowest(cards)
-    link = min((LINKS[card.link] for card in cards), key=lambda link: link.bytes_per_s)
-    per_machine, between = _card_machines(calibration)
-
-    def moved(point: Point) -> Point:
-        if point.work is None:
-            return point
-        alone = point.alone is not None
-        threads = calibration.one.threads if alone else point.threads
-        rate = here_tflops * (threads if calibration.device_type == "cpu" else 1)
-        return replace(
-            point,
-            work=(point.alone or point.work).scaled(update=rate / pace.fp32_tflops),
-            communication=modelled_communication(
-                calibration.gradient_bytes, point.ranks, per_machine, link, between
-            ),
-            copies=1 if alone else point.copies,
-            threads=threads,
-            measured=False,
-        )
-
-    name = " + ".join(card.name for card in cards)
-    there = replace(calibration, one=moved(calibration.one))
-    return [_row(moved(point), there, budget, name, cards, {}) for point in calibration.points]
+def _moved(
+    point: Point, calibration: Calibration, cards: list[GpuModel], tflops_here: float
+) -> Point:
+    """A point on cards; the slowest sets the pace, as ranks meet in every gradient step."""
+    if point.work is None:
+        return point
+    alone = point.alone is not None
+    threads = calibration.points[0].threads if alone else point.threads
+    rate = tflops_here * (threads if calibration.device_type == "cpu" else 1)
+    work = point.alone or point.work
+    factor = rate / min(card.fp32_tflops for card in cards)
+    communication = modelled_communication(
+        calibration.gradient_bytes,
+        point.ranks,
+        max(1, min(CARDS_PER_MACHINE, calibration.ranks_per_machine)),
+        min((LINKS[card.link] for card in cards), key=lambda link: link.bytes_per_s),
+        calibration.between or LINKS[ASSUMED_NETWORK],
+    )
+    return replace(
+        point,
+        work=work.times(factor, OF_UPDATE),
+        communication=communication,
+        copies=1 if alone else point.copies,
+        threads=threads,
+    )
 
 
 def device_tflops(device_type: str) -> float:
@@ -171,8 +148,7 @@ def device_tflops(device_type: str) -> float:
     if device_type == "cuda" and (gpu := gpu_named(torch.cuda.get_device_name(0))):
         return gpu.fp32_tflops
     threads = torch.get_num_threads()
-    if device_type == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     matrix = torch.randn(768, 768, device=device_type)
     best_s = math.inf
     for _ in range(8):
@@ -185,15 +161,14 @@ def device_tflops(device_type: str) -> float:
 
 def _row(
     point: Point,
+    one: Point,
     calibration: Calibration,
     budget: Budget,
-    machine: str,
     cards: list[GpuModel],
-    measured: Mapping[tuple[int, str], float],
 ) -> dict[str, Any]:
     unit = "ranks" if calibration.device_type == "cpu" and not cards else "GPUs"
-    head = {
-        "machine": machine,
+    row = {
+        "machine": " + ".join(card.name for card in cards) or HERE,
         "estimate": bool(cards),
         "gpus": point.ranks,
         "unit": unit,
@@ -201,35 +176,34 @@ def _row(
         "problem": point.problem or None,
     }
     if point.work is None:
-        return head
-    scaled = Scaled(calibration.one.prediction, point.prediction)
-    reason, fix, interval = "one rank alone", "", [1.0, 1.0]
+        return row
+    found, alone = point.prediction, one.prediction
+    speedup = found.speedup_over(alone)
+    source = "measured" if point.measured else "modelled"
+    reason, fix, margin = "one rank alone", "", 0.0
     if point.ranks > 1:
-        reason, fix = bottleneck(scaled, point.scaling, unit)
+        reason, fix = bottleneck(alone, found, point.scaling, unit)
         # 95 %, both predictions being uncertain
-        error = math.hypot(scaled.one.relative_error, scaled.many.relative_error)
-        margin = min(0.9, 1.96 * error)
-        interval = [scaled.speedup * (1 - margin), scaled.speedup * (1 + margin)]
-    return head | {
+        margin = min(0.9, 1.96 * math.hypot(alone.relative_error, found.relative_error))
+    return row | {
         "theoretical": point.ranks,
-        "speedup": scaled.speedup,
-        "efficiency": scaled.efficiency,
-        "speedup_interval": interval,
-        "source": "estimate" if cards else "measured" if point.measured else "modelled",
+        "speedup": speedup,
+        "efficiency": speedup / point.ranks,
+        "speedup_interval": [speedup * (1 - margin), speedup * (1 + margin)],
+        "source": "estimate" if cards else source,
         "copies": point.copies,
         "threads": point.threads,
         "bottleneck": reason,
         "cure": fix,
-        "measured_steps_per_s": measured.get((point.ranks, point.scaling)),
-        **scaled.many.to_dict(),
-        **_bill(scaled.many, budget, cards),
+        **found.to_dict(),
+        **_bill(found, budget, cards),
     }
 
 
 def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict[str, Any]:
     """Hours and cost of the whole run; None: unknown."""
     if math.isnan(budget.env_steps):
-        return {"hours": None, "hours_interval": None, "cost": None, "gpu_hours": None}
+        return dict.fromkeys(("hours", "hours_interval", "cost", "gpu_hours"))
     hours_per_s = budget.env_steps / prediction.env_steps / 3600
     hours = prediction.iteration_s * hours_per_s
     gpu_hours = hours * prediction.ranks
@@ -244,27 +218,17 @@ def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict
 
 def _facts(calibration: Calibration) -> dict[str, Any]:
     """The measurements, for JSON."""
-    link = {"name": calibration.link.name, "latency_s": calibration.link.all_reduce_s(0, 2)}
-    if math.isfinite(calibration.link.bytes_per_s):
-        link["bytes_per_s"] = calibration.link.bytes_per_s
-    points = [
-        {
-            "gpus": point.ranks,
-            "scaling": point.scaling,
-            "work": vars(point.work),
-            "communication": vars(point.communication),
-        }
-        for point in calibration.points
-        if point.work
-    ]
+    link, cores = calibration.link, calibration.cores
     on_cpu = calibration.device_type == "cpu"
-    cores = f"{calibration.cores} CPU core{'s' * (calibration.cores > 1)}"
     names = ("env", "load", "device_type", "gradient_bytes", "num_envs", "batch_size", "cores")
     return {name: getattr(calibration, name) for name in names} | {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": cores if on_cpu else torch.cuda.get_device_name(0),
-        "link": link,
-        "points": points,
+        "hardware": f"{cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
+        "link": {
+            "name": link.name,
+            "latency_s": link.all_reduce_s(0, 2),
+            "bytes_per_s": link.bytes_per_s if math.isfinite(link.bytes_per_s) else None,
+        },
     }
 
 
@@ -282,29 +246,26 @@ def table(report: SpeedupReport) -> str:
         kind = ", an estimate" if rows[0]["estimate"] else ""
         names = (rows[0]["unit"], *COLUMNS, f"cost ({report.cost_unit})")
         lines += [f"{machine}{kind}; time and cost of {report.budget}", ""]
-        lines += _aligned([names, *map(cells, rows)])
+        lines += _aligned([names, *map(_cells, rows)])
         lines += ["", *(f"- {text}" for text in _remarks(rows)), ""]
     return "\n".join([*lines, *(f"note: {note}\n" for note in report.notes)]).rstrip()
 
 
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a row's cells: ranks, COLUMNS, cost."""
+    head = (str(row["gpus"]), row["scaling"], f"{row['gpus']}x")
     if row["problem"]:
-        return (str(row["gpus"]), row["scaling"], f"{row['gpus']}x", *"-------")
+        return (*head, *"-------")
     low, high = row["speedup_interval"]
-    several = row["gpus"] > 1
-    hours = "-"
+    hours = cost = "-"
     if row["hours"] is not None:
         middle, *ends = (duration(h * 3600) for h in (row["hours"], *row["hours_interval"]))
-        hours = f"{middle} ({' to '.join(ends)})" if ends[0] != ends[1] else middle
-    cost = "-"
+        hours = f"{middle} ({' to '.join(ends)})"
     if row["cost"] is not None:
         cost = "-".join(dict.fromkeys(f"{price:,.2f}" for price in row["cost"]))
     return (
-        str(row["gpus"]),
-        row["scaling"] if several else "-",
-        f"{row['theoretical']}x",
-        f"{row['speedup']:.2f}x" + (f" ({low:.2f}-{high:.2f})" if several else ""),
+        *head,
+        f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
         f"{row['efficiency']:.0%}",
         f"{row['steps_per_s']:,.0f}",
         duration(row["iteration_s"]),
@@ -320,21 +281,9 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["problem"]:
             found.append(f"{row['gpus']} {row['scaling']}: cannot be, {row['problem']}")
-            continue
-        measured = row["measured_steps_per_s"]
-        run = f"; the run itself measured {measured:,.0f} steps/s" if measured else ""
-        if row["gpus"] > 1 or run:
-            found.append(f"{row['scaling']}: {row['bottleneck']}{run}")
+        elif row["gpus"] > 1:
+            found.append(f"{row['scaling']}: {row['bottleneck']}")
     return [*found, *dict.fromkeys(f"-> {row['cure']}" for row in rows if row.get("cure"))]
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
-    units = ((1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"))
-    for most, size, unit in (*units, (48 * 3600, 3600, "h")):
-        if seconds < most:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

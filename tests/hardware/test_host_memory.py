@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rl_dist.hardware import report as hardware
 from rl_dist.hardware.memory import HostMemory, host_memory
 
 
@@ -37,10 +36,6 @@ def group_1(folder, limit, used, cached=0):
     write(folder, **files, memory__stat=f"inactive_file 7\ntotal_inactive_file {cached}")
 
 
-def test_without_control_groups_it_is_the_machines(tmp_path):
-    assert host_memory(tmp_path) == HostMemory(10_000, 8_000)
-
-
 def test_a_containers_own_group_is_mounted_at_the_top(tmp_path):
     group_2(tmp_path / "sys/fs/cgroup", 1000, 900, cached=500)
     assert host_memory(tmp_path) == HostMemory(1000, 600)  # files read once do not count as used
@@ -67,6 +62,7 @@ def test_the_files_of_version_1_are_read(tmp_path):
 
 @pytest.mark.parametrize("limit", ["max", str(2**62), "none of ours"])
 def test_no_limit_is_the_machines_own(limit, tmp_path):
+    assert host_memory(tmp_path) == HostMemory(10_000, 8_000)  # no control groups
     group_2(tmp_path / "sys/fs/cgroup", limit, 900)
     assert host_memory(tmp_path) == HostMemory(10_000, 8_000)
 
@@ -74,9 +70,3 @@ def test_no_limit_is_the_machines_own(limit, tmp_path):
 def test_more_in_use_than_the_limit_leaves_nothing(tmp_path):
     group_2(tmp_path / "sys/fs/cgroup", 1000, 1200)
     assert host_memory(tmp_path) == HostMemory(1000, 0)
-
-
-def test_the_checker_tells_it(monkeypatch):
-    monkeypatch.setattr(hardware, "host_memory", lambda: HostMemory(4000, 100))
-    host = hardware._host()
-    assert (host.memory_total_bytes, host.memory_available_bytes) == (4000, 100)

@@ -18,7 +18,7 @@ from train_runs import REPO, only_error, records, run_here, start
 import check_gpu_setup
 from agents.dry_run import measure as dry_run
 from agents.dry_run.measure import PlannedTraining
-from agents.dry_run.setup_report import SetupReport, decide_ranks, recommend
+from agents.dry_run.setup_report import decide_ranks, recommend
 from agents.run.config import SECTIONS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.config import parse_flags
@@ -117,7 +117,6 @@ def test_what_cannot_be_is_a_problem_and_the_command_mends_it(monkeypatch, tmp_p
         (["--num_env", "4"], "did you mean --num_envs?"),
         (["--num_envs", "3", "--batch_size", "64"], "try --num_envs"),
         (["--resume", "auto"], "give the flags"),
-        (["--num_stocks", "3", "--env", "Recall-v0"], "does nothing with --env"),
         (["--interactive"], "asks nothing here"),
     ],
 )
@@ -126,13 +125,10 @@ def test_bad_flags_are_one_line_and_exit_code_2(argv, words, monkeypatch, capfd)
     assert code == 2 and out == "" and words in only_error(err)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("RANK", "without torchrun"), ("WORLD_SIZE", "WORLD_SIZE is 2, but RANK")]
-)
-def test_under_torchrun_or_half_of_it_it_refuses_to_start(name, words, monkeypatch, capfd):
-    monkeypatch.setenv(name, "2")
+def test_under_torchrun_it_refuses_to_start(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "2")
     code, out, err = check_here(monkeypatch, capfd, *TINY)
-    assert code == 2 and out == "" and words in only_error(err)
+    assert code == 2 and out == "" and "without torchrun" in only_error(err)
 
 
 # ---- the plan and the command, from facts of this machine
@@ -209,16 +205,6 @@ def test_a_gpu_that_does_not_start_is_a_problem_and_no_traceback(facts, monkeypa
 # ---- beside the report
 
 
-def test_at_a_terminal_it_says_what_it_does_and_elsewhere_nothing(capsys, monkeypatch):
-    report = SetupReport(quiet=True)
-    report.say("memory")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    report.say("memory")
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "checking: memory ...\n")
-
-
 def test_one_cpu_rank_only_tries_reductions_and_several_time_all_sizes(monkeypatch):
     asked = []
 
@@ -241,16 +227,6 @@ def test_what_an_environment_prints_does_not_spoil_the_json():
     code, out, err = check(*TINY[2:], *flags)
     jsonschema.validate(json.loads(out), SCHEMA)
     assert code == 0 and "hello from an environment" in err and "and from its library" in err
-
-
-@pytest.mark.slow
-def test_a_module_elsewhere_is_missed_just_as_training_misses_it(tmp_path, monkeypatch):
-    (tmp_path / "my_envs.py").write_text("from faulty_envs import *\n")
-    flags = [*TINY[2:], "--env", "my_envs:Walk-v0", "--total_steps", "128"]
-    training = start(REPO / "train_distributed.py", *flags, cwd=tmp_path)
-    _, told = training.communicate(timeout=170)
-    code, _, err = check(*flags, cwd=tmp_path)
-    assert code == training.returncode == 2 and only_error(err) == only_error(told)
 
 
 @pytest.mark.slow
@@ -285,9 +261,7 @@ def test_strict_makes_warnings_failures_and_full_measures_longer(monkeypatch):
     assert "a dry run took" in out and int(out.split(" measured)")[0].rpartition("(")[2]) >= 5
 
 
-def test_help_names_the_training_flags_and_its_own():
-    code, out, _ = check("--help")
+def test_help_names_the_training_flags_and_its_own(monkeypatch, capfd):
+    code, out, _ = check_here(monkeypatch, capfd, "--help")
     assert code == 0
     assert all(flag in out for flag in ("--num_envs", "--full", "--strict", "--json", "exit codes"))
-    assert out.startswith("usage: check_gpu_setup.py [--flag value ...]\n\n")
-    assert out.index("--strict") < out.index("--run_dir") < out.index("--num_envs")

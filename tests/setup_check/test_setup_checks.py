@@ -1,14 +1,12 @@
-"""Verdicts of the setup checker on injected facts: every one, with its cure."""
+"""Verdicts of the setup checker on injected facts: every one, with its fix."""
 
 import dataclasses
 import types
 
 import pytest
-import torch
 from fake_nvml import FakeNvml, NVMLError
 from fake_nvml import gpu as fake_gpu
 
-from rl_dist.hardware import report as hardware
 from rl_dist.hardware.gpus import MAX_LINKS, Gpu, GpuInfo, GpuLink, GpuProcess, read_gpus
 from rl_dist.hardware.nvml import Nvml
 from rl_dist.hardware.report import (
@@ -18,6 +16,7 @@ from rl_dist.hardware.report import (
     Precision,
     Software,
     describe_gpu,
+    duration,
     print_gpu_info,
     read_disk,
 )
@@ -42,20 +41,10 @@ from rl_dist.setup_check.measured import (
 
 GIB = 2**30
 H100 = Gpu(
-    index=0,
-    torch_index=0,
-    name="NVIDIA H100",
-    uuid="GPU-0",
-    compute_capability="9.0",
-    memory_total_bytes=80 * GIB,
-    memory_free_bytes=79 * GIB,
-    utilization_percent=0,
-    temperature_c=40,
-    compute_mode="default",
-    pcie_width=16,
-    pcie_width_max=16,
-    mig=False,
-)
+    index=0, torch_index=0, name="NVIDIA H100", uuid="GPU-0", compute_capability="9.0",
+    memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB, utilization_percent=0,
+    temperature_c=40, compute_mode="default", pcie_width=16, pcie_width_max=16, mig=False,
+)  # fmt: skip
 SECOND = dataclasses.replace(H100, index=1, torch_index=1, uuid="GPU-1")
 NO_GPU = GpuInfo((), (), None, None, None, "NVML does not open: library not found")
 GPUS = GpuInfo(
@@ -74,8 +63,6 @@ GPU_FACTS = dataclasses.replace(
 )
 CPU_PLAN = Plan(2, "cpu")
 GPU_PLAN = Plan(2, "cuda", checkpoint_bytes=GIB)
-
-
 ASKED_PLAN = Plan(1, "cpu", "cuda")
 ONE_GPU_PLAN = Plan(1, "cuda")
 
@@ -108,7 +95,7 @@ def with_threads(asked):
 def verdicts(checks, name):
     found = [check for check in checks if check.name == name]
     assert len(found) == 1, checks
-    # every complaint has its cure, nothing else has one
+    # every complaint has its fix, nothing else has one
     assert bool(found[0].cure) == (found[0].verdict != "ok")
     return found[0].verdict, f"{found[0].measured} -> {found[0].cure}"
 
@@ -126,10 +113,8 @@ def test_a_healthy_machine_has_nothing_but_oks():
     [
         ("Python", "problem", "3.11 or newer", CPU_PLAN, cpu(software={"python": "3.10.2"})),
         ("torch", "problem", "torch>=2.10", CPU_PLAN, cpu(software={"torch": "2.9rc1"})),
-        ("CUDA build", "warning", "1 GPU(s) here do", CPU_PLAN, cpu(gpu={"gpus": (H100,)})),
         ("CUDA build", "problem", "pytorch.org", ASKED_PLAN, cpu(gpu={"gpus": (H100,)})),
         ("CUDA build", "warning", "CUDA 11.4", GPU_PLAN, gpu(gpu={"driver_cuda": (11, 4)})),
-        ("CUDA build", "problem", "for CUDA 12", ASKED_PLAN, gpu(gpu={"driver_cuda": (11, 4)})),
         ("CUDA build", "warning", "nvidia-smi", GPU_PLAN, gpu(gpu={"torch_error": "no init"})),
         ("CUDA build", "warning", "--gpus all", CPU_PLAN, gpu(gpu=vars(NO_GPU))),
         ("NCCL", "problem", "cannot train together", GPU_PLAN, gpu(software={"nccl": None})),
@@ -158,7 +143,6 @@ EXCLUSIVE = {"compute_mode": "exclusive process"}
         ({"mig": True}, "problem", "-mig 0"),
         ({"ecc_uncorrected_errors": 3}, "warning", "3 uncorrected memory errors"),
         ({"temperature_c": 90}, "warning", "cooling"),
-        ({"utilization_percent": 95}, "warning", "in use -> wait"),
         (OTHERS, "warning", "in use by process 7"),
         ({"processes": (GpuProcess(42, GIB),)}, "ok", ""),  # our own
         ({"integrated": True}, "warning", "shares the host's memory"),
@@ -172,30 +156,13 @@ def test_one_gpu_that_is_busy_broken_or_unfit(fields, verdict, words):
     assert verdicts(checks, "GPU 1")[0] == "ok"  # it does not hide the other
 
 
-def test_a_gpu_that_is_not_needed_is_no_problem():
+def test_a_gpu_that_is_not_needed_or_hidden_from_torch_is_no_problem():
     broken = gpu(gpu={"gpus": (H100, dataclasses.replace(SECOND, compute_mode="prohibited"))})
     assert verdicts(gpu_checks(broken, ONE_GPU_PLAN), "GPU 1")[0] == "warning"
-    assert verdicts(gpu_checks(broken, GPU_PLAN), "GPU 1")[0] == "problem"
-
-
-def test_a_gpu_hidden_from_torch_is_no_matter_however_busy_or_broken():
-    state = {"torch_index": None, "temperature_c": 99, "compute_mode": "prohibited", **OTHERS}
-    hidden = with_first_gpu(**state)
-    found, text = verdicts(gpu_checks(hidden, GPU_PLAN), "GPU 0")
-    assert found == "warning" and "; " not in text.partition("not visible to torch")[2]
+    hidden = with_first_gpu(torch_index=None, temperature_c=99, compute_mode="prohibited", **OTHERS)
+    assert verdicts(gpu_checks(hidden, GPU_PLAN), "GPU 0")[0] == "warning"
     chosen = dataclasses.replace(hidden, environment={"CUDA_VISIBLE_DEVICES": "1"})
     assert verdicts(gpu_checks(chosen, GPU_PLAN), "GPU 0")[0] == "ok"
-    lost = with_first_gpu(torch_index=None, error="GPU is lost")
-    assert verdicts(gpu_checks(lost, GPU_PLAN), "GPU 0")[0] == "warning"
-
-
-def test_a_gpu_that_does_not_answer_torch_has_no_bf16(monkeypatch):
-    def fail():
-        raise RuntimeError("CUDA error: unknown error")
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", fail)
-    monkeypatch.setattr(torch.backends.cudnn, "version", fail)
-    assert hardware._precision(GPUS).bf16 is False and hardware._software().cudnn is None
 
 
 def test_unequal_models_and_a_silent_nvml_are_reported():
@@ -211,7 +178,6 @@ def test_unequal_models_and_a_silent_nvml_are_reported():
         (("sm_80",), "8.6", True),
         (("sm_86",), "8.0", False),
         (("sm_80", "compute_80"), "12.0", True),
-        ((), "3.5", True),
     ],
 )
 def test_kernels_run_on_their_generation_and_ptx_on_all_newer(architectures, capability, there):
@@ -249,7 +215,6 @@ TAKEN = FREE | {"address_error": "MASTER_PORT 29500 is taken"}
         ("disk", "problem", "--run_dir", GPU_PLAN, gpu(disk={"free_bytes": GIB})),
         ("disk", "warning", "--keep_checkpoints", GPU_PLAN, gpu(disk={"free_bytes": 4 * GIB})),
         ("disk", "warning", "slow disk", GPU_PLAN, gpu(disk={"fsync_s": 3.0})),
-        ("disk", "problem", "Read-only", GPU_PLAN, gpu(disk={"error": "Read-only file system"})),
         ("threads", "warning", "unset OMP", CPU_PLAN, with_threads("1")),
         ("threads", "warning", "=abc is no number", CPU_PLAN, with_threads("abc")),
     ],
@@ -270,7 +235,6 @@ def test_on_a_busy_machine_fewer_threads_are_advised_and_no_more(asked, advised)
     ("name", "value", "verdict"),
     [
         ("NCCL_P2P_DISABLE", "1", "warning"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "warning"),
         ("TORCH_DISTRIBUTED_DEBUG", "detail", "warning"),
         ("GLOO_SOCKET_IFNAME", "no_such_interface", "problem"),
         ("NCCL_SOCKET_IFNAME", "^docker", "ok"),
@@ -337,16 +301,12 @@ def test_a_lost_gpu_and_values_that_are_unknown_hide_nothing_else():
     assert peers == {(0, 1): None, (0, 2): True, (1, 2): None}
 
 
-def test_torch_finds_its_devices_whatever_their_order():
+def test_torch_finds_its_devices_whatever_their_order_and_reports_those_it_cannot_open():
     info = read_gpus(nvml(3), fake_torch(["2", "0"]))
     assert [(gpu.index, gpu.torch_index) for gpu in info.gpus] == [(0, 1), (1, None), (2, 0)]
     assert [gpu.index for gpu in info.usable] == [2, 0]
-
-
-def test_a_device_that_torch_cannot_open_is_reported_beside_those_it_can():
     info = read_gpus(nvml(0), fake_torch(["a", None]))
     assert [gpu.error for gpu in info.gpus] == ["", "torch: CUDA error: unknown error more"]
-    assert len(info.usable) == 1
 
 
 def test_rocm_has_gpus_without_nvml():
@@ -389,7 +349,6 @@ def reduced(ranks=2, latency_s=0.0005):
         (reduced(), True, "ok", "equal parameters (2 ms for its gradient of 4 KiB)"),
         (reduced(latency_s=0.05), True, "warning", "wait for cores"),
         (reduced(latency_s=0.05), False, "ok", "sums are right"),  # not timed alone, and not needed
-        (reduced(ranks=1), False, "ok", "reduces with itself"),
         (None, True, "problem", "a rank hung"),
         (None, False, "warning", "a rank hung"),
     ],
@@ -410,7 +369,6 @@ FIGURES = MemoryFigures(
         ({}, "ok", "3 GiB with the process, 10 GiB are free for each rank"),
         ({"limit": 3.5 * GIB}, "warning", "tight"),
         ({"limit": 2 * GIB}, "problem", "--num_envs 64"),
-        ({"limit": 2 * GIB, "largest_num_envs": 0}, "problem", "a smaller --batch_size"),
         # what is measured counts
         ({"measured_peak": 12 * GIB}, "problem", "13 GiB with the process"),
     ],
@@ -420,28 +378,31 @@ def test_what_does_not_fit_is_a_problem_with_the_largest_that_does(fields, verdi
     assert found == verdict and words in text
 
 
-def test_memory_says_what_was_measured_guessed_and_how_far_off():
-    def words(on_gpu=False, **fields):
-        checks = memory_checks(dataclasses.replace(FIGURES, **fields), on_gpu)
+def test_memory_says_what_was_measured_and_what_failed():
+    def words(**fields):
+        checks = memory_checks(dataclasses.replace(FIGURES, **fields))
         return " ".join(f"{check.verdict} {check.measured}" for check in checks)
 
-    tried = words(measured_peak=int(2.5 * GIB))
-    assert "a dry run took 2.5 GiB (computed: -20%)" in tried and "scaled to the dry run;" in tried
-    assert "far off" in words(measured_peak=5 * GIB) and "far off" not in tried
-    assert "not measured: it is long" in words() and "computed;" in words()
+    assert "a dry run took 2.5 GiB (computed: -20%)" in words(measured_peak=int(2.5 * GIB))
+    assert "not measured: it is long" in words()
     assert "problem CUDA out of memory" in words(not_measured="", failure="CUDA out of memory")
-    assert "guessed: 1 GiB for CUDA" in words(on_gpu=True) and "guess" not in words()
 
 
 TIME = TimeFigures(1.0, 0.3, 0.0, 1000, 50.0, 7200, "episodes", 1)
 
 
 def test_time_follows_from_pace_length_and_budget():
-    assert TIME.total_s == 360.0
+    assert TIME.total_s == dataclasses.replace(TIME, own_s=0.75, reduction_s=0.25).total_s == 360.0
     assert dataclasses.replace(TIME, unit="steps").total_s == 7.2
-    assert dataclasses.replace(TIME, own_s=0.75, reduction_s=0.25).total_s == 360.0
-    words = verdicts(time_checks(TIME, False), "training")[1]
-    assert "6 min for 7,200 episodes, at 50 steps" in words
+    assert "6 min for 7,200 episodes" in verdicts(time_checks(TIME, False), "training")[1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2e-6, "2 us"), (0.0251, "25.1 ms"), (59, "59 s"), (600, "10 min"), (864_000, "10 days")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -462,8 +423,8 @@ def test_the_command_keeps_what_was_given_and_changes_what_must_be():
     assert command_line(given, {"num_gpus": 2}, []) == (
         "python train_distributed.py --env=CartPole-v1 --env_kwargs '{\"a\": 1}' --num_gpus 2"
     )
-    assert command_line([], {}, ["MASTER_PORT"]) == "env -u MASTER_PORT python train_distributed.py"
-    assert command_line([], {}, [], "/a b/train.py") == "python '/a b/train.py'"
+    command = command_line([], {}, ["MASTER_PORT"], "/a b/train.py")
+    assert command == "env -u MASTER_PORT python '/a b/train.py'"
 
 
 def test_the_worst_verdict_counts():

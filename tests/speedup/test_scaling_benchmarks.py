@@ -14,6 +14,8 @@ TINY = [
     "--batch_size", "4",
 ]  # fmt: skip
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 
 def run(name, *flags):
     command = [sys.executable, ROOT / "benchmarks" / name, *map(str, flags)]
@@ -23,8 +25,6 @@ def run(name, *flags):
     return [line if line[0] != "{" else json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
     rows = run("scaling.py", *TINY, "--rounds", 1, "--iterations", 3, "--out", tmp_path)
     assert [(row["gpus"], row["scaling"], row["machine"]) for row in rows] == [
@@ -39,8 +39,6 @@ def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["scaling_speedup.png"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_accuracy_compares_predicted_with_measured_throughput():
     head, found = run(
         "speedup_accuracy.py", "--job", "slow_env", "--scaling", "strong", "--rounds", 2
@@ -51,8 +49,6 @@ def test_accuracy_compares_predicted_with_measured_throughput():
     assert found["gradient_bytes"] > 10_000 and 0 < found["reduction_s"] < 5
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_strategies_are_compared_in_one_run_and_what_cannot_run_is_named():
     turns = ("--rounds", 2, "--turn_s", 0.5)
     found = run("strategies.py", *TINY, *turns, "--only", "none", "hybrid, sharded", "dp")

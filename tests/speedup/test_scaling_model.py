@@ -7,24 +7,22 @@ import numpy as np
 import pytest
 
 from rl_dist.errors import UserError
-from rl_dist.speedup.machines import GPUS, LINKS, find_gpus, find_link, link_of_gpu, slowest
+from rl_dist.speedup.machines import GPUS, LINKS, find_gpus, find_link, link_of_gpu
 from rl_dist.speedup.model import (
     Communication,
     Link,
     RankCost,
-    Scaled,
     bottleneck,
-    cluster_all_reduce_s,
     expected_maximum,
     fit_link,
     interpolate,
+    modelled_communication,
     predict,
 )
-from rl_dist.speedup.rank_cost import rank_cost_of, spread
+from rl_dist.speedup.rank_cost import rank_cost_of
 
-WORK = RankCost(
-    env_steps=1000, gradient_steps=10, collect_s=1.0, forward_s=0.3, backward_s=0.6, optimizer_s=0.1
-)
+WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
+ALONE = Communication()
 
 
 @pytest.mark.parametrize(
@@ -37,9 +35,7 @@ def test_expected_maximum_of_normal_numbers(count, expected):  # order statistic
 def test_one_rank_neither_waits_nor_communicates():
     work = replace(WORK, collect_spread_s=0.5, step_spread_s=0.1)
     found = predict(work, 1, Communication(gradient_s=1.0, small_s=1.0))
-    assert found.iteration_s == pytest.approx(work.seconds) and found.steps_per_s == pytest.approx(
-        500.0
-    )
+    assert (found.iteration_s, found.steps_per_s) == (work.seconds, 500.0)
     assert found.communication_s == found.waiting_s == 0.0
 
 
@@ -49,27 +45,24 @@ def test_parts_of_a_prediction_are_those_of_the_formula():
     assert found.communication_s == pytest.approx(10 * 0.02 + 0.03)
     assert found.waiting_s == pytest.approx(expected_maximum(4) * (0.2 + 10 * 0.01))
     assert found.iteration_s == pytest.approx(2.05 + found.communication_s + found.waiting_s)
-    assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert found.env_steps == 4000
+    assert found.env_steps == 4000 and sum(found.shares.values()) == pytest.approx(1.0)
 
 
-def test_rings_and_trees():
+def test_rings_trees_and_machines():
     link = Link(name="x", base_s=1e-5, hop_s=1e-6, bytes_per_s=1e9)
     assert link.all_reduce_s(8e6, 1) == 0.0
-    assert link.all_reduce_s(8e6, 8, "ring") == pytest.approx(1e-5 + 14e-6 + 14e-3)
-    assert link.all_reduce_s(8e6, 8, "tree") == pytest.approx(1e-5 + 6e-6 + 16e-3)
-    assert link.all_reduce_s(8e6, 8) == link.all_reduce_s(8e6, 8, "ring")  # bandwidth decides
-    assert link.all_reduce_s(8, 128) == link.all_reduce_s(8, 128, "tree")  # latency decides
+    assert link.all_reduce_s(8e6, 8) == pytest.approx(1e-5 + 14e-6 + 14e-3)  # a ring: bandwidth
+    assert link.all_reduce_s(8, 128) == pytest.approx(1e-5 + 14e-6 + 16e-9)  # a tree: latency
     slow = replace(link, bytes_per_s=1e8)
-    two_levels = cluster_all_reduce_s(8e6, 16, 8, link, slow)
+    two_levels = modelled_communication(8e6, 16, 8, link, slow).gradient_s
     assert two_levels == pytest.approx(link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2))
 
 
 # ---- a synthetic machine: its constants come back
 
 
-MACHINE = {"collect": 0.8, "forward": 0.25, "backward": 0.5, "optimizer": 0.05, "rest": 0.1}
-SPREADS = {"collect": 0.08, "step": 0.01}
+MACHINE = {"collect_s": 0.8, "update_s": 0.8, "rest_s": 0.1}
+SPREADS = {"collect_spread_s": 0.08, "step_spread_s": 0.01}
 STEPS, ENV_STEPS = 8, 4096
 
 
@@ -77,43 +70,40 @@ def record(iteration, collect_s, own_s, rest_s=0.0):
     """Metrics of one iteration; waiting and syncing are not its own work."""
     waits = {"time/sync_s": 0.02, "time/gradient_wait_s": 0.03}
     elapsed_s = collect_s + own_s.sum() + rest_s + sum(waits.values())
-    of_update = MACHINE["forward"] + MACHINE["backward"] + MACHINE["optimizer"]
-    names = ("forward", "backward", "optimizer")
-    parts = {f"time/{name}_s": MACHINE[name] / of_update * own_s.sum() for name in names}
-    return {
-        **parts,
-        **waits,
-        "iteration": iteration,
-        "global_step": ENV_STEPS * iteration,
-        "optim/steps": float(STEPS),
-        "time/collect_s": collect_s,
-        "time/step_spread_s": own_s.std(ddof=1),
-        "time/sps": ENV_STEPS / elapsed_s,
-    }
+    parts = {"forward": 0.3, "backward": 0.6, "optimizer": 0.1}
+    return (
+        waits
+        | {f"time/{name}_s": part * own_s.sum() for name, part in parts.items()}
+        | {
+            "iteration": iteration,
+            "global_step": ENV_STEPS * iteration,
+            "optim/steps": float(STEPS),
+            "time/collect_s": collect_s,
+            "time/step_spread_s": own_s.std(ddof=1),
+            "time/sps": ENV_STEPS / elapsed_s,
+        }
+    )
 
 
 def test_a_synthetic_machines_constants_are_recovered():
     rng = np.random.default_rng(1)
-    collect = rng.normal(MACHINE["collect"], SPREADS["collect"], 800)
-    own = rng.normal(0.1, SPREADS["step"], (800, STEPS))
-    work = rank_cost_of([[record(1, collect[i], own[i], MACHINE["rest"]) for i in range(800)]])
+    collect = rng.normal(0.8, SPREADS["collect_spread_s"], 800)
+    own = rng.normal(0.1, SPREADS["step_spread_s"], (800, STEPS))
+    work = rank_cost_of([[record(1, collect[i], own[i], MACHINE["rest_s"]) for i in range(800)]])
     assert (work.env_steps, work.gradient_steps) == (ENV_STEPS, STEPS)
-    for name, seconds in MACHINE.items():
-        assert getattr(work, f"{name}_s") == pytest.approx(seconds, rel=0.05), name
-    assert work.collect_spread_s == pytest.approx(SPREADS["collect"], rel=0.05)
-    assert work.step_spread_s == pytest.approx(SPREADS["step"], rel=0.05)
+    for name, seconds in (MACHINE | SPREADS).items():
+        assert getattr(work, name) == pytest.approx(seconds, rel=0.05), name
     # steps are independent here: nothing is left for the iteration
-    assert work.update_spread_s < SPREADS["step"]
+    assert work.update_spread_s < SPREADS["step_spread_s"]
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_latency_and_bandwidth_are_recovered(ranks):
+def test_latency_and_bandwidth_are_recovered():
     rng = np.random.default_rng(2)
-    machine = Link(name="machine", base_s=50e-6, bytes_per_s=2e9)
+    machine = Link(name="machine", hop_s=25e-6, bytes_per_s=2e9)
     sizes = [2**k for k in range(8, 27, 2)]
-    seen = {size: machine.all_reduce_s(size, ranks, "ring") * rng.normal(1, 0.02) for size in sizes}
-    found = fit_link(seen, ranks)
-    assert found.base_s == pytest.approx(machine.base_s, rel=0.05)
+    seen = {size: machine.all_reduce_s(size, 2) * rng.normal(1, 0.02) for size in sizes}
+    found = fit_link(seen)
+    assert found.hop_s == pytest.approx(machine.hop_s, rel=0.05)
     assert found.bytes_per_s == pytest.approx(machine.bytes_per_s, rel=0.05)
 
 
@@ -122,13 +112,10 @@ def test_simulated_ranks_take_as_long_as_predicted(ranks):
     """Ranks that meet after the rollout and in every step; the model knows distributions only."""
     rng = np.random.default_rng(3)
     talk = Communication(gradient_s=0.004, small_s=0.01)
-    step_s = 0.1
     collect = rng.normal(0.8, 0.08, (4000, ranks)).max(1)
-    steps = rng.normal(step_s, 0.01, (4000, STEPS, ranks)).max(2).sum(1)
+    steps = rng.normal(0.1, 0.01, (4000, STEPS, ranks)).max(2).sum(1)
     simulated_s = float((collect + steps).mean()) + STEPS * talk.gradient_s + talk.small_s + 0.1
-    seconds = {f"{name}_s": value for name, value in MACHINE.items()}
-    spreads = {f"{name}_spread_s": value for name, value in SPREADS.items()}
-    work = RankCost(env_steps=ENV_STEPS, gradient_steps=STEPS, **seconds, **spreads)
+    work = RankCost(env_steps=ENV_STEPS, gradient_steps=STEPS, **MACHINE, **SPREADS)
     assert predict(work, ranks, talk).iteration_s == pytest.approx(simulated_s, rel=0.02)
 
 
@@ -160,11 +147,7 @@ def test_work_is_linear_in_the_share_between_two_and_proportional_below():
 def test_longer_rollouts_have_more_gradient_steps_of_the_same_size():
     longer = replace(WORK, step_spread_s=0.01).lengthened(4)
     assert (longer.env_steps, longer.gradient_steps, longer.collect_s) == (4000, 40, 4.0)
-    assert longer.step_s == pytest.approx(WORK.step_s) and longer.step_spread_s == 0.01
-
-
-def test_a_single_value_has_no_spread():
-    assert spread([1.0]) == 0.0
+    assert (longer.update_s, longer.step_spread_s) == (4.0, 0.01)
 
 
 # ---- published scaling, from published inputs; no constant is fitted to the efficiency that is
@@ -203,19 +186,16 @@ def isaac_lab_efficiencies(name, ranks):
     rollouts_of_many, trained = many[ranks]
     frames = envs * horizon
     update_s = frames / train - frames / rollout
-    alone = RankCost(
-        env_steps=frames, gradient_steps=steps, collect_s=frames / rollout, forward_s=update_s
-    )
+    sizes = {"env_steps": frames, "gradient_steps": steps}
+    alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
     # what the neighbours cost, as copies tell
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
-    reduction_s = cluster_all_reduce_s(
-        4 * parameters, ranks, 4, LINKS["PCIe 4"], LINKS["Ethernet 100"]
+    links = LINKS["PCIe 4"], LINKS["Ethernet 100"]
+    talk = modelled_communication(4 * parameters, ranks, 4, *links)
+    speedup = predict(beside, ranks, replace(talk, small_s=0.0)).speedup_over(
+        predict(alone, 1, ALONE)
     )
-    scaled = Scaled(
-        predict(alone, 1, Communication()),
-        predict(beside, ranks, Communication(gradient_s=reduction_s)),
-    )
-    return scaled.efficiency, trained / train / ranks
+    return speedup / ranks, trained / train / ranks
 
 
 @pytest.mark.parametrize(
@@ -235,13 +215,11 @@ def test_published_scaling_of_two_rtx_5090():
     our count.
     """
     frames = 4096 * 24
-    work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, forward_s=frames / 125_000)
+    work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, update_s=frames / 125_000)
     # no peer access on RTX cards
     reduction_s = LINKS["PCIe 4 through the host"].all_reduce_s(4 * 0.7e6, 2)
-    scaled = Scaled(
-        predict(work, 1, Communication()), predict(work, 2, Communication(gradient_s=reduction_s))
-    )
-    assert scaled.efficiency == pytest.approx(245 / 125 / 2, abs=0.10)
+    two = predict(work, 2, Communication(gradient_s=reduction_s))
+    assert two.speedup_over(predict(work, 1, ALONE)) / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
 
 
 # All-reduce over 8 H200 (NVLink), published by Azure: 35 us at 1 MB, 53 us at 4 MB, 122 us at 16
@@ -254,38 +232,33 @@ def test_the_nvlink_preset_is_near_published_all_reduces(num_bytes, published_s)
 # ---- words and presets
 
 
-def test_the_bottleneck_names_what_is_lost_and_its_cure():
-    def told(many, scaling="strong", **talk):
-        one = Scaled(predict(WORK, 1, Communication()), predict(many, 2, Communication(**talk)))
-        return " -> ".join(bottleneck(one, scaling))
-
-    half = replace(
-        WORK, env_steps=500, collect_s=0.5, forward_s=0.15, backward_s=0.3, optimizer_s=0.05
-    )
-    assert told(half) == "2 ranks give 2.00x: they scale well -> "
-    rollouts = told(replace(half, collect_s=1.0))
-    assert rollouts.startswith("2 ranks give 1.33x instead of 2x: most is lost in rollouts (33%")
-    assert "raise --num_envs, or try weak scaling" in rollouts
-    assert "lost reducing gradients (50% of an iteration) -> raise --batch_size" in told(
-        half, gradient_s=0.1
-    )
-    assert "lost waiting for the slowest rank" in told(replace(half, collect_spread_s=1.0))
-    assert "give each rank cores or a GPU" in told(replace(WORK, forward_s=1.3), "weak")
-    assert "level out what slows some down" in told(replace(WORK, collect_spread_s=1.0), "weak")
+HALF = replace(WORK, env_steps=500, collect_s=0.5, update_s=0.5)
 
 
-def test_presets_are_found_whatever_their_case_and_unequal_cards_go_at_the_slowest():
+@pytest.mark.parametrize(
+    ("many", "scaling", "gradient_s", "words"),
+    [
+        (HALF, "strong", 0.0, "2 ranks give 2.00x: they scale well -> "),
+        (replace(HALF, collect_s=1.0), "strong", 0.0, "in rollouts (33%"),
+        (replace(HALF, collect_s=1.0), "strong", 0.0, "raise --num_envs, or try weak scaling"),
+        (HALF, "strong", 0.1, "reducing gradients (50% of an iteration) -> raise --batch_size"),
+        (replace(HALF, collect_spread_s=1.0), "strong", 0.0, "waiting for the slowest rank"),
+        (replace(WORK, update_s=2.0), "weak", 0.0, "of its own or a GPU"),
+    ],
+)
+def test_the_bottleneck_names_what_is_lost_and_its_fix(many, scaling, gradient_s, words):
+    found = predict(many, 2, Communication(gradient_s=gradient_s))
+    assert words in " -> ".join(bottleneck(predict(WORK, 1, ALONE), found, scaling, "ranks"))
+
+
+def test_presets_are_found_whatever_their_case():
     assert find_link("nvlink 4").name == "NVLink 4"
-    cards = find_gpus("h100 sxm + A100")
-    assert [card.name for card in cards] == ["H100 SXM", "A100"] and slowest(cards).name == "A100"
+    assert [card.name for card in find_gpus("h100 sxm + A100")] == ["H100 SXM", "A100"]
     assert all(gpu.link in LINKS for gpu in GPUS.values())
-    with pytest.raises(UserError, match="'H1000' is not known; there are A100, H100 SXM"):
-        find_gpus("H1000")
 
 
 def test_the_link_of_a_card_follows_from_its_name():
     assert link_of_gpu("NVIDIA H100 80GB HBM3").name == "NVLink 4"
-    assert link_of_gpu("NVIDIA A100-SXM4-80GB").name == "NVLink 3"
     assert link_of_gpu("NVIDIA H100 PCIe").name == "PCIe 4"
     assert link_of_gpu("NVIDIA RTX 6000 Ada Generation").name == "PCIe 4"
     with pytest.raises(UserError, match="name the link between GPUs like Tesla T4"):
