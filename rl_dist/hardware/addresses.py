@@ -14,7 +14,7 @@ HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give
 
 
 def check_variables() -> None:
-    """Check variables of this rank and temporary files; raises ValueError, naming what is wrong."""
+    """Check variables of this rank, and temporary files; raises ValueError."""
     check_counts()
     try:
         tempfile.gettempdir()  # torch needs it, too
@@ -47,7 +47,7 @@ def check_counts() -> None:
 
 
 def elastic_count(name: str) -> int:
-    """RESTART_COUNT or MAX_RESTARTS of torchrun (ValueError: no count); 0: it started nothing."""
+    """RESTART_COUNT or MAX_RESTARTS of torchrun (ValueError: no count), or 0."""
     return _number(name) if os.environ.get(name) else 0
 
 
@@ -61,7 +61,7 @@ def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
 
 
 def asked_for_address() -> tuple[str, int] | None:
-    """The address that our own launcher is to use, or None; raises ValueError: no port."""
+    """The address asked of our own launcher, or None; ValueError: no port."""
     if not any(os.environ.get(name) for name in ADDRESS_VARIABLES):
         return None
     port = _number("MASTER_PORT", 1, 65535) if os.environ.get("MASTER_PORT") else DEFAULT_PORT

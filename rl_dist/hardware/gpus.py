@@ -148,7 +148,7 @@ def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
 
 
 def _add_torch(gpus: list[Gpu], torch: Any) -> str:
-    """Add what torch knows, and the GPUs that only torch knows; return why it knows nothing."""
+    """Add what torch knows; return why it knows nothing."""
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:

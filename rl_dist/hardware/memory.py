@@ -36,7 +36,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return total and free memory within all control groups; cached files count as free."""
+    """Memory within all control groups; cached files count as free."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     # this process's groups, by version; in a container its own is mounted at the top

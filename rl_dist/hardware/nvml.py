@@ -76,7 +76,7 @@ class Nvml:
         return self.ask("nvmlDeviceGetHandleByIndex", index)
 
     def find_torch_device(self, index: int) -> Any:
-        """The handle of torch's CUDA device `index`, by UUID or PCI bus id; None: unknown here."""
+        """The handle of torch's CUDA device `index`; None: unknown here."""
         if not self.is_open:
             return None
         import torch  # slow to import, and its devices are asked for only where it is there already

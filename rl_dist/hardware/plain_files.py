@@ -53,7 +53,7 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
 
 
 def read_open(file: IO[bytes], most: int | None) -> bytes:
-    """Like `read_plain`, of an open file from where it stands; never more than it has now."""
+    """Like `read_plain`, of an open file, and never more than it has now."""
     size = os.fstat(file.fileno()).st_size
     if most is None:
         from rl_dist.hardware.memory import host_memory  # slow to import, and not always needed

@@ -83,7 +83,7 @@ class Point:
 
 
 class Share(NamedTuple):
-    """A short run that stands for a rank: divisor of the job's sizes, threads, copies."""
+    """A short run: divisor of the job's sizes, threads of a copy, copies."""
 
     divisor: int
     threads: int
@@ -92,7 +92,7 @@ class Share(NamedTuple):
 
 @dataclass(kw_only=True)
 class Calibration:
-    """One job on one machine: what is asked, measured, and follows for every number of ranks."""
+    """One job on one machine: what is asked, what is measured, what follows."""
 
     flags: list[str] = field(default_factory=list)
     gpus: list[int] = field(default_factory=lambda: [1])
@@ -155,7 +155,7 @@ class Calibration:
         return Share(ranks if scaling == "strong" else 1, threads_per_rank(1), 1)
 
     def _crowding(self, ranks: int, share: Share) -> float:
-        """How many times slower so many ranks are than the copies measured, cores being shared."""
+        """How many times slower so many ranks are than the copies measured."""
         if self.device_type != "cpu" or ranks == 1:
             return 1.0
         counts = self._copies(ranks), share.copies
@@ -229,9 +229,11 @@ class Calibration:
         self._conclude()
 
     def _plan(self) -> list[Share | int]:
-        """What to measure, the most telling first: shares, and numbers of ranks that reduce."""
+        """What to measure, the most telling first: shares, numbers of ranks."""
         *fewer, most = self.gpus
-        here = [n for n in self.gpus if 2 < n <= self._devices]
+        limit = min(COPIES_PER_CORE * self.cores, self.copies_in_memory)
+        limit = limit if self.device_type == "cpu" else most
+        here = [n for n in self.gpus if 2 < n <= min(limit, self._devices)]
         plan: list[Share | int] = []
         if self.named_link is None and min(most, self._devices) >= 2:
             plan.append(2)  # shows the link
@@ -259,9 +261,8 @@ class Calibration:
         self.works[share] = work.lengthened(self.shorter).repeated(self.epochs)
 
     def _train(self, share: Share, flags: list[str], strategy: str, **patience: float) -> Trial:
-        what = f"{share.copies} cop{'ies' if share.copies > 1 else 'y'}"
         sizes = " ".join(flags) or "sizes as given"
-        self.stages.begin(f"{what} with {share.threads} thread(s), {sizes}")
+        self.stages.begin(f"{share.copies} training(s) of {share.threads} thread(s), {sizes}")
         names = [flag[2:].partition("=")[0] for flag in flags]
         return measure_short_runs(
             [*without(self.flags, names), *flags, f"--strategy={strategy}"],
@@ -278,9 +279,9 @@ class Calibration:
     def _measure_reductions(self, ranks: int) -> None:
         self.stages.begin(f"reductions over {ranks} ranks")
         sizes = sorted({max(4, int(self.gradient_bytes * f) // 4 * 4) for f in FIT_FACTORS})
-        threads, timeout_s = threads_per_rank(ranks), min(180.0, self._left_s())
-        found = measure_reductions(ranks, sizes, self.device_type, threads, timeout_s=timeout_s)
-        self.reductions[ranks] = found
+        self.reductions[ranks] = measure_reductions(
+            ranks, sizes, self.device_type, threads_per_rank(ranks), min(180.0, self._left_s())
+        )
 
     def _left_s(self) -> float:
         return max(10.0, self.deadline_s - time.monotonic())

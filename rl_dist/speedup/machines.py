@@ -89,7 +89,7 @@ def gpu_named(device_name: str) -> GpuModel | None:
 
 
 def link_of_gpu(device_name: str) -> Link:
-    """The link between cards of this kind, by torch's name; raises UserError if not known."""
+    """The link between cards that torch gives this name; UserError: not known."""
     if gpu := gpu_named(device_name):
         return LINKS[gpu.link if "PCIe" not in device_name else "PCIe 4"]
     raise UserError(f"--link: name the link between GPUs like {device_name}: {', '.join(LINKS)}")

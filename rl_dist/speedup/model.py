@@ -112,7 +112,7 @@ class Link:
 
 
 def fit_link(measured_s: Mapping[int, float]) -> Link:
-    """The link that explains all-reduces of two ranks by size: relative least squares."""
+    """The link that explains all-reduces of two ranks: relative least squares."""
     sizes = np.array(sorted(measured_s), dtype=float)
     seconds = np.array([measured_s[int(size)] for size in sizes])
     # a ring of two has two hops and sends each byte once
@@ -134,7 +134,7 @@ class Communication:
 def modelled_communication(
     num_bytes: float, ranks: int, per_machine: int, inside: Link, between: Link
 ) -> Communication:
-    """Reductions by the links: within each machine, then of each share between machines."""
+    """Reductions within each machine, then of each share between machines."""
     here, machines = min(ranks, per_machine), math.ceil(ranks / per_machine)
 
     def seconds(size: float) -> float:

@@ -15,7 +15,9 @@ COLORS = ("#1f5fbf", "#d2691e", "#2e8b57", "#8b3fa0", "#c0392b", "#b8860b", "#55
 
 
 def plot_speedup(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> Path:
-    """Draw speedup with its interval above efficiency, a line for each machine and scaling.
+    """Draw speedup with its interval above efficiency.
+
+    There is a line for each machine and scaling.
 
     Args:
         rows: as in `rl_dist.speedup.report.SpeedupReport`, without those that have a problem.

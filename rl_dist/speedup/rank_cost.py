@@ -54,7 +54,7 @@ def rank_cost_of(copies: Sequence[Sequence[dict[str, Any]]]) -> RankCost:
 
 
 def seconds_of_rank(entry: dict[str, Any], update_own_s: float) -> dict[str, float]:
-    """An iteration of a rank by part; what the update has besides gradient steps is the rest."""
+    """An iteration of a rank by part; the rest is no rollout and no gradient step."""
     steps_s = sum(entry[f"time/{name}_s"] for name in ("forward", "backward", "optimizer"))
     rest_s = max(0.0, update_own_s - steps_s)
     return {"collect_s": entry["time/collect_s"], "update_s": steps_s, "rest_s": rest_s}

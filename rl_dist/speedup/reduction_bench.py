@@ -50,12 +50,7 @@ def measure_reductions(
     threads: int = 1,
     timeout_s: float = 180.0,
 ) -> Reductions:
-    """Measure with ranks of this machine.
-
-    Raises:
-        UserError: impossible arguments, or more ranks than GPUs.
-        BenchError: a rank died, or no end in time (BenchTimeoutError).
-    """
+    """Measure with ranks of this machine; raises as `run_ranks` does."""
     asked = {
         "num_ranks": ranks,
         "gradient_bytes": gradient_bytes,

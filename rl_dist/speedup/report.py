@@ -119,7 +119,7 @@ def report_of(
 def _moved(
     point: Point, calibration: Calibration, cards: list[GpuModel], tflops_here: float
 ) -> Point:
-    """A point on cards; the slowest sets the pace, as ranks meet in every gradient step."""
+    """A point on cards, of which the slowest sets the pace."""
     if point.work is None:
         return point
     alone = point.alone is not None

@@ -60,8 +60,6 @@ def two_ranks():
 def test_json_follows_its_documented_schema(two_ranks):
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(two_ranks[1], SCHEMA)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(two_ranks[1] | {"other": 1}, SCHEMA)
 
 
 def test_what_it_measured_is_what_was_asked(two_ranks):

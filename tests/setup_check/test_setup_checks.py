@@ -88,29 +88,50 @@ def with_first_gpu(**fields):
     return gpu(gpu={"gpus": (dataclasses.replace(H100, **fields), SECOND)})
 
 
-def with_threads(asked):
-    return dataclasses.replace(FACTS, environment={"OMP_NUM_THREADS": asked})
+def with_variable(name, value, facts=FACTS):
+    return dataclasses.replace(facts, environment={name: value})
+
+
+def all_checks(facts, plan):
+    checks = [*software_checks(facts, plan), *gpu_checks(facts, plan, own_pid=42)]
+    checks += [*link_checks(facts, plan), *host_checks(facts, plan)]
+    return [*checks, *environment_checks(facts)]
 
 
 def verdicts(checks, name):
-    found = [check for check in checks if check.name == name]
-    assert len(found) == 1, checks
+    (found,) = (check for check in checks if check.name == name)
     # every complaint has its fix, nothing else has one
-    assert bool(found[0].cure) == (found[0].verdict != "ok")
-    return found[0].verdict, f"{found[0].measured} -> {found[0].cure}"
+    assert bool(found.cure) == (found.verdict != "ok")
+    return found.verdict, f"{found.measured} -> {found.cure}"
 
 
 def test_a_healthy_machine_has_nothing_but_oks():
     for facts, plan in ((FACTS, CPU_PLAN), (GPU_FACTS, GPU_PLAN)):
-        checks = [*software_checks(facts, plan), *gpu_checks(facts, plan)]
-        checks += [*link_checks(facts, plan), *host_checks(facts, plan)]
-        checks += environment_checks(facts)
+        checks = all_checks(facts, plan)
         assert {check.verdict for check in checks} == {"ok"}, checks
+    assert worst([]) == worst(checks) == "ok"
+
+
+OTHERS = {"processes": (GpuProcess(7, GIB),)}
+EXCLUSIVE = {"compute_mode": "exclusive process"}
+HIDDEN = {"torch_index": None, "temperature_c": 99, "compute_mode": "prohibited", **OTHERS}
+SECOND_IS_PROHIBITED = gpu(
+    gpu={"gpus": (H100, dataclasses.replace(SECOND, compute_mode="prohibited"))}
+)
+FREE = {"address": "127.0.0.1:29500"}
+TAKEN = FREE | {"address_error": "MASTER_PORT 29500 is taken"}
+NO_ACCESS = {"links": (GpuLink(0, 1, False, False, "across CPU sockets"),)}
+
+
+def built_for(*architectures, capability):
+    facts = with_first_gpu(compute_capability=capability)
+    return changed(facts, software={"architectures": architectures})
 
 
 @pytest.mark.parametrize(
     ("name", "verdict", "words", "plan", "facts"),
     [
+        # software
         ("Python", "problem", "3.11 or newer", CPU_PLAN, cpu(software={"python": "3.10.2"})),
         ("torch", "problem", "torch>=2.10", CPU_PLAN, cpu(software={"torch": "2.9rc1"})),
         ("CUDA build", "problem", "pytorch.org", ASKED_PLAN, cpu(gpu={"gpus": (H100,)})),
@@ -121,89 +142,33 @@ def test_a_healthy_machine_has_nothing_but_oks():
         ("cuDNN", "warning", "fast kernels", GPU_PLAN, gpu(software={"cudnn": None})),
         ("gloo", "problem", "only one rank", CPU_PLAN, cpu(software={"gloo": False})),
         ("ROCm build", "ok", "RCCL", GPU_PLAN, cpu(software={"rocm_build": "6.4"})),
-    ],
-)
-def test_software_that_does_not_fit(name, verdict, words, plan, facts):
-    found, text = verdicts(software_checks(facts, plan), name)
-    assert found == verdict and words in text
-
-
-OTHERS = {"processes": (GpuProcess(7, GIB),)}
-EXCLUSIVE = {"compute_mode": "exclusive process"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "verdict", "words"),
-    [
-        ({"error": "GPU is lost"}, "problem", "does not answer: GPU is lost"),
-        ({"compute_mode": "prohibited"}, "problem", "nvidia-smi -i 0 -c DEFAULT"),
-        (EXCLUSIVE | OTHERS, "problem", "taken by process 7"),
-        (EXCLUSIVE, "warning", "for the check: nvidia-smi -i 0 -c DEFAULT"),
-        ({"compute_capability": "12.0"}, "problem", "no kernels for it (it has sm_80, sm_90)"),
-        ({"mig": True}, "problem", "-mig 0"),
-        ({"ecc_uncorrected_errors": 3}, "warning", "3 uncorrected memory errors"),
-        ({"temperature_c": 90}, "warning", "cooling"),
-        (OTHERS, "warning", "in use by process 7"),
-        ({"processes": (GpuProcess(42, GIB),)}, "ok", ""),  # our own
-        ({"integrated": True}, "warning", "shares the host's memory"),
-        ({"torch_index": None}, "warning", "CUDA_VISIBLE_DEVICES"),
-    ],
-)
-def test_one_gpu_that_is_busy_broken_or_unfit(fields, verdict, words):
-    checks = gpu_checks(with_first_gpu(**fields), GPU_PLAN, own_pid=42)
-    found, text = verdicts(checks, "GPU 0")
-    assert found == verdict and words in text
-    assert verdicts(checks, "GPU 1")[0] == "ok"  # it does not hide the other
-
-
-def test_a_gpu_that_is_not_needed_or_hidden_from_torch_is_no_problem():
-    broken = gpu(gpu={"gpus": (H100, dataclasses.replace(SECOND, compute_mode="prohibited"))})
-    assert verdicts(gpu_checks(broken, ONE_GPU_PLAN), "GPU 1")[0] == "warning"
-    hidden = with_first_gpu(torch_index=None, temperature_c=99, compute_mode="prohibited", **OTHERS)
-    assert verdicts(gpu_checks(hidden, GPU_PLAN), "GPU 0")[0] == "warning"
-    chosen = dataclasses.replace(hidden, environment={"CUDA_VISIBLE_DEVICES": "1"})
-    assert verdicts(gpu_checks(chosen, GPU_PLAN), "GPU 0")[0] == "ok"
-
-
-def test_unequal_models_and_a_silent_nvml_are_reported():
-    unequal = gpu_checks(with_first_gpu(name="NVIDIA A100"), GPU_PLAN)
-    assert "unequal: NVIDIA A100, NVIDIA H100" in verdicts(unequal, "models")[1]
-    silent = gpu(gpu={"nvml_error": "not installed"})
-    assert verdicts(gpu_checks(silent, GPU_PLAN), "NVML")[0] == "warning"
-
-
-@pytest.mark.parametrize(
-    ("architectures", "capability", "there"),
-    [
-        (("sm_80",), "8.6", True),
-        (("sm_86",), "8.0", False),
-        (("sm_80", "compute_80"), "12.0", True),
-    ],
-)
-def test_kernels_run_on_their_generation_and_ptx_on_all_newer(architectures, capability, there):
-    facts = changed(
-        with_first_gpu(compute_capability=capability), software={"architectures": architectures}
-    )
-    assert (verdicts(gpu_checks(facts, Plan(1, "cuda")), "GPU 0")[0] == "ok") == there
-
-
-def test_links_without_peer_access_and_narrow_slots_are_warnings():
-    link = GpuLink(0, 1, False, False, "across CPU sockets")
-    facts = changed(with_first_gpu(pcie_width=4), gpu={"links": (link,)})
-    checks = link_checks(facts, GPU_PLAN)
-    found, text = verdicts(checks, "GPU 0-1")
-    assert found == "warning" and "across CPU sockets" in text
-    assert "x4 of x16" in verdicts(checks, "GPU 0 PCIe")[1]
-    assert link_checks(facts, ONE_GPU_PLAN) == []
-
-
-FREE = {"address": "127.0.0.1:29500"}
-TAKEN = FREE | {"address_error": "MASTER_PORT 29500 is taken"}
-
-
-@pytest.mark.parametrize(
-    ("name", "verdict", "words", "plan", "facts"),
-    [
+        # one GPU
+        ("GPU 0", "problem", "GPU is lost", GPU_PLAN, with_first_gpu(error="GPU is lost")),
+        ("GPU 0", "problem", "-c DEFAULT", GPU_PLAN, with_first_gpu(compute_mode="prohibited")),
+        ("GPU 0", "problem", "taken by process 7", GPU_PLAN, with_first_gpu(**EXCLUSIVE, **OTHERS)),
+        ("GPU 0", "warning", "-c DEFAULT", GPU_PLAN, with_first_gpu(**EXCLUSIVE)),
+        ("GPU 0", "problem", "-mig 0", GPU_PLAN, with_first_gpu(mig=True)),
+        ("GPU 0", "warning", "memory errors", GPU_PLAN, with_first_gpu(ecc_uncorrected_errors=3)),
+        ("GPU 0", "warning", "cooling", GPU_PLAN, with_first_gpu(temperature_c=90)),
+        ("GPU 0", "warning", "in use by process 7", GPU_PLAN, with_first_gpu(**OTHERS)),
+        ("GPU 0", "ok", "", GPU_PLAN, with_first_gpu(processes=(GpuProcess(42, GIB),))),  # our own
+        ("GPU 0", "warning", "host's memory", GPU_PLAN, with_first_gpu(integrated=True)),
+        ("GPU 0", "warning", "CUDA_VISIBLE_DEVICES", GPU_PLAN, with_first_gpu(torch_index=None)),
+        ("GPU 0", "warning", "CUDA_VISIBLE_DEVICES", GPU_PLAN, with_first_gpu(**HIDDEN)),
+        ("GPU 0", "ok", "", GPU_PLAN,
+         with_variable("CUDA_VISIBLE_DEVICES", "1", with_first_gpu(**HIDDEN))),
+        ("GPU 0", "ok", "", ONE_GPU_PLAN, built_for("sm_80", capability="8.6")),
+        ("GPU 0", "problem", "no kernels", ONE_GPU_PLAN, built_for("sm_86", capability="8.0")),
+        ("GPU 0", "ok", "", ONE_GPU_PLAN, built_for("sm_80", "compute_80", capability="12.0")),
+        ("GPU 1", "ok", "", GPU_PLAN, with_first_gpu(error="GPU is lost")),  # not hidden by it
+        ("GPU 1", "problem", "prohibited", GPU_PLAN, SECOND_IS_PROHIBITED),
+        ("GPU 1", "warning", "prohibited", ONE_GPU_PLAN, SECOND_IS_PROHIBITED),  # not needed
+        # all of them
+        ("models", "warning", "unequal: NVIDIA A1", GPU_PLAN, with_first_gpu(name="NVIDIA A100")),
+        ("NVML", "warning", "silent", GPU_PLAN, gpu(gpu={"nvml_error": "not installed"})),
+        ("GPU 0-1", "warning", "across CPU sockets", GPU_PLAN, gpu(gpu=NO_ACCESS)),
+        ("GPU 0 PCIe", "warning", "x4 of x16", GPU_PLAN, with_first_gpu(pcie_width=4)),
+        # the host
         ("cores", "warning", "--num_gpus 2", Plan(4, "cpu"), cpu(host={"cores": 2})),
         ("load", "warning", "too long", CPU_PLAN, cpu(host={"load": 7.0})),
         ("open files", "warning", "ulimit -n", CPU_PLAN, cpu(host={"open_files": 64})),
@@ -215,18 +180,21 @@ TAKEN = FREE | {"address_error": "MASTER_PORT 29500 is taken"}
         ("disk", "problem", "--run_dir", GPU_PLAN, gpu(disk={"free_bytes": GIB})),
         ("disk", "warning", "--keep_checkpoints", GPU_PLAN, gpu(disk={"free_bytes": 4 * GIB})),
         ("disk", "warning", "slow disk", GPU_PLAN, gpu(disk={"fsync_s": 3.0})),
-        ("threads", "warning", "unset OMP", CPU_PLAN, with_threads("1")),
-        ("threads", "warning", "=abc is no number", CPU_PLAN, with_threads("abc")),
+        ("threads", "warning", "unset OMP", CPU_PLAN, with_variable("OMP_NUM_THREADS", "1")),
+        ("threads", "warning", "no number", CPU_PLAN, with_variable("OMP_NUM_THREADS", "abc")),
     ],
-)
-def test_a_host_that_is_short_of_something(name, verdict, words, plan, facts):
-    found, text = verdicts(host_checks(facts, plan), name)
+)  # fmt: skip
+def test_what_is_missing_broken_or_slow_has_its_verdict(name, verdict, words, plan, facts):
+    checks = all_checks(facts, plan)
+    found, text = verdicts(checks, name)
     assert found == verdict and words in text
+    assert verdict == "ok" or worst(checks) in (verdict, "problem")
 
 
 @pytest.mark.parametrize(("asked", "advised"), [("", True), ("2", True), ("1", False)])
 def test_on_a_busy_machine_fewer_threads_are_advised_and_no_more(asked, advised):
-    checks = host_checks(changed(with_threads(asked), host={"load": 7.0}), CPU_PLAN)
+    facts = changed(with_variable("OMP_NUM_THREADS", asked), host={"load": 7.0})
+    checks = host_checks(facts, CPU_PLAN)
     assert "threads" not in [check.name for check in checks]
     assert ("OMP_NUM_THREADS=1" in verdicts(checks, "load")[1]) == advised
 
@@ -243,8 +211,7 @@ def test_on_a_busy_machine_fewer_threads_are_advised_and_no_more(asked, advised)
     ],
 )
 def test_variables_that_change_behaviour(name, value, verdict):
-    facts = dataclasses.replace(GPU_FACTS, environment={name: value})
-    (check,) = environment_checks(facts)
+    (check,) = environment_checks(with_variable(name, value, GPU_FACTS))
     assert check.verdict == verdict and value in check.measured
     assert (check.name == name) == (verdict != "ok")
 
@@ -425,10 +392,3 @@ def test_the_command_keeps_what_was_given_and_changes_what_must_be():
     )
     command = command_line([], {}, ["MASTER_PORT"], "/a b/train.py")
     assert command == "env -u MASTER_PORT python '/a b/train.py'"
-
-
-def test_the_worst_verdict_counts():
-    fine, hot = host_checks(FACTS, CPU_PLAN), host_checks(cpu(host={"load": 9.0}), CPU_PLAN)
-    full = host_checks(cpu(disk={"error": "full"}), CPU_PLAN)
-    assert worst([]) == "ok" and worst([*fine, *hot]) == "warning"
-    assert worst([*fine, *hot, *full]) == "problem"

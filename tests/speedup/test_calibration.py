@@ -231,5 +231,5 @@ def test_far_more_copies_than_cores_or_memory_are_never_started(
     monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2**36, 30 * 2**30))
     machine = Machine(monkeypatch, cores=cores, copy_bytes=2**30)
     found = machine.calibrate([64], thorough=thorough, **STRONG)
-    assert max(copies for copies, _ in machine.asked) == copies
+    assert max(copies for copies, _ in machine.asked) == copies and machine.reduced == [2]
     assert not found.points[1].measured
