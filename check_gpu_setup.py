@@ -47,17 +47,7 @@ from rl_dist.errors import UserError, explains_errors, one_line, outlive_readers
 from rl_dist.hardware.addresses import check_variables
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.short_run import SideBySide, without
-from rl_dist.setup_check.checks import (
-    PROBLEM,
-    WARNING,
-    Check,
-    Plan,
-    environment_checks,
-    gpu_checks,
-    host_checks,
-    link_checks,
-    software_checks,
-)
+from rl_dist.setup_check.checks import PROBLEM, WARNING, Check, Plan, check_facts
 from rl_dist.setup_check.measured import MemoryFigures, memory_checks, worst
 
 OWN_FLAGS = ("json", "full", "strict")
@@ -112,11 +102,8 @@ def examine(
         config.train.keep_checkpoints + 1,
     )
     report.add("Plan", decided)
-    report.add("Software", software_checks(facts, plan))
-    report.add("GPUs", gpu_checks(facts, plan, os.getpid()))
-    report.add("Links", link_checks(facts, plan))
-    report.add("Host", host_checks(facts, plan))
-    report.add("Environment", environment_checks(facts))
+    for title, checks in check_facts(facts, plan, os.getpid()).items():
+        report.add(title, checks)
     report.say("memory")
     memory_run = MemoryDryRun(planned, make_env, facts)
     if device_type == "cuda":

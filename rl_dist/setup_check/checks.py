@@ -70,12 +70,22 @@ class Plan:
         return self.device_type == "cuda" and self.num_ranks > 1
 
 
+def check_facts(facts: Facts, plan: Plan, own_pid: int = 0) -> dict[str, list[Check]]:
+    """All checks of facts by section."""
+    return {
+        "Software": _software_checks(facts, plan),
+        "GPUs": _gpu_checks(facts, plan, own_pid),
+        "Links": _link_checks(facts, plan),
+        "Host": _host_checks(facts, plan),
+        "Environment": _environment_checks(facts),
+    }
+
+
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
-def software_checks(facts: Facts, plan: Plan) -> list[Check]:
-    """Check versions, and that they fit each other."""
+def _software_checks(facts: Facts, plan: Plan) -> list[Check]:
     own, found = facts.software, _Section("Software")
     old_python = _version(own.python) < LEAST_PYTHON
     found.add("Python", PROBLEM if old_python else OK, own.python, "use Python 3.11 or newer")
@@ -122,8 +132,7 @@ def _add_cuda(found: _Section, built: str, facts: Facts, plan: Plan, missed: str
     found.add("NCCL", OK if own.nccl else verdict, own.nccl or lost, INSTALL)
 
 
-def gpu_checks(facts: Facts, plan: Plan, own_pid: int = 0) -> list[Check]:
-    """Check every GPU, one by one, then all together."""
+def _gpu_checks(facts: Facts, plan: Plan, own_pid: int) -> list[Check]:
     info, found = facts.gpu, _Section("GPUs")
     for gpu in info.gpus:
         found.add(f"GPU {gpu.index}", *_gpu_verdict(gpu, facts, plan, own_pid))
@@ -203,8 +212,7 @@ def _has_kernels(gpu: Gpu, architectures: Sequence[str]) -> bool:
     return False
 
 
-def link_checks(facts: Facts, plan: Plan) -> list[Check]:
-    """Check how the GPUs reach each other and the host."""
+def _link_checks(facts: Facts, plan: Plan) -> list[Check]:
     found = _Section("Links")
     if not plan.over_nccl:
         return []
@@ -222,8 +230,7 @@ def link_checks(facts: Facts, plan: Plan) -> list[Check]:
     return found
 
 
-def host_checks(facts: Facts, plan: Plan) -> list[Check]:
-    """Check cores, threads, shared memory, limits, names, ports and disk."""
+def _host_checks(facts: Facts, plan: Plan) -> list[Check]:
     host, found = facts.host, _Section("Host")
     each = host.cores / plan.num_ranks
     words = f"{host.cores} core(s) of {host.machine_cores} for {plan.num_ranks} rank(s)"
@@ -286,8 +293,7 @@ def _add_disk(found: _Section, facts: Facts, plan: Plan) -> None:
     found.add("disk", verdict, words, fix)
 
 
-def environment_checks(facts: Facts) -> list[Check]:
-    """Check variables that change how ranks start and talk."""
+def _environment_checks(facts: Facts) -> list[Check]:
     found, harmless = _Section("Environment"), []
     for name, value in facts.environment.items():
         if name in SLOWING and value.upper() == SLOWING[name][0]:

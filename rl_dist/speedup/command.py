@@ -121,14 +121,18 @@ def estimate_training_speedup(
         check_module(task["env"], task.get("env_kwargs", ""), folder, named)
     episodes, steps = budget_of(folder, num_episodes, total_steps)
 
+    cost_unit = "USD" if price_per_hour is None else "as --price_per_hour"
+    if power_watts is not None and power_price is not None:
+        price_per_hour = power_watts / 1000.0 * power_price
+        cost_unit = "as --power_price"
+
     def report(calibration: Calibration) -> SpeedupReport:
         budget = Budget(
             num_episodes=episodes,
             total_steps=steps,
             steps_per_episode=calibration.steps_per_episode,
             price_per_hour=price_per_hour,
-            power_watts=power_watts,
-            power_price=power_price,
+            cost_unit=cost_unit,
         )
         return report_of(calibration, budget, cards)
 
@@ -220,10 +224,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if flags and not flags[0].startswith("-"):
         fix = "RUN_DIR comes first, values follow their flag"
         raise UserError(f"unexpected argument {flags[0]!r}: {fix}")
-    if (args.power_watts is None) != (args.power_price is None):
-        raise UserError("--power_watts and --power_price go together: give both or neither")
-    if args.power_watts is not None and args.price_per_hour is not None:
-        raise UserError("--price_per_hour and --power_watts are two ways to pay: leave one out")
+    power = args.power_watts is not None, args.power_price is not None
+    if any(power) and (not all(power) or args.price_per_hour is not None):
+        fix = "give --price_per_hour, or --power_watts and --power_price"
+        raise UserError(f"--power_watts and --power_price go together and alone: {fix}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
     return args, flags

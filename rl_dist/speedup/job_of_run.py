@@ -31,10 +31,9 @@ def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     path = run_dir / CONFIG_FILE
     config = _parse(_read(run_dir, CONFIG_FILE), path)
     sections = isinstance(config, dict) and all(isinstance(v, dict) for v in config.values())
-    if not sections or not {"task", "train"} <= set(config):
-        raise UserError(f"{path} is no configuration of a run with sections task and train; {FIX}")
-    if not isinstance(config["task"].get("env"), str):
-        raise UserError(f"{path} does not say which env was trained; {FIX}")
+    env = config.get("task", {}).get("env") if sections else None
+    if not isinstance(env, str) or "train" not in config:
+        raise UserError(f"{path} is no configuration of a run with task, env and train; {FIX}")
     return config
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -145,55 +144,16 @@ def modelled_communication(
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One iteration on N ranks, in seconds; the parts add up."""
+    """One iteration on N ranks, in seconds."""
 
     ranks: int
     env_steps: int  # of all ranks
-    collect_s: float
-    update_s: float  # and the rest of a rank's own work
-    communication_s: float
-    waiting_s: float  # for the slowest rank
+    parts_s: dict[str, float]  # rollouts, update (with the rest), communication, waiting
+    iteration_s: float  # all parts
+    interval_s: tuple[float, float]  # of 95 %
+    steps_per_s: float  # of all ranks
+    shares: dict[str, float]  # parts of the time
     relative_error: float  # standard error, as a share
-
-    @property
-    def parts_s(self) -> dict[str, float]:
-        """Seconds by what they are spent on."""
-        return {
-            "rollouts": self.collect_s,
-            "update": self.update_s,
-            "communication": self.communication_s,
-            "waiting": self.waiting_s,
-        }
-
-    @property
-    def iteration_s(self) -> float:
-        """All parts."""
-        return sum(self.parts_s.values())
-
-    @property
-    def steps_per_s(self) -> float:
-        """Environment steps of all ranks."""
-        return self.env_steps / self.iteration_s
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Parts of the time."""
-        return {name: seconds / self.iteration_s for name, seconds in self.parts_s.items()}
-
-    def speedup_over(self, one: Prediction) -> float:
-        """Environment steps per second, relative to one rank."""
-        return self.steps_per_s / one.steps_per_s
-
-    @property
-    def interval_s(self) -> list[float]:
-        """95 % interval of an iteration's seconds, from the measured spread."""
-        margin = min(0.9, 1.96 * self.relative_error)
-        return [self.iteration_s * (1 - margin), self.iteration_s * (1 + margin)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        names = ("iteration_s", "steps_per_s", "shares", "interval_s")
-        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def predict(work: RankCost, ranks: int, communication: Communication) -> Prediction:
@@ -201,13 +161,22 @@ def predict(work: RankCost, ranks: int, communication: Communication) -> Predict
     steps = work.gradient_steps
     talk_s = steps * communication.gradient_s + communication.small_s
     update_spread_s = math.hypot(steps * work.step_spread_s, work.update_spread_s)
+    parts_s = {
+        "rollouts": work.collect_s,
+        "update": work.update_s + work.rest_s,
+        "communication": talk_s if ranks > 1 else 0.0,
+        "waiting": expected_maximum(ranks) * (work.collect_spread_s + update_spread_s),
+    }
+    iteration_s = sum(parts_s.values())
+    margin = min(0.9, 1.96 * work.relative_error)
     return Prediction(
         ranks=ranks,
         env_steps=work.env_steps * ranks,
-        collect_s=work.collect_s,
-        update_s=work.update_s + work.rest_s,
-        communication_s=talk_s if ranks > 1 else 0.0,
-        waiting_s=expected_maximum(ranks) * (work.collect_spread_s + update_spread_s),
+        parts_s=parts_s,
+        iteration_s=iteration_s,
+        interval_s=(iteration_s * (1 - margin), iteration_s * (1 + margin)),
+        steps_per_s=work.env_steps * ranks / iteration_s,
+        shares={name: seconds / iteration_s for name, seconds in parts_s.items()},
         relative_error=work.relative_error,
     )
 
@@ -239,7 +208,7 @@ LOSSES = {
 
 def bottleneck(one: Prediction, many: Prediction, scaling: str, unit: str) -> tuple[str, str]:
     """Return the reason why N ranks are not N times as fast, and the fix or ""."""
-    speedup = many.speedup_over(one)
+    speedup = many.steps_per_s / one.steps_per_s
     head = f"{many.ranks} {unit} give {speedup:.2f}x"
     if speedup > 0.9 * many.ranks:
         return f"{head}: they scale well", ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,14 +25,13 @@ COLUMNS = ("scaling", "theoretical", "predicted", "efficiency", "steps/s", "iter
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The length of training, and the price of an hour."""
+    """The length of training, and the price of an hour of one GPU."""
 
     num_episodes: int
     total_steps: int = 0  # instead of episodes
     steps_per_episode: float = math.nan
-    price_per_hour: float | None = None  # of one GPU
-    power_watts: float | None = None  # of one GPU
-    power_price: float | None = None  # per kWh
+    price_per_hour: float | None = None  # None: that of cards, in US dollars
+    cost_unit: str = "USD"
 
     @property
     def env_steps(self) -> float:
@@ -47,25 +47,14 @@ class Budget:
             return f"{self.num_episodes:,} episodes: unknown, as no episode ended in the short runs"
         return f"{self.num_episodes:,} episodes of {self.steps_per_episode:.0f} steps"
 
-    @property
-    def cost_unit(self) -> str:
-        """The unit of cost; prices of cards are in US dollars."""
-        if self.power_price is not None:
-            return "as --power_price"
-        return "USD" if self.price_per_hour is None else "as --price_per_hour"
-
-    def hourly(self, cards: Sequence[GpuModel]) -> tuple[float, float] | None:
-        """Lowest and highest cost of one GPU for an hour; of unequal cards the mean."""
-        if self.power_watts is not None and self.power_price is not None:
-            price = self.power_watts / 1000.0 * self.power_price
-            return price, price
+    def hourly(self, cards: Sequence[GpuModel]) -> tuple[float, ...]:
+        """Lowest and highest cost, of unequal cards the mean; empty: unknown."""
         if self.price_per_hour is not None:
             return self.price_per_hour, self.price_per_hour
         prices = [card.usd_per_hour for card in cards if card.usd_per_hour]
-        if not prices or len(prices) < len(cards):
-            return None
-        low, high = zip(*prices, strict=True)
-        return sum(low) / len(low), sum(high) / len(high)
+        if len(prices) < len(cards):
+            return ()
+        return tuple(map(fmean, zip(*prices, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -178,7 +167,7 @@ def _row(
     if point.work is None:
         return row
     found, alone = point.prediction, one.prediction
-    speedup = found.speedup_over(alone)
+    speedup = found.steps_per_s / alone.steps_per_s
     source = "measured" if point.measured else "modelled"
     reason, fix, margin = "one rank alone", "", 0.0
     if point.ranks > 1:
@@ -195,7 +184,7 @@ def _row(
         "threads": point.threads,
         "bottleneck": reason,
         "cure": fix,
-        **found.to_dict(),
+        **asdict(found),
         **_bill(found, budget, cards),
     }
 
@@ -207,11 +196,10 @@ def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict
     hours_per_s = budget.env_steps / prediction.env_steps / 3600
     hours = prediction.iteration_s * hours_per_s
     gpu_hours = hours * prediction.ranks
-    price = budget.hourly(cards)
     return {
         "hours": hours,
         "hours_interval": [seconds * hours_per_s for seconds in prediction.interval_s],
-        "cost": [rate * gpu_hours for rate in price] if price else None,
+        "cost": [price * gpu_hours for price in budget.hourly(cards)] or None,
         "gpu_hours": gpu_hours,
     }
 

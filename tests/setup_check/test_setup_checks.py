@@ -21,14 +21,7 @@ from rl_dist.hardware.report import (
     read_disk,
 )
 from rl_dist.launch.all_reduce_bench import DdpSteps, Measured, SizeTime
-from rl_dist.setup_check.checks import (
-    Plan,
-    environment_checks,
-    gpu_checks,
-    host_checks,
-    link_checks,
-    software_checks,
-)
+from rl_dist.setup_check.checks import Plan, check_facts
 from rl_dist.setup_check.measured import (
     MemoryFigures,
     TimeFigures,
@@ -93,9 +86,7 @@ def with_variable(name, value, facts=FACTS):
 
 
 def all_checks(facts, plan):
-    checks = [*software_checks(facts, plan), *gpu_checks(facts, plan, own_pid=42)]
-    checks += [*link_checks(facts, plan), *host_checks(facts, plan)]
-    return [*checks, *environment_checks(facts)]
+    return [check for found in check_facts(facts, plan, own_pid=42).values() for check in found]
 
 
 def verdicts(checks, name):
@@ -194,7 +185,7 @@ def test_what_is_missing_broken_or_slow_has_its_verdict(name, verdict, words, pl
 @pytest.mark.parametrize(("asked", "advised"), [("", True), ("2", True), ("1", False)])
 def test_on_a_busy_machine_fewer_threads_are_advised_and_no_more(asked, advised):
     facts = changed(with_variable("OMP_NUM_THREADS", asked), host={"load": 7.0})
-    checks = host_checks(facts, CPU_PLAN)
+    checks = all_checks(facts, CPU_PLAN)
     assert "threads" not in [check.name for check in checks]
     assert ("OMP_NUM_THREADS=1" in verdicts(checks, "load")[1]) == advised
 
@@ -211,7 +202,7 @@ def test_on_a_busy_machine_fewer_threads_are_advised_and_no_more(asked, advised)
     ],
 )
 def test_variables_that_change_behaviour(name, value, verdict):
-    (check,) = environment_checks(with_variable(name, value, GPU_FACTS))
+    (check,) = check_facts(with_variable(name, value, GPU_FACTS), GPU_PLAN)["Environment"]
     assert check.verdict == verdict and value in check.measured
     assert (check.name == name) == (verdict != "ok")
 
@@ -284,7 +275,7 @@ def test_rocm_has_gpus_without_nvml():
     assert (found.name, found.memory_free_bytes) == ("card", 60 * GIB)
     facts = dataclasses.replace(GPU_FACTS, gpu=info)
     # nobody misses NVML there
-    assert {check.verdict for check in gpu_checks(facts, ONE_GPU_PLAN)} == {"ok"}
+    assert {check.verdict for check in all_checks(facts, ONE_GPU_PLAN)} == {"ok"}
 
 
 def test_gpus_are_printed_one_by_line_and_their_absence_with_its_reason(capsys):

@@ -49,8 +49,8 @@ def test_flags_of_a_run_leave_out_what_cannot_take_effect(tmp_path):
         (b"\xff", "config.json is damaged"),
         ([1, 2], "config.json is no configuration of a run"),
         ({"train": 5, "task": {}}, "config.json is no configuration of a run"),
-        ({"train": {}}, "sections task and train"),
-        (CONFIG | {"task": {}}, "config.json does not say which env"),
+        ({"train": {}}, "config.json is no configuration of a run"),
+        (CONFIG | {"task": {}}, "config.json is no configuration of a run"),
         (CONFIG | {"train": {"num_episodes": "many"}}, "must be a whole number from 0, got 'many'"),
     ],
 )

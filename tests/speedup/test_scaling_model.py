@@ -36,15 +36,15 @@ def test_one_rank_neither_waits_nor_communicates():
     work = replace(WORK, collect_spread_s=0.5, step_spread_s=0.1)
     found = predict(work, 1, Communication(gradient_s=1.0, small_s=1.0))
     assert (found.iteration_s, found.steps_per_s) == (work.seconds, 500.0)
-    assert found.communication_s == found.waiting_s == 0.0
+    assert found.parts_s["communication"] == found.parts_s["waiting"] == 0.0
 
 
 def test_parts_of_a_prediction_are_those_of_the_formula():
     work = replace(WORK, rest_s=0.05, collect_spread_s=0.2, step_spread_s=0.01)
     found = predict(work, 4, Communication(gradient_s=0.02, small_s=0.03))
-    assert found.communication_s == pytest.approx(10 * 0.02 + 0.03)
-    assert found.waiting_s == pytest.approx(expected_maximum(4) * (0.2 + 10 * 0.01))
-    assert found.iteration_s == pytest.approx(2.05 + found.communication_s + found.waiting_s)
+    assert found.parts_s["communication"] == pytest.approx(10 * 0.02 + 0.03)
+    assert found.parts_s["waiting"] == pytest.approx(expected_maximum(4) * (0.2 + 10 * 0.01))
+    assert found.parts_s["rollouts"] + found.parts_s["update"] == pytest.approx(2.05)
     assert found.env_steps == 4000 and sum(found.shares.values()) == pytest.approx(1.0)
 
 
@@ -107,18 +107,6 @@ def test_latency_and_bandwidth_are_recovered():
     assert found.bytes_per_s == pytest.approx(machine.bytes_per_s, rel=0.05)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_simulated_ranks_take_as_long_as_predicted(ranks):
-    """Ranks that meet after the rollout and in every step; the model knows distributions only."""
-    rng = np.random.default_rng(3)
-    talk = Communication(gradient_s=0.004, small_s=0.01)
-    collect = rng.normal(0.8, 0.08, (4000, ranks)).max(1)
-    steps = rng.normal(0.1, 0.01, (4000, STEPS, ranks)).max(2).sum(1)
-    simulated_s = float((collect + steps).mean()) + STEPS * talk.gradient_s + talk.small_s + 0.1
-    work = RankCost(env_steps=ENV_STEPS, gradient_steps=STEPS, **MACHINE, **SPREADS)
-    assert predict(work, ranks, talk).iteration_s == pytest.approx(simulated_s, rel=0.02)
-
-
 def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
     """On a shared host a rank's whole update is slow or fast; a median would see one of them."""
     rng = np.random.default_rng(4)
@@ -150,23 +138,17 @@ def test_longer_rollouts_have_more_gradient_steps_of_the_same_size():
     assert (longer.update_s, longer.step_spread_s) == (4.0, 0.01)
 
 
-# ---- published scaling, from published inputs; no constant is fitted to the efficiency that is
-# reproduced
+# ---- published scaling, from published inputs; no constant is fitted to what is reproduced
 
 # Isaac Lab, "Performance Benchmarks", https://isaac-sim.github.io/IsaacLab/main/source/overview/
-# reinforcement-learning/performance_benchmarks.html (read 2026-11): frames/s of rollouts
-# (environment and inference) on one L40; the same with training on one; rollouts alone on N ranks,
-# which do not communicate; and what training on N then reached. Environments are per rank (weak).
-# Network sizes and steps: the tasks' agents/*.yaml and *_cfg.py in the same repository (shadow
-# hand: 157 inputs, 512-512-256-128, horizon 16, minibatch 32768, 5 epochs; G1 rough: 310 inputs,
-# actor and critic 512-256-128, 24 steps, 4 minibatches, 5 epochs; cartpole with camera: three
-# convolutions and 512, horizon 64, minibatch 2048, 4 epochs). L40: PCIe 4, no NVLink; the network
-# between machines is not published, 100 Gbit/s Ethernet is assumed. Three more published points are
-# missed, predicted too well, by costs that are not among the published inputs: cartpole with camera
-# on 16 (101 % for 77 %), cartpole on 4 (103 % for 91 %) and on 16 (98 % for 84 %), whose whole
-# iteration takes a quarter of a second. Not reproduced, as what goes in was not found in public
-# (searched 2026-11): DD-PPO (arXiv 1911.00357 tells 107x on 128 GPUs, not the seconds of its
-# parts), the DDP paper (arXiv 2006.15704 draws them) and rl_games on two RTX 4090.
+# reinforcement-learning/performance_benchmarks.html (read 2026-11): frames/s of rollouts on one
+# L40; the same with training; rollouts alone on N ranks, which do not communicate; and training on
+# N. Environments are per rank (weak). Network sizes and steps: the tasks' agents/*.yaml and
+# *_cfg.py there. L40: PCIe 4, no NVLink; between machines 100 Gbit/s Ethernet is assumed. Three
+# more published points are missed, predicted too well, by costs that are not among the published
+# inputs: cartpole with camera on 16 (101 % for 77 %), cartpole on 4 (103 % for 91 %) and on 16
+# (98 % for 84 %), whose whole iteration takes a quarter of a second. What goes in was not found in
+# public for DD-PPO (arXiv 1911.00357), the DDP paper (arXiv 2006.15704) and rl_games.
 ISAAC_LAB = {
     # name: (envs, horizon, gradient steps, parameters, rollout 1, train 1, {ranks: (rollouts alone,
     # trained)})
@@ -192,10 +174,8 @@ def isaac_lab_efficiencies(name, ranks):
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
     links = LINKS["PCIe 4"], LINKS["Ethernet 100"]
     talk = modelled_communication(4 * parameters, ranks, 4, *links)
-    speedup = predict(beside, ranks, replace(talk, small_s=0.0)).speedup_over(
-        predict(alone, 1, ALONE)
-    )
-    return speedup / ranks, trained / train / ranks
+    many = predict(beside, ranks, replace(talk, small_s=0.0))
+    return many.steps_per_s / predict(alone, 1, ALONE).steps_per_s / ranks, trained / train / ranks
 
 
 @pytest.mark.parametrize(
@@ -209,17 +189,17 @@ def test_published_scaling_of_isaac_lab(name, ranks):
 def test_published_scaling_of_two_rtx_5090():
     """Two RTX 5090 of mjlab, https://github.com/mujocolab/mjlab/pull/330 (2025-11).
 
-    125K frames/s on one RTX 5090 with 4096 environments, 245K on two with 4096 each. 24 steps, 4
-    minibatches, 5 epochs, actor and critic 512-256-128: its
-    src/mjlab/tasks/tracking/config/g1/rl_cfg.py (read 2026-11); about 0.7 million parameters are
-    our count.
+    125K frames/s on one with 4096 environments, 245K on two with 4096 each. 24 steps, 4
+    minibatches, 5 epochs: its tasks/tracking/config/g1/rl_cfg.py; 0.7 million parameters: our count
     """
     frames = 4096 * 24
     work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, update_s=frames / 125_000)
     # no peer access on RTX cards
     reduction_s = LINKS["PCIe 4 through the host"].all_reduce_s(4 * 0.7e6, 2)
     two = predict(work, 2, Communication(gradient_s=reduction_s))
-    assert two.speedup_over(predict(work, 1, ALONE)) / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
+    assert two.steps_per_s / predict(work, 1, ALONE).steps_per_s / 2 == pytest.approx(
+        245 / 125 / 2, abs=0.10
+    )
 
 
 # All-reduce over 8 H200 (NVLink), published by Azure: 35 us at 1 MB, 53 us at 4 MB, 122 us at 16

@@ -8,9 +8,9 @@ from rl_dist.speedup.plots import plot_speedup
 MACHINES = ("this machine", "RTX 6000 Ada", "A100 + H100 SXM", "H200 + B200")
 
 
-@pytest.fixture
-def axes(tmp_path, monkeypatch):
-    """Both panels of a picture of four machines, scaled both ways."""
+def test_the_ideal_is_straight_names_stand_beside_and_each_machine_has_its_colour(
+    tmp_path, monkeypatch
+):
     rows = [
         {"machine": machine, "scaling": scaling, "gpus": gpus, "estimate": machine != MACHINES[0],
          "speedup": 0.9 * gpus, "efficiency": 0.9, "speedup_interval": [0.8 * gpus, gpus]}
@@ -20,22 +20,14 @@ def axes(tmp_path, monkeypatch):
         patch.setattr(plt, "close", lambda figure: None)
         path = plot_speedup(rows, tmp_path / "new" / "speedup.png", "CartPole-v1, 4 environments")
     assert path.read_bytes()[:4] == b"\x89PNG"
-    yield plt.gcf().axes
-    plt.close("all")
-
-
-def test_the_ideal_goes_through_every_number_of_ranks(axes):
-    ideal = next(line for line in axes[0].get_lines() if line.get_label() == "ideal")
-    start, end = axes[0].transData.transform(ideal.get_xydata())
-    x, y = axes[0].transData.transform((2, 2))
-    slope = (end[1] - start[1]) / (end[0] - start[0])
-    assert (y - start[1]) / (x - start[0]) == pytest.approx(slope)
-
-
-def test_names_stand_beside_the_lines_and_each_machine_has_its_colour(axes):
-    above, below = axes
+    above, below = plt.gcf().axes
+    # the ideal goes through every number of ranks
+    ideal = next(line for line in above.get_lines() if line.get_label() == "ideal")
+    start, end = above.transData.transform(ideal.get_xydata())
+    x, y = above.transData.transform((2, 2))
+    assert (y - start[1]) / (x - start[0]) == pytest.approx((end - start)[1] / (end - start)[0])
     legend = above.get_legend().get_window_extent()
     assert legend.x0 >= above.get_window_extent().x1 - 1 and legend.x1 <= 9.0 * 110 + 1
     colors = {line.get_label().split(",")[0]: line.get_color() for line in above.get_lines()}
     assert len(set(colors.values())) == len(colors) == 1 + 4  # the ideal, and one of each machine
-    assert above.get_title() and below.get_ylabel() == "efficiency"
+    plt.close("all")

@@ -23,7 +23,7 @@ ONE = Point(ranks=1, scaling="strong", work=WORK)
 TWO = Point(ranks=2, scaling="weak", work=WORK, communication=Communication(gradient_s=0.05))
 THREE = Point(ranks=3, scaling="strong", problem="num_envs 64 does not divide")
 LENGTH = {"num_episodes": 7200, "steps_per_episode": 50.0}
-BUDGET = Budget(**LENGTH, price_per_hour=2.0)
+BUDGET = Budget(**LENGTH, price_per_hour=2.0, cost_unit="as asked")
 
 
 def report(*points, budget=BUDGET, cards=(), **changes):
@@ -46,9 +46,7 @@ def test_rows_hold_speedup_time_cost_and_source():
     assert three["problem"] and "speedup" not in three
 
 
-def test_electricity_is_a_way_to_pay_and_no_price_is_none():
-    (row,) = report(ONE, budget=Budget(**LENGTH, power_watts=500.0, power_price=0.3)).rows
-    assert row["cost"] == pytest.approx([0.5 * 0.3 * row["hours"]] * 2)
+def test_without_a_price_or_an_episode_cost_and_time_are_unknown():
     assert report(ONE, budget=Budget(**LENGTH)).rows[0]["cost"] is None
     endless = report(ONE, budget=Budget(num_episodes=1))
     assert endless.rows[0]["hours"] is None and "no episode ended" in table(endless)
@@ -89,7 +87,7 @@ def test_the_table_holds_every_column_and_remark():
     unsure = replace(TWO, work=replace(WORK, relative_error=0.1))
     found = report(ONE, unsure, THREE, replace(unsure, ranks=4), replace(ONE, scaling="weak"))
     text = table(found)
-    heads = ("ranks", *COLUMNS, "cost (as --price_per_hour)")
+    heads = ("ranks", *COLUMNS, "cost (as asked)")
     for part in (*heads, "num_envs 64 does", "7.5 min (6.03 min to", "1.60x", "80%", "800"):
         assert part in text
     assert text.count("-> raise --batch_size for fewer") == 1
@@ -109,7 +107,7 @@ def test_the_table_holds_every_column_and_remark():
         ("--gpu H1000", "'H1000' is not known; there are A100"),
         ("--link string --gpus 2", "'string' is not known; there are NVLink 3"),
         ("--power_watts 300", "--power_watts and --power_price go together"),
-        ("--power_watts 1 --power_price 1 --price_per_hour 1", "leave one out"),
+        ("--power_watts 1 --power_price 1 --price_per_hour 1", "give --price_per_hour, or"),
         ("--num_gpus banana", "--num_gpus does nothing here: use --gpus"),
         ("--lr-scaling sqrt", "--lr_scaling does nothing here"),
         (f"--out {__file__}", __file__),
@@ -129,6 +127,13 @@ def test_bad_usage_is_one_line(argv, words, capsys):
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert words in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
+
+
+def test_electricity_is_a_way_to_pay(monkeypatch):
+    calibration = Calibration(points=[ONE], steps_per_episode=50.0)
+    monkeypatch.setattr(speedup, "calibrate", lambda *args, **options: calibration)
+    found = speedup.estimate_training_speedup(gpus=[1], power_watts=500.0, power_price=0.3)
+    assert found.rows[0]["cost"] == pytest.approx([0.5 * 0.3 * found.rows[0]["hours"]] * 2)
 
 
 def test_python_callers_give_arguments_instead_of_flags():
