@@ -186,7 +186,7 @@ def main() -> int:
     verdict = worst(report.checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
     if parsed.extra.json:
-        found = {"version": 2, "verdict": verdict, "exit_code": code, "command": command}
+        found = {"version": 3, "verdict": verdict, "exit_code": code, "command": command}
         checks = [dataclasses.asdict(check) for check in report.checks]
         print(json.dumps(found | {"checks": checks} | facts_json | report.figures, indent=2))
         return code

@@ -53,8 +53,8 @@ class SetupReport:
         print(f"\n{title}")
         for check in checks:
             print(f"  {check.verdict:<8} {check.name:<14} {check.measured}")
-            if check.cure:
-                print(f"  {'':<8} {'':<14} -> {check.cure}")
+            if check.fix:
+                print(f"  {'':<8} {'':<14} -> {check.fix}")
         sys.stdout.flush()
 
 

@@ -40,7 +40,7 @@ class Check:
     name: str
     verdict: str  # OK, WARNING or PROBLEM
     measured: str
-    cure: str = ""
+    fix: str = ""
 
 
 class _Section(list[Check]):
@@ -257,13 +257,10 @@ def _host_checks(facts: Facts, plan: Plan) -> list[Check]:
 
 
 def _add_threads(found: _Section, facts: Facts, each: float) -> None:
-    """Check that ranks use their cores, `each` so many, and that nobody else does."""
+    """Check that each rank uses its cores, and that nobody else does."""
     asked, load = facts.environment.get("OMP_NUM_THREADS", ""), facts.host.load or 0.0
     busy = load > 0.5 * facts.host.cores
-    if asked and not (asked.isdecimal() and int(asked)):
-        words = f"OMP_NUM_THREADS={asked} is no number of threads and limits nothing"
-        found.add("threads", WARNING, words, "unset OMP_NUM_THREADS, or name a number from 1")
-    elif asked and int(asked) < int(each) and not busy:
+    if asked.isdecimal() and 0 < int(asked) < int(each) and not busy:
         words = f"OMP_NUM_THREADS={asked} keeps each rank to {asked} of {int(each)} cores"
         fix = "unset OMP_NUM_THREADS: ranks share the cores by themselves"
         found.add("threads", WARNING, words, fix)

@@ -26,20 +26,13 @@ MOMENTS = {
 
 
 def communication_check(backend: str, measured: Measured | None, error: str, needed: bool) -> Check:
-    """Check that ranks could reduce over a backend, and how fast.
-
-    Args:
-        measured: None: it failed, with `error`.
-        needed: the training will use this backend on several ranks.
-    """
+    """Check that ranks could reduce over a backend (else `error`), and how fast."""
     if measured is None:
         more = "; NCCL_DEBUG=INFO tells more" if backend == "nccl" else ""
         fix = f"see Host and Environment above{more}"
         return Check("Communication", backend, PROBLEM if needed else WARNING, error, fix)
     smallest, largest = measured.times[0], measured.times[-1]
-    words = f"{measured.num_ranks} ranks, {measured.threads} thread(s) each: sums are right"
-    if measured.num_ranks == 1:
-        words = "1 rank: it starts, and reduces with itself"
+    words = f"{measured.num_ranks} rank(s), {measured.threads} thread(s) each: sums are right"
     if ddp := measured.ddp:
         took = f"{duration(ddp.reduction_s)} for its gradient of {gib(ddp.gradient_bytes)}"
         words += f", DDP steps end with equal parameters ({took})"
@@ -177,24 +170,12 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
 
 
 def command_line(
-    given: Sequence[str],
-    changes: Mapping[str, str | int],
-    unset: Sequence[str],
-    script: str = SCRIPT,
+    given: Sequence[str], changes: Mapping[str, str | int], unset: Sequence[str], script: str
 ) -> str:
-    """The training command to copy: the flags given, some of them changed.
-
-    Args:
-        given: flags of the training script.
-        changes: values by name, in place of those given.
-        unset: environment variables that must not be set.
-        script: the training script, as the current directory reaches it.
-    """
-    words = [*without(given, tuple(changes))]
-    for name, value in changes.items():
-        words += [f"--{name}", str(value)]
+    """The training command to copy, with flags changed and variables unset."""
+    changed = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     start = ["env", *(word for name in unset for word in ("-u", name))] if unset else []
-    return shlex.join([*start, "python", script, *words])
+    return shlex.join([*start, "python", script, *without(given, tuple(changes)), *changed])
 
 
 def worst(checks: Sequence[Check]) -> str:

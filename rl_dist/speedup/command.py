@@ -21,9 +21,10 @@ import torch
 from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.all_reduce_bench import BenchError
-from rl_dist.launch.short_run import ShortRunError, without
+from rl_dist.launch.short_run import DROPPED, ShortRunError, without
 from rl_dist.speedup.calibration import (
     ITERATIONS,
+    OF_RANKS,
     QUICK_ITERATIONS,
     QUICK_S,
     SCALINGS,
@@ -60,16 +61,11 @@ names for --link and --between:
 exit codes: 0 done, 1 a short run failed, 2 bad usage"""
 # Flags of training that mean nothing here, and what stands for them.
 IDLE = {
+    **dict.fromkeys((*OF_RANKS, *DROPPED, "interactive"), "leave it out: short runs choose it"),
     **dict.fromkeys(("run_dir", "resume"), "RUN_DIR, the first word, stands for a run's flags"),
     **dict.fromkeys(("num_gpus", "gpu_ids"), "use --gpus"),
     **dict.fromkeys(("scaling", "device", "num_episodes", "total_steps"), "it is our argument"),
 }
-OF_SHORT_RUNS = (
-    "strategy", "hybrid_form", "shard_size", "fallback", "gradient_compression", "lr_scaling",
-    "seed", "interactive", "max_restarts", "on_event", "validate_every", "checkpoint_every",
-    "keep_best",
-)  # fmt: skip
-IDLE |= dict.fromkeys(OF_SHORT_RUNS, "leave it out: short runs train with ddp and save nothing")
 
 
 def estimate_training_speedup(

@@ -183,7 +183,7 @@ def _row(
         "copies": point.copies,
         "threads": point.threads,
         "bottleneck": reason,
-        "cure": fix,
+        "fix": fix,
         **asdict(found),
         **_bill(found, budget, cards),
     }
@@ -206,17 +206,15 @@ def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict
 
 def _facts(calibration: Calibration) -> dict[str, Any]:
     """The measurements, for JSON."""
-    link, cores = calibration.link, calibration.cores
+    link = calibration.link
     on_cpu = calibration.device_type == "cpu"
     names = ("env", "load", "device_type", "gradient_bytes", "num_envs", "batch_size", "cores")
     return {name: getattr(calibration, name) for name in names} | {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
-        "link": {
-            "name": link.name,
-            "latency_s": link.all_reduce_s(0, 2),
-            "bytes_per_s": link.bytes_per_s if math.isfinite(link.bytes_per_s) else None,
-        },
+        "hardware": f"{calibration.cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
+        "link": link.name,
+        "latency_s": link.all_reduce_s(0, 2),
+        "bytes_per_s": link.bytes_per_s if math.isfinite(link.bytes_per_s) else None,
     }
 
 
@@ -271,7 +269,7 @@ def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
             found.append(f"{row['gpus']} {row['scaling']}: cannot be, {row['problem']}")
         elif row["gpus"] > 1:
             found.append(f"{row['scaling']}: {row['bottleneck']}")
-    return [*found, *dict.fromkeys(f"-> {row['cure']}" for row in rows if row.get("cure"))]
+    return [*found, *dict.fromkeys(f"-> {row['fix']}" for row in rows if row.get("fix"))]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -151,7 +151,7 @@ PIPELINE = {"strategy": "hybrid", "hybrid_form": "pipeline"}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "asked", "words", "cure"),
+    ("ranks", "asked", "words", "fix"),
     [
         (2, {"strategy": "none"}, "strategy none", "--strategy default"),
         (2, {"strategy": "hybrid", "shard_size": 3}, "does not divide 2 ranks",
@@ -160,13 +160,13 @@ PIPELINE = {"strategy": "hybrid", "hybrid_form": "pipeline"}
         (1, {"gradient_compression": "bf16"}, "", "--gradient_compression none"),
     ],
 )  # fmt: skip
-def test_a_strategy_that_cannot_be_is_reported_and_replaced(ranks, asked, words, cure, facts):
+def test_a_strategy_that_cannot_be_is_reported_and_replaced(ranks, asked, words, fix, facts):
     launch = LaunchConfig(num_gpus=ranks, device="cpu", **asked)
     found, device_type, (check,) = decide_ranks(launch, facts)
-    assert (found, device_type, check.verdict, check.cure) == (ranks, "cpu", "problem", cure)
+    assert (found, device_type, check.verdict, check.fix) == (ranks, "cpu", "problem", fix)
     assert words in check.measured
     given = [str(word) for name, value in asked.items() for word in (f"--{name}", value)]
-    assert " ".join(shlex.split(command(launch, ranks, facts, *given))).endswith(cure)
+    assert " ".join(shlex.split(command(launch, ranks, facts, *given))).endswith(fix)
 
 
 def test_short_runs_are_of_one_rank_each_whatever_the_strategy_of_several(monkeypatch):
@@ -194,7 +194,7 @@ def test_a_gpu_that_does_not_start_is_a_problem_and_no_traceback(facts, monkeypa
     ranks, device_type, (check,) = decide_ranks(LaunchConfig(), facts)
     assert (ranks, device_type, check.verdict) == (1, "cpu", "problem")
     assert check.measured == "CUDA error: unknown error"
-    assert "--device cpu" in check.cure
+    assert "--device cpu" in check.fix
 
 
 # ---- beside the report

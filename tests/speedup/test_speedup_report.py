@@ -114,7 +114,7 @@ def test_the_table_holds_every_column_and_remark():
         ("--gpus 4 --gpus_per_machine 2", "name the network between them"),
         ("nowhere", "nowhere is no run directory"),
         ("--device cuda", "torch sees no CUDA GPU"),
-        (" ".join(TINY[:-1]) + " none", "hidden_size"),
+        pytest.param(" ".join(TINY[:-1]) + " none", "hidden_size", marks=pytest.mark.slow),
     ],
 )
 def test_bad_usage_is_one_line(argv, words, capsys):
