@@ -54,7 +54,7 @@ def test_ranks_follow_the_gpus_that_are_named(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks_of_torchrun", "flags", "told"),
+    ("gpus", "ranks_of_torchrun", "flags", "words"),
     [
         (4, 0, {"gpu_ids": "0,2,0"}, "gpu_ids has 0 more than once"),
         (4, 0, {"gpu_ids": "0,,2"}, "whole numbers with commas between"),
@@ -70,9 +70,9 @@ def test_ranks_follow_the_gpus_that_are_named(
         (4, 2, {"strategy": "dp"}, "works in one process, got 2 ranks"),
     ],
 )
-def test_gpus_that_cannot_be_taken_are_refused(machine, gpus, ranks_of_torchrun, flags, told):
+def test_gpus_that_cannot_be_taken_are_refused(machine, gpus, ranks_of_torchrun, flags, words):
     machine(gpus, ranks=ranks_of_torchrun)
-    with pytest.raises(ValueError, match=told) as caught:
+    with pytest.raises(ValueError, match=words) as caught:
         resolve(LaunchConfig(**flags))
     assert "\n" not in str(caught.value)
 
@@ -84,9 +84,7 @@ def test_ids_count_the_gpus_that_the_variable_leaves_visible(machine):
         resolve(LaunchConfig(gpu_ids="5"))
 
 
-@pytest.mark.parametrize(
-    ("local_rank", "gpu_ids", "gpu"), [(1, (0, 3), 3), (0, (2, 1), 2), (1, (), 1)]
-)
+@pytest.mark.parametrize(("local_rank", "gpu_ids", "gpu"), [(1, (0, 3), 3), (1, (), 1)])
 def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
     machine, monkeypatch, local_rank, gpu_ids, gpu
 ):
@@ -103,9 +101,8 @@ def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
     with pytest.raises(InterruptedError, match=f"cuda:{gpu}"):
         open_world("cuda", gpu_ids=gpu_ids)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    if gpu:
-        with pytest.raises(UserError, match="needs its own GPU, but torch sees 1"):
-            open_world("cuda", gpu_ids=gpu_ids)
+    with pytest.raises(UserError, match="needs its own GPU, but torch sees 1"):
+        open_world("cuda", gpu_ids=gpu_ids)
 
 
 def resumed(saved, *argv):

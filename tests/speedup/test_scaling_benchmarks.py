@@ -26,7 +26,7 @@ def run(name, *flags):
 
 
 def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
-    rows = run("scaling.py", *TINY, "--rounds", 1, "--iterations", 3, "--out", tmp_path)
+    rows = run("scaling.py", *TINY, "--rounds", 1, "--turn_s", 1, "--out", tmp_path)
     assert [(row["gpus"], row["scaling"], row["machine"]) for row in rows] == [
         (1, "strong", "none"),
         (1, "strong", "ddp"),
