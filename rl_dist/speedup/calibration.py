@@ -35,12 +35,7 @@ from rl_dist.speedup.model import (
     modelled_communication,
     predict,
 )
-from rl_dist.speedup.rank_cost import (
-    rank_cost_of,
-    share_flags,
-    shorter_rollout,
-    steps_per_episode,
-)
+from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, shorter_rollout, steps_per_episode
 from rl_dist.speedup.reduction_bench import Reductions, measure_reductions
 from rl_dist.telemetry.progress import Stages
 

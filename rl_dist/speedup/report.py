@@ -149,11 +149,7 @@ def device_tflops(device_type: str) -> float:
 
 
 def _row(
-    point: Point,
-    one: Point,
-    calibration: Calibration,
-    budget: Budget,
-    cards: list[GpuModel],
+    point: Point, one: Point, calibration: Calibration, budget: Budget, cards: list[GpuModel]
 ) -> dict[str, Any]:
     unit = "ranks" if calibration.device_type == "cpu" and not cards else "GPUs"
     row = {
