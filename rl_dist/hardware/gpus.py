@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_dist.errors import one_line
 from rl_dist.hardware.nvml import Nvml
 
 COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
@@ -153,13 +152,13 @@ def _add_torch(gpus: list[Gpu], torch: Any) -> str:
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:
-        return one_line(error, named=False)
+        return _line(error)
     by_uuid = {_bare(gpu.uuid): place for place, gpu in enumerate(gpus) if gpu.uuid}
     for number in range(count):
         try:
             found = torch.cuda.get_device_properties(number)
         except (RuntimeError, AssertionError) as error:
-            problem = f"torch: {one_line(error, named=False)}"
+            problem = f"torch: {_line(error)}"
             gpus.append(Gpu(index=len(gpus), torch_index=number, error=problem))
             continue
         place = by_uuid.get(_bare(str(getattr(found, "uuid", ""))))
@@ -172,7 +171,7 @@ def _add_torch(gpus: list[Gpu], torch: Any) -> str:
             try:
                 free = torch.cuda.mem_get_info(number)[0]
             except RuntimeError as error:
-                problem = problem or f"torch: {one_line(error, named=False)}"
+                problem = problem or f"torch: {_line(error)}"
         gpus[place] = replace(
             gpu,
             torch_index=number,
@@ -210,3 +209,7 @@ def _link(first: Gpu, second: Gpu, handles: dict[int, Any], nvml: Nvml, torch: A
 
 def _bare(uuid: str) -> str:
     return uuid.removeprefix("GPU-").lower()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,21 +117,14 @@ def estimate_training_speedup(
         named = None if without(flags, ["env"]) == list(flags) else task["env"]
         check_module(task["env"], task.get("env_kwargs", ""), folder, named)
     episodes, steps = budget_of(folder, num_episodes, total_steps)
+    budget = Budget(num_episodes=episodes, total_steps=steps, price_per_hour=price_per_hour)
 
-    cost_unit = "USD" if price_per_hour is None else "as --price_per_hour"
     if power_watts is not None and power_price is not None:
-        price_per_hour = power_watts / 1000.0 * power_price
-        cost_unit = "as --power_price"
+        budget = replace(budget, price_per_hour=power_watts / 1000.0 * power_price)
 
     def report(calibration: Calibration) -> SpeedupReport:
-        budget = Budget(
-            num_episodes=episodes,
-            total_steps=steps,
-            steps_per_episode=calibration.steps_per_episode,
-            price_per_hour=price_per_hour,
-            cost_unit=cost_unit,
-        )
-        return report_of(calibration, budget, cards)
+        length = replace(budget, steps_per_episode=calibration.steps_per_episode)
+        return report_of(calibration, length, cards)
 
     stages = Stages(shown=not quiet)
     automatic = "cuda" if torch.cuda.is_available() else "cpu"

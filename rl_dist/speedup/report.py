@@ -31,7 +31,6 @@ class Budget:
     total_steps: int = 0  # instead of episodes
     steps_per_episode: float = math.nan
     price_per_hour: float | None = None  # None: that of cards, in US dollars
-    cost_unit: str = "USD"
 
     @property
     def env_steps(self) -> float:
@@ -102,7 +101,8 @@ def report_of(
         for several in cards:
             moved = [_moved(point, calibration, several, tflops) for point in here]
             rows += [_row(point, moved[0], calibration, budget, several) for point in moved]
-    return SpeedupReport(rows, _facts(calibration), budget.words, notes, budget.cost_unit)
+    unit = "USD" if budget.price_per_hour is None else "as asked"
+    return SpeedupReport(rows, _facts(calibration), budget.words, notes, unit)
 
 
 def _moved(

@@ -23,7 +23,7 @@ ONE = Point(ranks=1, scaling="strong", work=WORK)
 TWO = Point(ranks=2, scaling="weak", work=WORK, communication=Communication(gradient_s=0.05))
 THREE = Point(ranks=3, scaling="strong", problem="num_envs 64 does not divide")
 LENGTH = {"num_episodes": 7200, "steps_per_episode": 50.0}
-BUDGET = Budget(**LENGTH, price_per_hour=2.0, cost_unit="as asked")
+BUDGET = Budget(**LENGTH, price_per_hour=2.0)
 
 
 def report(*points, budget=BUDGET, cards=(), **changes):
