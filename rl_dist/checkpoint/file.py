@@ -27,7 +27,7 @@ from rl_dist.checkpoint.seal import (
     NewerFormatError,
     about,
     read_sealed,
-    sealed,
+    seal,
 )
 from rl_dist.hardware.plain_files import log_once, remove
 
@@ -83,15 +83,8 @@ def pack(state: dict[str, Any]) -> bytes:
     return seal(buffer.getvalue())
 
 
-def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
-    """Return a zip archive with our comment: format, torch version, SHA-256."""
-    return sealed(archive, format_version, torch.__version__)
-
-
 def check_plain(value: Any, where: str) -> None:
     """Refuse a value that `torch.load(weights_only=True)` would refuse later."""
-    if isinstance(value, Tensor) or type(value) in _PLAIN_TYPES:
-        return
     if isinstance(value, dict):
         for key, entry in value.items():
             check_plain(key, f"{where} key {key!r}")
@@ -99,10 +92,9 @@ def check_plain(value: Any, where: str) -> None:
     elif type(value) in (list, tuple):
         for index, entry in enumerate(value):
             check_plain(entry, f"{where}[{index}]")
-    else:
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}; make it a tensor or a plain value"
-        )
+    elif not isinstance(value, Tensor) and type(value) not in _PLAIN_TYPES:
+        kind = type(value).__name__
+        raise CheckpointError(f"{where} is a {kind}; make it a tensor or a plain value")
 
 
 def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None) -> None:
@@ -110,7 +102,6 @@ def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None
 
     Args:
         path: the file; its folder is made if missing.
-        data: its new content.
         second_name: gets the same content, just before `path` does: a hard link where the file
             system knows them. A directory in its place stays, and is named once.
 
@@ -118,29 +109,28 @@ def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None
         CheckpointError: names path, bytes needed and cause. No half-written file stays.
     """
     # a leftover of another process cannot have this name
-    names = [name for name in (path, second_name) if name]
-    parts = [name.with_name(f"{name.name}.{os.getpid()}.pt.part") for name in names]
+    part, second = (path.with_name(f"{os.getpid()}.{number}.pt.part") for number in (1, 2))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.part"):
             remove(leftover)
-        _write(parts[0], data)
+        _write(part, data)
         if second_name:
             try:
-                os.link(parts[0], parts[1])
+                os.link(part, second)
             except OSError:  # no hard links here, or too many: a copy
-                _write(parts[1], data)
+                _write(second, data)
             try:
-                parts[1].replace(second_name)
+                second.replace(second_name)
             except IsADirectoryError:
                 log_once(f"{second_name} cannot be written, for it is a directory: move it away")
-                parts[1].unlink()
-        parts[0].replace(path)
+                second.unlink()
+        part.replace(path)
         _sync_names(path.parent)
     except OSError as error:
-        for part in parts:
+        for leftover in (part, second):
             with suppress(OSError):  # a folder that cannot be written holds nothing of ours
-                part.unlink(missing_ok=True)
+                leftover.unlink(missing_ok=True)
         cause = str(error.strerror or error)
         with suppress(OSError):
             cause += f" ({shutil.disk_usage(path.parent).free:,} bytes are free there)"
@@ -188,12 +178,9 @@ def _unpack(path: Path, data: bytes) -> dict[str, Any]:
 def _reason(message: str) -> str:
     """Shorten torch's objection to a file, without its advice to trust it."""
     message = "".join(c if c.isprintable() else " " for c in message)
-    code = re.search(r"GLOBAL (\S+)", message)
-    if code:
-        return (
-            f"it wants to run {code[1][:80]}, and a checkpoint holds data only; nothing was run: "
-            "do not trust it"
-        )
+    if code := re.search(r"GLOBAL (\S+)", message):
+        wants = f"it wants to run {code[1][:80]}, and a checkpoint holds data only"
+        return f"{wants}; nothing was run: do not trust it"
     if "TorchScript" in message:
         return "it is a TorchScript archive, which holds code; nothing was run: do not trust it"
     cause = message.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]

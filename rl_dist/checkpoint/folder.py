@@ -31,7 +31,6 @@ def save_checkpoint(
     """Write `iteration_00000120.pt` whole or not at all, and drop old ones.
 
     Args:
-        directory: made if missing.
         state: tensors, numbers, strings, None, in dicts, lists and tuples.
         iteration: part of the name. Later iterations already there are from a past that a resumed
             run does not share; they are renamed to *.pt.superseded, and removed once the run has
@@ -42,8 +41,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: a value that could not be loaded again, or a disk that cannot be written.
     """
-    if keep < 1:
-        raise CheckpointError(f"keep_checkpoints must be at least 1, got {keep}")
+    assert keep >= 1
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     if path.is_dir():
         _set_aside(path)
@@ -79,28 +77,15 @@ class Found(NamedTuple):
 
 
 def load_latest(run_dir: str | Path) -> Found | None:
-    """Load the newest valid checkpoint of a run; prints which it skipped.
+    """Load the newest valid checkpoint of a run or folder; logs which it skipped.
+
+    best.pt is the last resort: it may be all that a cleaner has left.
 
     Raises:
         NewerFormatError: the newest one is whole, but of a newer format: falling back would lose
             the training in it.
     """
-    return _load_latest_in(Path(run_dir, CHECKPOINT_DIR))
-
-
-def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Return the path of the checkpoint that `load_latest` finds."""
-    return latest_in(Path(run_dir, CHECKPOINT_DIR))
-
-
-def latest_in(directory: Path) -> Path | None:
-    """Return the newest valid checkpoint of a folder; like `latest_checkpoint`."""
-    found = _load_latest_in(directory)
-    return found.path if found else None
-
-
-def _load_latest_in(directory: Path) -> Found | None:
-    for path in reversed(_best_and_files(directory)):
+    for path in reversed(_best_and_files(checkpoint_folder(run_dir))):
         try:
             return Found(path, load_checkpoint(path))
         except NewerFormatError:
@@ -108,6 +93,12 @@ def _load_latest_in(directory: Path) -> Found | None:
         except CheckpointError as error:
             log_once(f"skipped: {error}")
     return None
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """Return the path of the checkpoint that `load_latest` finds."""
+    found = load_latest(run_dir)
+    return found.path if found else None
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
@@ -121,10 +112,15 @@ def find_latest_run(runs_dir: str | Path) -> Path | None:
     return next((run_dir for run_dir in ordered if latest_checkpoint(run_dir)), None)
 
 
-def _best_and_files(directory: Path) -> list[Path]:
-    """List best.pt, which may be all that a cleaner has left, and the others, oldest first."""
-    best = directory / BEST_FILE
-    return [*([best] if best.exists() else []), *checkpoint_files(directory)]
+def _best_and_files(folder: Path) -> list[Path]:
+    best = folder / BEST_FILE
+    return [*([best] if best.exists() else []), *checkpoint_files(folder)]
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """Return the folder of checkpoints in a run directory, else the path itself."""
+    folder = Path(path, CHECKPOINT_DIR)
+    return folder if folder.is_dir() else Path(path)
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -156,12 +152,10 @@ class Best:
         self.world = world
         self.measured: dict[str, float] = {}  # at this iteration
         self.improved = False
-        value = (
-            _value_of_best(names, directory / BEST_FILE)
-            if names and world.is_main_process
-            else None
-        )
-        self.value = all_gather_json(value, world)[0]
+        found = None
+        if names and world.is_main_process:
+            found = _value_of_best(names, directory / BEST_FILE)
+        self.value = all_gather_json(found, world)[0]
 
     def look(self, metrics: Mapping[str, Any]) -> bool:
         """Return True if these metrics beat all before; all ranks must call.
@@ -170,16 +164,14 @@ class Best:
             UserError: the metric is no number.
         """
         self.measured = {}
-        self.improved = False
         name = next((name for name in self.names if name in metrics), None)
-        if name is not None:
-            value = all_gather_json(metrics[name], self.world)[0]
-            if not isinstance(value, int | float | None):
-                raise UserError(f"keep_best {name} is no number: name a metric that is one")
-            # None: no episode has ended, for example
-            if value is not None and math.isfinite(value):
-                self.measured = {name: float(value)}
-                self.improved = self.value is None or value > self.value
+        value = None if name is None else all_gather_json(metrics[name], self.world)[0]
+        if not isinstance(value, int | float | None):
+            raise UserError(f"keep_best {name} is no number: name a metric that is one")
+        # None: no episode has ended, for example
+        if name is not None and value is not None and math.isfinite(value):
+            self.measured = {name: float(value)}
+        self.improved = bool(self.measured) and (self.value is None or value > self.value)
         return self.improved
 
     def saved(self) -> None:
@@ -192,13 +184,13 @@ def _value_of_best(names: Sequence[str], path: Path) -> float | None:
     """Return the value in best.pt; None: the next one shall replace it."""
     if not path.exists():
         return None
-    successor = f"the next checkpoint with {' or '.join(names)} takes its place"
     try:
         measured = load_checkpoint(path).get(MEASURED) or {}
+        for name in names:
+            if name in measured:
+                return measured[name]
+        problem = f"{path} was chosen by {', '.join(measured) or 'no metric'}"
     except CheckpointError as error:
-        log_once(f"{error}; {successor}")
-        return None
-    value = next((measured[name] for name in names if name in measured), None)
-    if value is None:
-        log_once(f"{path} was chosen by {', '.join(measured) or 'no metric'}; {successor}")
-    return value
+        problem = str(error)
+    log_once(f"{problem}; the next checkpoint with {' or '.join(names)} takes its place")
+    return None

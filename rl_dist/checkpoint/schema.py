@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,172 +21,139 @@ FIT = "rl_dist.fit"
 _MARKS = {RUN: {"carry", "global_step"}, FIT: {"module", "best_epoch"}}
 _COUNTS = ("iteration", "global_step", "episodes", "epoch", "best_epoch", "bad_in_a_row")
 _MOST = 10**15  # that anything counts
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
 _LOSS_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+State = Mapping[str, Any]
+Checks = Iterator[tuple[str, bool]]  # name of an entry, whether it is good
 
 
 class StateError(ValueError):
     """A state that no training of ours has written; one line."""
 
 
-def check_state(state: Mapping[str, Any]) -> None:
+def check_state(state: State) -> None:
     """Check the entries of a checkpoint, as far as they are known.
 
     Raises:
         StateError: names the entry.
     """
+    of_kind: dict[str, Callable[[State], Checks]] = {RUN: _run, FIT: _fit}
+    name = ""
     try:
-        for name in _COUNTS:
-            if name in state:
-                _count(state, name)
-        measured = {} if state.get("measured") is None else state["measured"]
-        good = isinstance(measured, dict) and all(_is_number(value) for value in measured.values())
-        _require(good, "measured", "no number by name of a metric")
-        if "config" in state:
-            _config(state["config"])
-        kind = kind_of(state)
-        if kind == RUN:
-            _check_run(state)
-        elif kind == FIT:
-            _check_fit(state)
-        if kind:
-            _strategy(state.get("strategy"))
+        for checks in (_any, of_kind.get(kind_of(state), lambda state: iter(()))):
+            for name, good in checks(state):
+                if not good:
+                    raise StateError(f"{name!r:.80} is not as training writes it")
     except StateError:
         raise
     except KeyError as error:
         raise StateError(f"it has no {error}") from None
     except Exception as error:  # whatever torch raises at what cannot be looked at
-        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise StateError(f"it holds what cannot be compared ({cause})") from None
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise StateError(f"an entry after {name!r:.80} is of another type ({cause})") from None
 
 
-def kind_of(state: Mapping[str, Any]) -> str:
+def kind_of(state: State) -> str:
     """Return who wrote a state: RUN, FIT or "" (somebody else)."""
     return next((kind for kind, marks in _MARKS.items() if state.keys() & marks), "")
 
 
-def _check_run(state: Mapping[str, Any]) -> None:
+def _any(state: State) -> Checks:
+    for name in _COUNTS:
+        yield name, _is_count(state.get(name, 0))
+    measured = {} if state.get("measured") is None else state["measured"]
+    yield "measured", all(_is_number(value) and math.isfinite(value) for value in measured.values())
+    sections = json.loads(state.get("config", "{}")).values()
+    yield "config", all(isinstance(section, dict) for section in sections)
+
+
+def _run(state: State) -> Checks:
     for name in ("iteration", "global_step", "episodes", "config"):
         state[name]
-    num_obs = _count(state, "num_obs", 1)
-    num_actions = _count(state, "num_actions", 1)
-    _require(type(state["discrete"]) is bool, "discrete", "neither true nor false")
-    weights = _tensors(state, "policy")
-    good = all(weight.is_floating_point() for weight in weights.values())
-    _require(good, "policy", "not of floating point")
-    good = any(num_actions in weight.shape for weight in weights.values())
-    _require(good, "policy", f"without weights of {num_actions} actions")
-    _adam(state["optimizer"], list(weights.values()))
+    num_obs, num_actions = state["num_obs"], state["num_actions"]
+    yield "num_obs", _is_count(num_obs, 1)
+    yield "num_actions", _is_count(num_actions, 1)
+    yield "discrete", type(state["discrete"]) is bool
+
+    # Adam's state is of the weights, in the order of the parameters
+    weights = list(_tensors(state, "policy").values())
+    yield "policy", all(weight.is_floating_point() for weight in weights)
+    yield "policy", any(num_actions in weight.shape for weight in weights)
+    groups = state["optimizer"]["param_groups"]
+    yield "optimizer", type(groups) is list and len(groups) == 1
+    yield "optimizer", groups[0]["params"] == list(range(len(weights)))
+    for number, entry in state["optimizer"]["state"].items():
+        name = f"optimizer of weight {number}"
+        moments = _tensors({name: entry}, name)
+        step, mean, square = (moments[key] for key in ("step", "exp_avg", "exp_avg_sq"))
+        yield name, number in range(len(weights)) and step.numel() == 1
+        yield name, mean.shape == square.shape == weights[number].shape
+        yield name, not bool((step < 0).any() or (square < 0).any())
+
     for name, size in (("obs_normalizer", num_obs), ("reward_normalizer", 1)):
         moments = _tensors(state, name)
         shapes = {"moments.count": (), "moments.mean": (size,), "moments.variance": (size,)}
-        found = {key: tuple(value.shape) for key, value in moments.items()}
-        _require(found == shapes, name, "of other shapes")
-        negative = any((moments[key] < 0).any() for key in ("moments.count", "moments.variance"))
-        _require(not negative, name, "negative")
+        yield name, {key: tuple(value.shape) for key, value in moments.items()} == shapes
+        positive = (moments["moments.count"], moments["moments.variance"])
+        yield name, not any((value < 0).any() for value in positive)
+
     carry = _tensors(state, "carry")
-    num_envs = len(carry["obs"]) if carry["obs"].ndim == 2 else 0
-    good = num_envs > 0 and carry["obs"].shape[1] == num_obs
-    _require(good, "carry", f"without observations of {num_obs} numbers")
-    environments = state["environments"]
-    _require(isinstance(environments, dict | None), "environments", "neither a dict nor None")
-    entries = carry | {f"environments {key}": value for key, value in (environments or {}).items()}
-    for name, value in entries.items():
-        good = isinstance(value, Tensor) and value.shape[:1] == (num_envs,)
-        _require(good, name, f"not of {num_envs} environments")
+    num_envs, num_carried = carry["obs"].shape
+    yield "carry", num_envs > 0 and num_carried == num_obs
+    environments = {} if state["environments"] is None else state["environments"]
+    for name, value in [*carry.items(), *environments.items()]:
+        yield name, isinstance(value, Tensor) and value.shape[:1] == (num_envs,)
+    yield from _strategy(state)
 
 
-def _check_fit(state: Mapping[str, Any]) -> None:
-    for name in ("epoch", "best_epoch", "history", "extra"):
+def _fit(state: State) -> Checks:
+    for name in ("epoch", "best_epoch", "module", "optimizer"):
         state[name]
     module = _tensors(state, "module", finite=False)  # a mask may hold infinities
-    good = not any(value.isnan().any() for value in module.values())
-    _require(good, "module", "not a number somewhere")
-    _require(_is_number(state["best_loss"], finite=False), "best_loss", "no number")
+    yield "module", not any(value.isnan().any() for value in module.values())
+    yield "best_loss", _is_number(state["best_loss"])
     history = state["history"]
-    good = isinstance(history, list) and all(isinstance(record, dict) for record in history)
-    good = good and len(history) == state["epoch"]
-    _require(good, "history", "not one record for each epoch")
-    numbers = [value for record in history for value in record.values()]
-    good = all(_is_number(value, finite=False) for value in numbers)
-    _require(good, "history", "not of numbers")
+    yield "history", type(history) is list and len(history) == state["epoch"]
+    yield "history", all(_is_number(value) for record in history for value in record.values())
     optimizer = state["optimizer"]
-    good = isinstance(optimizer, dict) and isinstance(optimizer.get("state"), dict)
-    good = good and isinstance(optimizer.get("param_groups"), list)
-    _require(good, "optimizer", "no optimizer's state")
-    _require(isinstance(state["extra"], dict), "extra", "no dict")
-    _require(isinstance(state.get("facts"), dict | None), "facts", "no dict")
+    yield "optimizer", isinstance(optimizer["state"], dict)
+    yield "optimizer", isinstance(optimizer["param_groups"], list)
+    yield "extra", isinstance(state["extra"], dict)
+    yield "facts", isinstance(state.get("facts"), dict | None)
+    yield from _strategy(state)
 
 
-def _require(good: bool, name: str, otherwise: str) -> None:
-    if not good:
-        raise StateError(f"{name!r:.80} is {otherwise}")
+def _strategy(state: State) -> Checks:
+    """Check the entry of a strategy; older checkpoints have none."""
+    strategy = {} if state.get("strategy") is None else state["strategy"]
+    yield "strategy", isinstance(strategy, dict)
+    if "loss_scaler" in strategy:
+        scaler = strategy["loss_scaler"]
+        yield "loss_scaler", scaler.keys() == _LOSS_SCALER and scaler["scale"] > 0
+        numbers = scaler.values()
+        yield "loss_scaler", all(_is_number(value) and 0 <= value < math.inf for value in numbers)
 
 
-def _count(state: Mapping[str, Any], name: str, least: int = 0) -> int:
-    value = state[name]
-    good = type(value) is int and least <= value <= _MOST
-    _require(good, name, f"no whole number of {least}..{_MOST}")
-    return value
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= _MOST
 
 
-def _is_number(value: Any, *, finite: bool = True) -> bool:
-    return type(value) in (int, float) and (not finite or math.isfinite(value))
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
-def _config(text: Any) -> None:
-    try:
-        config = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        config = None
-    good = isinstance(config, dict) and all(isinstance(value, dict) for value in config.values())
-    _require(good, "config", "no JSON object of sections")
-
-
-def _tensors(state: Mapping[str, Any], name: str, *, finite: bool = True) -> dict[str, Tensor]:
+def _tensors(state: State, name: str, *, finite: bool = True) -> dict[str, Tensor]:
     """Return the tensors of an entry by name."""
     found = state[name]
-    _require(isinstance(found, dict) and bool(found), name, "no tensors by name")
+    if not isinstance(found, dict) or not found:
+        raise StateError(f"{name!r:.80} is no tensors by name")
     for key, value in found.items():
-        place = f"{name} {key}"
-        _require(isinstance(key, str) and isinstance(value, Tensor), place, "no tensor")
         # nothing that takes more memory to look at than it has, or cannot be computed with
-        good = value.device.type == "cpu" and value.layout is torch.strided
+        good = isinstance(key, str) and isinstance(value, Tensor)
+        good = good and value.device.type == "cpu" and value.layout is torch.strided
         good = good and not value.is_quantized and not value.is_complex()
         good = good and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-        _require(good, place, "no plain tensor")
-        good = not finite or bool(torch.isfinite(value).all())
-        _require(good, place, "not finite: NaN or inf")
+        if not good:
+            raise StateError(f"{f'{name} {key}'!r:.80} is no plain tensor")
+        if finite and not torch.isfinite(value).all():
+            raise StateError(f"{f'{name} {key}'!r:.80} is not finite: NaN or inf")
     return found
-
-
-def _adam(optimizer: Any, weights: list[Tensor]) -> None:
-    """Check Adam's state of the weights, which stand in the order of the parameters."""
-    other = "not of the weights in 'policy'"
-    numbers = list(range(len(weights)))
-    good = isinstance(optimizer, dict) and isinstance(optimizer.get("state"), dict)
-    groups: Any = optimizer.get("param_groups") if good else None
-    good = isinstance(groups, list) and len(groups) == 1 and isinstance(groups[0], dict)
-    _require(good and groups[0].get("params") == numbers, "optimizer", other)
-    for number, moments in optimizer["state"].items():
-        name = f"optimizer of weight {number}"
-        _require(number in numbers and isinstance(moments, dict), name, other)
-        _require(set(_ADAM) <= moments.keys(), name, f"without {', '.join(_ADAM)}")
-        moments = _tensors({name: moments}, name)
-        shape = weights[number].shape
-        good = moments["step"].numel() == 1 and all(
-            moments[key].shape == shape for key in _ADAM[1:]
-        )
-        _require(good, name, "of another shape than the weight")
-        negative = any((moments[key] < 0).any() for key in ("step", "exp_avg_sq"))
-        _require(not negative, name, "negative")
-
-
-def _strategy(strategy: Any) -> None:
-    """Check the entry of a strategy; older checkpoints have none."""
-    _require(isinstance(strategy, dict | None), "strategy", "no dict")
-    if strategy and "loss_scaler" in strategy:
-        scaler = strategy["loss_scaler"]
-        good = isinstance(scaler, dict) and scaler.keys() == _LOSS_SCALER
-        good = good and all(_is_number(value) and value >= 0 for value in scaler.values())
-        _require(good and bool(scaler["scale"]), "loss_scaler", "no loss scale")

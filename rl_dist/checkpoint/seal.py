@@ -1,4 +1,4 @@
-"""The end of a checkpoint file: format version and checksum; needs no torch.
+"""The end of a checkpoint file: format version and checksum.
 
 The comment of its zip archive is the end of the file:
 
@@ -15,10 +15,9 @@ import hashlib
 import os
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+import torch
 
 from rl_dist.hardware.plain_files import plain_file, read_open
 
@@ -37,27 +36,28 @@ class NewerFormatError(CheckpointError):
     """A whole checkpoint, written by a newer version of this program."""
 
 
-def sealed(archive: bytes, format_version: int, torch_version: str) -> bytes:
+def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
     """Return a zip archive with the comment.
 
     Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE
     4.3.16.
     """
     assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
-    words = f"rl_dist checkpoint, format {format_version}, torch {torch_version}, ".encode()
+    words = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
     data = archive[:-2] + struct.pack("<H", len(words) + _SEAL_BYTES) + words
     return data + _MARK + hashlib.sha256(data).hexdigest().encode()
 
 
-@contextmanager
-def open_sealed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that starts and ends like a checkpoint, without reading the rest.
+def read_sealed(path: Path) -> bytes:
+    """Read a file, if its bytes are those that were written.
 
     Raises:
-        CheckpointError: missing, no plain file, empty, truncated, or no checkpoint at all.
+        CheckpointError: missing, no plain file, empty, truncated, changed, too large for the
+            memory, or no checkpoint at all.
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
+            # the ends first: a giant that is none is not read
             start = file.read(4)
             file.seek(max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES))
             wrong = ""
@@ -67,27 +67,16 @@ def open_sealed(path: Path) -> Iterator[IO[bytes]]:
                 wrong = "is damaged or no checkpoint: it does not start like one"
             elif file.read(len(_MARK)) != _MARK:
                 wrong = "is truncated or not ours: its checksum is missing"
-            if wrong:
-                raise CheckpointError(f"checkpoint {path} {wrong}")
-            file.seek(0)
-            yield file
+            else:
+                file.seek(0)
+                data = read_open(file, None)
+                digest = hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest()
+                if data[-64:] != digest.encode():
+                    wrong = "is damaged: its bytes do not match its SHA-256 checksum"
     except OSError as error:
-        cause = error.strerror or error
-        raise CheckpointError(f"checkpoint {path} cannot be read: {cause}") from None
-
-
-def read_sealed(path: Path) -> bytes:
-    """Read a file, if its bytes are those that were written.
-
-    Raises:
-        CheckpointError: as `open_sealed`, or changed, or too large for the memory.
-    """
-    with open_sealed(path) as file:
-        data = read_open(file, None)
-    if data[-64:] != hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode():
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: its bytes do not match its SHA-256 checksum"
-        )
+        wrong = f"cannot be read: {error.strerror or error}"
+    if wrong:
+        raise CheckpointError(f"checkpoint {path} {wrong}")
     return data
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rl_dist.errors import CommandParser, explains_errors
-from rl_dist.status.run_state import RECENT, RunState, newest_run, read_run
+from rl_dist.status.run_state import RunState, newest_run, read_run
+from rl_dist.telemetry.state_file import STATE_FILE
 
 RUNS = Path("runs")
 EVERY_S = 2.0
@@ -43,13 +41,12 @@ USE = {  # of each rank: how its values are shown
 
 def describe(run: RunState) -> list[str]:
     """Return the lines for people."""
-    ranks = "" if run.num_ranks is None else f", {run.num_ranks} rank{'s' * (run.num_ranks > 1)}"
-    place = f" on {run.device}" if run.device else ""
+    done = f"{run.done:,} of {run.total:,} {run.unit} ({_share(run):.0%})"
     rows = [
         ("run", run.run_dir),
         ("state", f"{run.state}: {_cut(run.reason)}" if run.reason else run.state),
-        ("job", f"{run.env}{ranks}{place}, strategy {run.strategy}"),
-        ("progress", _progress(run)),
+        ("job", f"{run.env}, {run.num_ranks} ranks on {run.device}, strategy {run.strategy}"),
+        ("progress", f"{done}, {run.iteration:,} iterations"),
         ("speed", _speed(run)),
         ("return", _returns(run)),
         ("checkpoint", _checkpoint(run)),
@@ -61,7 +58,6 @@ def describe(run: RunState) -> list[str]:
         ("logged", f"{m.time} {m.level.lower()}, rank {m.rank}: {_cut(m.text)}")
         for m in run.messages
     ]
-    rows += [("note", note) for note in run.notes]
     return [f"{name:<11} {text}" for name, text in rows if text]
 
 
@@ -69,14 +65,7 @@ def one_line(run: RunState) -> str:
     """Return the same in a line, for logs."""
     now = time.strftime("%H:%M:%S")
     parts = [now, run.state, f"iteration {run.iteration}", f"{_share(run):.0%}"]
-    if run.steps_per_s is not None:
-        parts.append(f"{_short(run.steps_per_s)} steps/s")
-    if run.last_return is not None:
-        parts.append(f"return {run.last_return:.4g}")
-    if run.eta_s is not None:
-        parts.append(f"ETA {_duration(run.eta_s)}")
-    if run.reason:
-        parts.append(_cut(run.reason))
+    parts += [text for text in (_speed(run), _returns(run), _cut(run.reason)) if text]
     return " | ".join(parts)
 
 
@@ -84,21 +73,14 @@ def _share(run: RunState) -> float:
     return min(1.0, run.done / run.total) if run.total > 0 else 0.0
 
 
-def _progress(run: RunState) -> str:
-    if not run.iteration:
-        return f"no iteration yet, {run.total:,} {run.unit} to do"
-    age = f", the last {_duration(run.metrics_age_s)} ago" if run.metrics_age_s is not None else ""
-    done = f"{run.done:,} of {run.total:,} {run.unit} ({_share(run):.0%})"
-    return f"{done}, {run.iteration:,} iterations{age}"
-
-
 def _speed(run: RunState) -> str:
-    if run.steps_per_s is None:
-        return ""
-    count = min(RECENT, run.iteration)
-    parts = [f"{_short(run.steps_per_s)} steps/s (median of {count} iterations)"]
+    parts = []
+    if run.steps_per_s is not None:
+        parts.append(f"{run.steps_per_s:,.1f} steps/s")
     if run.iteration_s is not None:
         parts.append(f"{run.iteration_s:.3g} s an iteration")
+    if run.metrics_age_s is not None:
+        parts.append(f"the last {_duration(run.metrics_age_s)} ago")
     if run.eta_s is not None:
         parts.append(f"{_duration(run.eta_s)} to go, without validation and checkpoints")
     return ", ".join(parts)
@@ -107,18 +89,16 @@ def _speed(run: RunState) -> str:
 def _returns(run: RunState) -> str:
     parts = []
     if run.last_return is not None:
-        parts.append(f"{run.last_return:.4g}, mean of recent iterations {run.mean_return:.4g}")
+        parts.append(f"return {run.last_return:.4g}, mean of recent ones {run.mean_return:.4g}")
     names = [name for name in ("valid/return", "valid/sharpe") if name in run.validation]
     parts += [f"{name} {run.validation[name]:.4g}" for name in names]
-    return "; ".join(parts)
+    return ", ".join(parts)
 
 
 def _checkpoint(run: RunState) -> str:
     if run.checkpoint is None:
         return "none" if run.over else "none yet"
-    unchecked = "large, not checked: python -m rl_dist.checkpoint verify"
-    checked = "valid" if run.checkpoint_checked else unchecked
-    return f"{run.checkpoint}, {_duration(run.checkpoint_age_s)} old, {checked}"
+    return f"{run.checkpoint}, {_duration(run.checkpoint_age_s)} old"
 
 
 def _cut(text: str) -> str:
@@ -126,51 +106,28 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT_WIDTH else f"{text[:TEXT_WIDTH]} ..."
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "?"
     if seconds < 120:
         return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 # ---- the command
 
 
-class _Screen:
-    """Lines that replace those shown before."""
-
-    def __init__(self) -> None:
-        self._shown = 0
-
-    def show(self, lines: Sequence[str]) -> None:
-        size = shutil.get_terminal_size()
-        # wrapped ones could not be replaced
-        lines = [line[: size.columns - 1] for line in lines[: size.lines - 1]]
-        back = f"\x1b[{self._shown}A\x1b[J" if self._shown else ""
-        print(back + "\n".join(lines), flush=True)
-        self._shown = len(lines)
-
-
 def follow(run_dir: Path, every_s: float, as_json: bool) -> RunState:
     """Show the run until it is over."""
-    screen = _Screen() if sys.stdout.isatty() and not as_json else None
-    before: tuple[Any, ...] = ()
+    on_terminal = sys.stdout.isatty() and not as_json
+    before = None
     while True:
         run = read_run(run_dir)
-        now: tuple[Any, ...] = (run.state, run.iteration)
-        if as_json:
-            now += (run.checkpoint, len(run.messages), run.reason)
-        if screen:
-            screen.show(describe(run))
-        elif run.over and not as_json:
-            print("\n".join(describe(run)), flush=True)
+        now = (run.state, run.reason, run.iteration, run.checkpoint, len(run.messages))
+        if on_terminal or (run.over and not as_json):
+            # from the top of an empty terminal
+            clear = "\x1b[H\x1b[2J" if on_terminal else ""
+            print(clear + "\n".join(describe(run)), flush=True)
         elif now != before:
             print(run.to_json() if as_json else one_line(run), flush=True)
         if run.over:
@@ -180,12 +137,14 @@ def follow(run_dir: Path, every_s: float, as_json: bool) -> RunState:
 
 
 def wait_for(run_dir: Path) -> None:
-    """Give a training that has just been started the time to make its directory."""
+    """Give a training that has just been started the time to begin its directory."""
     deadline_s = time.monotonic() + PATIENCE_S
     if not run_dir.exists():
         print(f"waiting for {run_dir} ...", file=sys.stderr, flush=True)
     # a file in its place is for the reader to refuse
-    while not (run_dir.is_file() or any(run_dir.glob("*"))) and time.monotonic() < deadline_s:
+    while not (run_dir.is_file() or (run_dir / STATE_FILE).exists()):
+        if time.monotonic() > deadline_s:
+            return
         time.sleep(0.2)
 
 
@@ -207,7 +166,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.every is not None and not args.follow:
         parser.error(f"--every {args.every:g} does nothing without --follow: add it")
-    if args.every is not None and not (math.isfinite(args.every) and 0.1 <= args.every <= 86_400):
+    if args.every is not None and not 0.1 <= args.every <= 86_400:
         parser.error(f"--every must be 0.1..86400 seconds, got {args.every:g}")
     return args
 

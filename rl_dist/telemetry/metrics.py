@@ -50,9 +50,7 @@ class NullWriter:
 class Board:
     """TensorBoard's record of a folder; it ends where the disk refuses it."""
 
-    def __init__(
-        self, folder: str | Path, *, purge_step: int | None = None, suffix: str = ""
-    ) -> None:
+    def __init__(self, folder: str | Path, *, purge_step: int | None, suffix: str = "") -> None:
         """Open a new event file.
 
         Args:
@@ -65,37 +63,30 @@ class Board:
         # a second to import: the main process only
         from torch.utils.tensorboard import SummaryWriter
 
-        # None: nothing is written any more
-        self._board: Any = SummaryWriter(
-            str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix
-        )
+        options: dict[str, Any] = {"purge_step": purge_step, "filename_suffix": suffix}
+        # it writes in a thread, every 10 s; None: it has ended
+        self.board: Any = SummaryWriter(str(folder), flush_secs=10, **options)
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
         """Add the numbers of a record without NaN and infinities."""
-        try:
-            for tag, value in _scalars(record) if self._board else ():
-                self._board.add_scalar(tag, value, step)
-        except OSError as error:
-            self.abandon()
-            logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
-
-    def abandon(self) -> None:
-        """Write nothing more: the folder is full, or not ours any longer."""
-        self._board = None
+        for tag, value in _scalars(record):
+            self._call("add_scalar", tag, value, step)
 
     def flush(self) -> None:
         """Put all that was written on disk."""
-        if self._board:
-            with suppress(OSError):  # reported when it is written to
-                self._board.flush()  # it writes in a thread, every 10 s
+        self._call("flush")
 
     def close(self) -> None:
         """Finish the file."""
+        self._call("close")
+
+    def _call(self, method: str, *args: Any) -> None:
         try:
-            if self._board:
-                self._board.close()
+            if self.board:
+                getattr(self.board, method)(*args)
         except OSError as error:
-            logger.warning("TensorBoard's record is not complete: %s", error.strerror or error)
+            self.board = None
+            logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
 
 
 class MetricsWriter(NullWriter):
@@ -105,7 +96,7 @@ class MetricsWriter(NullWriter):
         self,
         run_dir: str | Path,
         world: World,
-        total: int | None,
+        total: int,
         unit: str,
         *,
         start: int = 0,
@@ -115,7 +106,7 @@ class MetricsWriter(NullWriter):
         """Open the files of a run, and append to metrics.jsonl.
 
         Args:
-            total: `done` at the end of the run, None if unknown.
+            total: `done` at the end of the run.
             unit: of `done`, such as "episodes".
             start: `done` at the start, above 0 on resume.
             purge_step: the first `global_step` still to come. A running TensorBoard forgets what
@@ -153,7 +144,7 @@ class MetricsWriter(NullWriter):
                 check_in_place(*self._lock)
             self._lines.write(json.dumps(plain, allow_nan=False))
         except UserError:
-            self._board.abandon()
+            self._board.board = None  # it would write into another folder
             raise
         self._board.write(plain, plain["global_step"])
         self._progress.show(plain, done)
@@ -161,12 +152,12 @@ class MetricsWriter(NullWriter):
             self._state.add_record(plain)
 
     def update_state(self, **changes: Any) -> None:
-        """Write changes of the run's state to state.json."""
+        """Write changes to state.json."""
         if self._state:
             self._state.update(**changes)
 
     def say(self, text: str) -> None:
-        """Print a line for the user without tearing the progress bar."""
+        """Print a line without tearing the progress bar."""
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
@@ -183,7 +174,7 @@ class MetricsWriter(NullWriter):
 
 
 def open_writer(
-    run_dir: str | Path, world: World, total: int | None, unit: str, **options: Any
+    run_dir: str | Path, world: World, total: int, unit: str, **options: Any
 ) -> NullWriter:
     """Return a `MetricsWriter` on the main process, a writer of nothing elsewhere."""
     if not world.is_main_process:
@@ -260,8 +251,12 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     kept, global_step = "", 0
     for line in before.splitlines():
-        counters = _counters(line)
-        if counters is None:
+        try:
+            record = json.loads(line)
+            counters = record["iteration"], record["global_step"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            counters = None, None
+        if [*map(type, counters)] != [int, int]:
             logger.warning("%s: dropped a line that is no record: %.60s", path, line)
         elif counters[0] <= iteration:
             kept += line + "\n"
@@ -275,16 +270,6 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
             except OSError as error:
                 raise unwritable(str(events), error) from None
     return kept.count("\n")
-
-
-def _counters(line: str) -> tuple[int, int] | None:
-    """Return iteration and global_step of a record, None for what is none."""
-    try:
-        record = json.loads(line)
-        found = record["iteration"], record["global_step"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return found if [*map(type, found)] == [int, int] else None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -312,11 +297,11 @@ def _cut_events(path: Path, global_step: int) -> None:
     data = read_plain(path, None)
     end = num_kept = 0
     while end + 12 < len(data):
-        start = end + 12
-        stop = start + struct.unpack_from("<Q", data, end)[0]
+        stop = end + 12 + struct.unpack_from("<Q", data, end)[0]
+        if not end + 12 < stop <= len(data) - 4:
+            break
         try:
-            whole = start < stop <= len(data) - 4
-            if not whole or Event.FromString(data[start:stop]).step > global_step:
+            if Event.FromString(data[end + 12 : stop]).step > global_step:
                 break
         except DecodeError:
             break
@@ -333,20 +318,18 @@ def _cut_events(path: Path, global_step: int) -> None:
 _handlers: list[logging.Handler] = []  # that `setup_logging` has added
 
 
-class _LogFile(logging.FileHandler):
+class _LogFile(logging.StreamHandler):
     """A log that a full disk cuts short without a traceback for every line."""
 
     def __init__(self, path: Path, level: int, formatter: logging.Formatter) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(open(path, "a", encoding="utf-8", opener=plain_file))  # noqa: SIM115
         self.setLevel(level)
         self.setFormatter(formatter)
 
     def close(self) -> None:
         with suppress(OSError):
-            super().close()
-
-    def _open(self) -> Any:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)
+            self.stream.close()
+        super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
         if not isinstance(sys.exc_info()[1], OSError):
@@ -375,7 +358,7 @@ class _Console(logging.Handler):
             tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
-def setup_logging(run_dir: str | Path, rank: int) -> Path:
+def setup_logging(run_dir: str | Path, rank: int) -> None:
     """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
 
     Warnings and errors go to logs/rank_N.jsonl, too. Replaces what an earlier call set up.
@@ -400,7 +383,6 @@ def setup_logging(run_dir: str | Path, rank: int) -> Path:
         root.addHandler(handler)
     logging.captureWarnings(True)
     threading.excepthook = _log_end_of_thread
-    return path
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,6 @@ MEMORY = ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib", "mem
 SAMPLED = ("utilization_percent", *MEMORY, "temperature_c", "power_w")
 GPU = tuple(f"gpu/{name}" for name in SAMPLED)
 Values = dict[str, float | None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Monitor:
         self._sources = list(sources) if every_s else []
         self._every_s = every_s
         self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._logged: set[str] = set()
+        self._logged: set[Source] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if self._sources:
@@ -75,17 +74,15 @@ class Monitor:
                 sample |= (self._guarded(source, read) if read else None) or {}
             self._samples.append(sample)
 
-    def _guarded(self, source: Source, step: Callable[[], T]) -> T | None:
+    def _guarded(self, source: Source, step: Callable[[], Any]) -> Any:
         """Log whatever a source raises, once; the run goes on."""
         try:
             return step()
         except Exception as error:
-            name = source.names[0]
-            if name not in self._logged:
-                self._logged.add(name)
+            if source not in self._logged:
                 why = f"{type(error).__name__}: {error}"
-                logger.warning("monitor: %s ... cannot be read: %s", name, why)
-            return None
+                logger.warning("monitor: %s ... cannot be read: %s", source.names[0], why)
+            self._logged.add(source)
 
 
 def sources_of(device: torch.device, nvml_module: Any = None) -> list[Source]:
@@ -121,7 +118,7 @@ def _read_gpu(index: int, nvml_module: Any) -> Callable[[], Values]:
         logger.info("monitor: no utilisation, temperature and power of the GPU: %s", reason)
 
     def read() -> Values:
-        status = gpu_status(index, nvml.reading(handle))
+        status = _gpu_status(index, nvml.reading(handle))
         return {f"gpu/{name}": getattr(status, name) for name in SAMPLED}
 
     return read
@@ -146,7 +143,7 @@ class GpuStatus:
     power_w: float | None
 
 
-def gpu_status(index: int, seen: GpuReading, name: str = "") -> GpuStatus:
+def _gpu_status(index: int, seen: GpuReading, name: str = "") -> GpuStatus:
     """Join a reading of the driver with what torch's allocator holds on its device."""
     held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
     free, total = seen.memory_free_bytes, seen.memory_total_bytes
@@ -179,15 +176,15 @@ def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
     from rl_dist.hardware.nvml import Nvml
 
     nvml = Nvml(nvml_module)
-    found = []
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            reading = nvml.reading(nvml.find_torch_device(index))
-            found.append(gpu_status(index, reading, torch.cuda.get_device_name(index)))
+        indices = range(torch.cuda.device_count())
+        names = [torch.cuda.get_device_name(index) for index in indices]
+        handles = [nvml.find_torch_device(index) for index in indices]
     else:
-        for index in range(nvml.count()):
-            handle, _ = nvml.handle(index)
-            name = nvml.read("nvmlDeviceGetName", handle) if handle is not None else None
-            found.append(gpu_status(index, nvml.reading(handle), name or "does not answer"))
+        handles = [nvml.handle(index)[0] for index in range(nvml.count())]
+        asked = [handle and nvml.read("nvmlDeviceGetName", handle) for handle in handles]
+        names = [name or "does not answer" for name in asked]
+    readings = [nvml.reading(handle) for handle in handles]
     nvml.close()
-    return found
+    pairs = enumerate(zip(readings, names, strict=True))
+    return [_gpu_status(index, reading, name) for index, (reading, name) in pairs]

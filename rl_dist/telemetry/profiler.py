@@ -42,7 +42,7 @@ GRADIENTS = "waiting for gradients of other ranks"
 WAITING = "waiting for other ranks elsewhere"
 COPIES = "copies to and from the GPU"
 INSIDE = (GRADIENTS, WAITING, COPIES)  # not sections, but within them
-NUM_OPERATORS, WRITTEN_OPERATORS = 8, 40
+NUM_OPERATORS = 12  # that are shown; the trace holds all
 Say = Callable[[str], None]
 Explain = Callable[[Mapping[str, float]], str]
 
@@ -80,13 +80,8 @@ class SectionTimes:
 class Profiler:
     """Measures one window of iterations of this rank, then reports what it found."""
 
-    def __init__(self, run_dir: Path, world: World, explain: Explain = lambda seconds: "") -> None:
-        """Prepare a window.
-
-        Args:
-            run_dir: gets the folder `profile`.
-            explain: makes a sentence of the seconds of an iteration by section; "" = none.
-        """
+    def __init__(self, run_dir: Path, world: World, explain: Explain) -> None:
+        """Prepare a window; `explain` makes a sentence of seconds by section."""
         self._folder = run_dir / FOLDER
         self._world, self._explain = world, explain
         self._number = 0  # of the iteration within the window
@@ -104,9 +99,9 @@ class Profiler:
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration, before its work."""
-        if self._number >= WINDOW:
-            return
         self._number += 1
+        if self._number > WINDOW:
+            return
         if self._number == 1:
             self._first = iteration
             self._trace.start()
@@ -124,18 +119,13 @@ class Profiler:
         if self._number in TIMED:
             self._add_clocks(+1)
         elif self._number == WINDOW:
-            self._number += 1
             self._trace.stop()
             say(self._report())
 
     def close(self, say: Say) -> None:
         """End a training, maybe too early for a profile."""
         if 0 < self._number < WINDOW:
-            say(
-                f"no profile: training ended after {self._number} iteration(s), "
-                f"--profile needs {WINDOW}"
-            )
-        self._number = WINDOW + 1
+            say(f"no profile: {self._number} iteration(s), and --profile needs {WINDOW}")
 
     def _add_clocks(self, sign: int) -> None:
         self._totals["whole"] += sign * self._times.now()
@@ -145,7 +135,7 @@ class Profiler:
     def _report(self) -> str:
         """Write this rank's files; returns the text for the user."""
         # seconds of one iteration by section
-        operators, copies_s = read_operators(self._trace, on_gpu=self._on_gpu)
+        operators, copies_s = _read_operators(self._trace, on_gpu=self._on_gpu)
         spent = self._times.seconds
         if self._world.size > 1:
             spent = spent | {name: self._totals[name] for name in (GRADIENTS, WAITING)}
@@ -153,21 +143,17 @@ class Profiler:
         if copies_s:
             seconds[COPIES] = copies_s
 
-        # the tables, a short one for the terminal and a long one for the file
         name = f"rank_{self._world.rank}"
         timed = [self._first + number - 1 for number in TIMED]
-        shares = (
+        text = (
             f"profile of rank {self._world.rank}, mean of iterations {timed[0]} to {timed[-1]}\n"
             f"{section_table(seconds, self._totals['whole'] / len(TIMED))}\n"
             f"operators of iteration {self._first + WINDOW - 1} by their own time, "
-            "tracing included\n"
+            f"tracing included\n{operators}\n{self._explain(seconds)}"
         )
-        explained = self._explain(seconds)
-        text = f"{shares}{operator_table(operators[:NUM_OPERATORS])}\n{explained}"
-        whole = f"{shares}{operator_table(operators[:WRITTEN_OPERATORS])}\n{explained}\n"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            Path(self._folder, f"{name}.txt").write_text(whole, encoding="utf-8")
+            Path(self._folder, f"{name}.txt").write_text(f"{text}\n", encoding="utf-8")
             tensorboard_trace_handler(str(self._folder), name, use_gzip=True)(self._trace)
         except OSError as error:  # training is worth more than its profile
             why = error.strerror or error
@@ -178,31 +164,23 @@ class Profiler:
         return f"{text}\nprofile: {self._folder} (rank_N.txt; traces for {opened})"
 
 
-# name, calls, seconds without operators that it called (on a GPU of its kernels), share of all
-Operator = tuple[str, int, float, float]
+def _read_operators(trace: profile, *, on_gpu: bool) -> tuple[str, float]:
+    """Return a table of the longest operators, and seconds of copies from or to a GPU.
 
-
-def read_operators(trace: profile, *, on_gpu: bool) -> tuple[list[Operator], float]:
-    """Return operators, longest first, and seconds of copies from or to a GPU."""
+    An operator's time is its own, without operators that it called; on a GPU that of its kernels.
+    """
     rows, copies_s = [], 0.0
     for event in trace.key_averages():
         self_us: Any = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if event.key.startswith(("Memcpy HtoD", "Memcpy DtoH")):
             copies_s += self_us / 1e6
         if self_us and not event.is_user_annotation:
-            rows.append((event.key, event.count, self_us / 1e6))
-    total_s = sum(self_s for _, _, self_s in rows)
-    longest = sorted(rows, key=lambda row: -row[2])
-    return [(*row, row[2] / total_s) for row in longest], copies_s
-
-
-def operator_table(operators: list[Operator]) -> str:
-    """Return a row for each operator."""
+            rows.append((self_us / 1e6, event.count, event.key))
+    total_s = sum(self_s for self_s, *_ in rows)
     lines = [f"  {'operator':<50}{'calls':>9}{'seconds':>10}{'share':>8}"]
-    for name, calls, self_s, share in operators:
-        short = name if len(name) <= 48 else name[:45] + "..."
-        lines.append(f"  {short:<50}{calls:>9,}{self_s:>10.4f}{share:>8.1%}")
-    return "\n".join(lines)
+    for self_s, calls, name in sorted(rows, reverse=True)[:NUM_OPERATORS]:
+        lines.append(f"  {name[:48]:<50}{calls:>9,}{self_s:>10.4f}{self_s / total_s:>8.1%}")
+    return "\n".join(lines), copies_s
 
 
 def section_table(seconds: Mapping[str, float], total_s: float) -> str:

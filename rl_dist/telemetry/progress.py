@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 import sys
@@ -16,26 +17,26 @@ from tqdm import tqdm
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes
 
+LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | ETA {remaining}"
 PLAIN_LINE_EVERY_S = 5.0  # where stderr is no terminal
-STAGE_LINE_EVERY_S = 15.0  # the same within a part of a plan
+STAGE_LINE_EVERY_S = 15.0  # within a part of a plan
 LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
 
 
 class Progress:
     """How far a training is, with the figures of its latest iterations."""
 
-    def __init__(self, total: int | None, unit: str, start: int) -> None:
-        """Begin at `start`, above 0 on resume; `total` may be unknown."""
-        self._total, self._unit, self._start = total, unit, start
+    def __init__(self, total: int, unit: str, start: int) -> None:
+        """Begin at `start`, above 0 on resume."""
         self._rates: deque[float] = deque(maxlen=LATEST)
         self._figures: dict[str, str] = {}
-        self._started_s = time.monotonic()
         self._printed_s = -math.inf
         self._pending = ""  # a line that is not printed yet
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            options = {"dynamic_ncols": True, "smoothing": 0.05}
-            self._bar = tqdm(total=total, unit=f" {unit}", initial=start, **options)
+        self._on_terminal = sys.stderr.isatty()
+        options: dict[str, Any] = {"dynamic_ncols": True, "smoothing": 0.05}
+        if not self._on_terminal:  # the bar only makes the text of lines
+            options = {"bar_format": LINE, "file": io.StringIO(), "mininterval": math.inf}
+        self._bar = tqdm(total=total, unit=f" {unit}", initial=start, **options)
 
     def show(self, record: dict[str, Any], done: int) -> None:
         """Take an iteration's metrics."""
@@ -44,40 +45,27 @@ class Progress:
             self._figures["steps/s"] = _short(statistics.median(self._rates))
         if record.get("episode/return") is not None:
             self._figures["return"] = _short(record["episode/return"])
-        if self._total:
-            # the last iteration ends episodes beyond the budget
-            self._total = max(self._total, done)
-        if self._bar is None:
-            self._show_line(record["iteration"], done)
-            return
-        self._bar.total = self._total
+        # the last iteration ends episodes beyond the budget
+        self._bar.total = max(self._bar.total, done)
         self._bar.set_postfix(self._figures, refresh=False)
         self._bar.update(done - self._bar.n)
-        self._bar.refresh()
+        if self._on_terminal:
+            self._bar.refresh()
+            return
+        self._pending = f"iteration {record['iteration']} | {self._bar}"
+        if time.monotonic() - self._printed_s >= PLAIN_LINE_EVERY_S:
+            self._printed_s = time.monotonic()
+            self._print()
 
-    def _show_line(self, iteration: int, done: int) -> None:
-        """Print a plain line every few seconds, for log files and pipes."""
-        now = time.monotonic()
-        reached = f"{done:,} {self._unit}"
-        if self._total:
-            reached = f"{done:,}/{self._total:,} {self._unit} ({done / self._total:.0%})"
-        parts = [f"iteration {iteration}", reached]
-        parts += [f"{name} {text}" for name, text in self._figures.items()]
-        if self._total and done > self._start:
-            left_s = (now - self._started_s) * (self._total - done) / (done - self._start)
-            parts.append(f"ETA {tqdm.format_interval(left_s)}")
-        self._pending = " | ".join(parts)
-        if now - self._printed_s >= PLAIN_LINE_EVERY_S:
-            self._printed_s = now
-            self.close()
-
-    def close(self) -> None:
-        """End the display; the last line is printed in any case."""
-        if self._bar is not None:
-            self._bar.close()
+    def _print(self) -> None:
         if self._pending:
             print(self._pending, file=sys.stderr, flush=True)
         self._pending = ""
+
+    def close(self) -> None:
+        """End the display; the last line is printed in any case."""
+        self._bar.close()
+        self._print()
 
 
 class Stages:
@@ -97,7 +85,6 @@ class Stages:
         self._expected: list[float] = []
         self._share, self._what = 0.0, ""
         self._started_s = self._printed_s = time.monotonic()
-        self._bar: Any = None
 
     @property
     def total(self) -> int:
@@ -123,8 +110,8 @@ class Stages:
 
     def close(self) -> None:
         """End the display."""
-        if self._bar is not None:
-            self._bar.close()
+        if self._shown and sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)
 
     @property
     def left_s(self) -> float | None:
@@ -136,21 +123,17 @@ class Stages:
 
     def _print(self) -> None:
         self._printed_s = time.monotonic()
-        if not self._shown:
-            return
         left = "time left: not known yet"
         if self.left_s is not None:
             left = f"about {tqdm.format_interval(self.left_s)} left"
-        passed = tqdm.format_interval(self._printed_s - self._started_s)
         done = f" ({self._share:.0%})" if self._share else ""
-        part = f"measuring {self.number} of {self.total}: {self._what}{done}"
-        line = f"{part}; {passed} passed, {left}"
-        if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
+        line = f"measuring {self.number} of {self.total}: {self._what}{done}, {left}"
+        if not self._shown:
             return
-        if self._bar is None:
-            self._bar = tqdm(bar_format="{desc}", dynamic_ncols=True, leave=False)
-        self._bar.set_description_str(line)
+        if sys.stderr.isatty():  # in place of the line before
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _short(value: float) -> str:

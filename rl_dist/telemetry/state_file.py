@@ -26,21 +26,15 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 STATE_FILE = "state.json"
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
-PHASES = ("starting", "restarting", *WORKING, "done", "stopped", "failed")
 TIME_SHARE = 0.005  # of the run's time that the updates of iterations may take
 LONGEST_ERROR = 2000  # characters
-
-
-def _checked_text(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("must be printable")
-    return text
 
 
 # what is read back may come from anybody; larger numbers are rubbish
 Count = Annotated[int, pydantic.Field(ge=0, lt=10**18)]
 Real = Annotated[float, pydantic.Field(ge=0, lt=1e18)]
-Text = Annotated[str, pydantic.AfterValidator(_checked_text)]
+Text = Annotated[str, pydantic.Field(pattern=r"^[^\p{C}]*$")]
+PHASES = ("starting", "restarting", *WORKING, "done", "stopped", "failed")
 Phase = Literal[PHASES]  # type: ignore[valid-type]
 
 
@@ -110,11 +104,7 @@ class StateFile:
     def __init__(
         self, run_dir: Path, state: JobState, lock: tuple[Path, IO[bytes]] | None = None
     ) -> None:
-        """Continue from a state.
-
-        Args:
-            lock: path and open file that lock the directory: one that was replaced is left alone.
-        """
+        """Continue from a state; a directory whose `lock` was replaced is left alone."""
         self.state = state
         self._run_dir, self._lock = run_dir, lock
         self._since_s, self._spent_s = time.perf_counter(), 0.0
@@ -205,11 +195,9 @@ def update_state(run_dir: Path, **changes: Any) -> None:
 def record_exit(
     run_dir: Path, pid: int, code: int, error: str = "", signum: int | None = None
 ) -> None:
-    """Write how a run ended, unless that is known; its ranks are gone.
+    """Write how the run of the launcher `pid` ended, unless that is known; its ranks are gone.
 
     Args:
-        pid: the launcher's.
-        error: what went wrong.
         signum: what ended it, where the code does not say so.
     """
     keeper = open_state(run_dir)
