@@ -54,10 +54,9 @@ def describe(run: RunState) -> list[str]:
     for one in run.use:
         values = [pattern.format(one[name]) for name, pattern in USE.items() if name in one]
         rows.append((f"rank {one['rank']}", ", ".join(values)))
-    rows += [
-        ("logged", f"{m.time} {m.level.lower()}, rank {m.rank}: {_cut(m.text)}")
-        for m in run.messages
-    ]
+    for one in run.messages:
+        where = f"{one['time']} {one['level'].lower()}, rank {one['rank']}"
+        rows.append(("logged", f"{where}: {_cut(one['text'])}"))
     return [f"{name:<11} {text}" for name, text in rows if text]
 
 

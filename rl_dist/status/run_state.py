@@ -10,9 +10,9 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from rl_dist.hardware.plain_files import plain_file, read_plain
@@ -35,44 +35,8 @@ class NoRunError(ValueError):
     """There is no run here; the message is one line for the user."""
 
 
-@dataclass(frozen=True)
-class Message:
-    """A warning or error that a rank logged."""
-
-    time: str
-    level: str
-    rank: int
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """A run at one instant; None: not known."""
-
-    run_dir: str
-    state: str  # starting, running, restarting, or one of OVER
-    phase: str  # of state.json
-    reason: str  # more about the state, "" if there is nothing to say
-    env: str
-    strategy: str
-    device: str
-    num_ranks: int
-    iteration: int = 0
-    global_step: int = 0
-    done: int = 0  # episodes or steps
-    total: int
-    unit: str
-    steps_per_s: float | None = None  # median of recent iterations
-    iteration_s: float | None = None
-    eta_s: float | None = None  # of a run that goes on, without validation and checkpoints
-    metrics_age_s: float | None = None  # since metrics.jsonl was written last
-    last_return: float | None = None
-    mean_return: float | None = None  # of the episodes of recent iterations
-    validation: dict[str, float] = field(default_factory=dict)  # the last one
-    checkpoint: str | None = None  # the last one
-    checkpoint_age_s: float | None = None
-    use: list[dict[str, Any]] = field(default_factory=list)  # by rank: GPU, CPU, memory, idle share
-    messages: list[Message] = field(default_factory=list)  # last warnings and errors, oldest first
+class RunState(SimpleNamespace):
+    """A run at one instant, see `read_run`; None: not known."""
 
     @property
     def over(self) -> bool:
@@ -81,7 +45,7 @@ class RunState:
 
     def to_json(self) -> str:
         """Return all fields as one JSON object."""
-        return json.dumps(asdict(self), allow_nan=False)
+        return json.dumps(vars(self), allow_nan=False)
 
 
 def newest_run(runs: Path) -> Path:
@@ -90,10 +54,10 @@ def newest_run(runs: Path) -> Path:
     Raises:
         NoRunError: there is none.
     """
-    found = sorted(runs.glob(f"*/{STATE_FILE}"), key=lambda path: -(_age_s(path) or 0.0))
+    found = list(runs.glob(f"*/{STATE_FILE}"))
     if not found:
         raise NoRunError(f"there is no run in {runs}/: name a run directory")
-    return found[-1].parent
+    return min(found, key=lambda path: _age_s(path) or 0.0).parent
 
 
 def read_run(run_dir: Path) -> RunState:
@@ -125,26 +89,26 @@ def read_run(run_dir: Path) -> RunState:
     saved = job.checkpoint
     return RunState(
         run_dir=str(run_dir),
-        state=state,
+        state=state,  # starting, running, restarting, or one of OVER
         phase=job.phase,
-        reason=reason,
+        reason=reason,  # more about the state, "" if there is nothing to say
         env=_env(run_dir),
         strategy=job.strategy,
         device=", ".join(sorted({rank.device for rank in job.ranks})),
         num_ranks=job.num_ranks,
         iteration=last["iteration"],
         global_step=last["global_step"],
-        done=int(last.get(counter, 0)),
+        done=int(last.get(counter, 0)),  # episodes or steps
         total=job.target,
         unit=job.unit,
-        steps_per_s=steps_per_s,
+        steps_per_s=steps_per_s,  # median of recent iterations
         iteration_s=iteration_s,
-        eta_s=eta_s if state == "running" else None,
-        metrics_age_s=age_s,
+        eta_s=eta_s if state == "running" else None,  # without validation and checkpoints
+        metrics_age_s=age_s,  # since metrics.jsonl was written last
         last_return=ended[-1]["episode/return"] if ended else None,
-        mean_return=sum(sums) / num_ended if ended else None,
-        validation=next((each for each in reversed(valid) if each), {}),
-        checkpoint=Path(saved.path).name if saved else None,
+        mean_return=sum(sums) / num_ended if ended else None,  # of episodes of recent iterations
+        validation=next((each for each in reversed(valid) if each), {}),  # the last one
+        checkpoint=Path(saved.path).name if saved else None,  # the last one
         checkpoint_age_s=_age_s(run_dir / saved.path) if saved else None,
         use=_use(recent),
         messages=_last_messages(run_dir),
@@ -185,28 +149,23 @@ def _read_records(path: Path) -> list[Record]:
         record = _numbers(line)
         if {"iteration", "global_step"} <= record.keys():
             record |= {name: int(record[name]) for name in ("iteration", "global_step")}
-            ranks = line.get("ranks")
-            entries = ranks if isinstance(ranks, list) else []
+            entries = line["ranks"] if isinstance(line.get("ranks"), list) else []
             record["ranks"] = [_numbers(entry) for entry in entries if isinstance(entry, dict)]
             records.append(record)
     return records[-2 * RECENT :]
 
 
 def _numbers(record: Record) -> Record:
-    """The values that can be calculated with."""
     numbers = {name: value for name, value in record.items() if type(value) in (int, float)}
     return {name: value for name, value in numbers.items() if abs(value) < LARGE}
 
 
-def _last_messages(run_dir: Path) -> list[Message]:
+def _last_messages(run_dir: Path) -> list[Record]:
     """Return the last warnings and errors of all ranks, oldest first."""
-    found = []
-    for path in run_dir.glob("logs/rank_*.jsonl"):
-        for line in _json_lines(path):
-            values = [line.get(name) for name in ("time", "level", "rank", "text")]
-            if [*map(type, values)] == [str, str, int, str]:
-                found.append(Message(*values))  # type: ignore[arg-type]
-    return sorted(found, key=lambda message: message.time)[-NUM_MESSAGES:]
+    lines = [line for path in run_dir.glob("logs/rank_*.jsonl") for line in _json_lines(path)]
+    types = {"time": str, "level": str, "rank": int, "text": str}
+    ours = [line for line in lines if {name: type(line[name]) for name in line} == types]
+    return sorted(ours, key=lambda line: line["time"])[-NUM_MESSAGES:]
 
 
 def _age_s(path: Path) -> float | None:

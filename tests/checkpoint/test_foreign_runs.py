@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from train_runs import RECALL, evaluate_here, only_error, train_here
+from train_runs import evaluate_here, only_error, train_here
 
 import train_distributed
 from agents.pretrain import command as pretrain
@@ -22,22 +22,10 @@ from rl_dist.errors import UserError
 from rl_dist.speedup import command as speedup
 from rl_dist.speedup.job_of_run import flags_of_run
 
-SECRET = "https://hooks.example.org/T0KEN"
-TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "128", "--checkpoint_every", "1"]
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)
 WRONG = [None, True, -1, 0, 0.5, "", "\0", "\x1b[2J", "\ud800", "x" * 10**5, [], {}]
 WRONG += [{"a": NESTED}, NESTED, *HUGE]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A short run with a command for events, evaluated."""
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        flags = [*TINY, "--on_event", f": {SECRET}", "--run_dir", run_dir]
-        assert train_here(monkeypatch, *flags) == 0
-    return run_dir
 
 
 @pytest.fixture
@@ -74,22 +62,17 @@ def alter(run_dir, section, name, value, *, config_too=True):
         config.write_text(altered(config.read_text()))
 
 
-@pytest.fixture
-def copy(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "run")
-
-
 # ---- commands
 
 
 def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
-    copy, monkeypatch, capsys, canary
+    copy, secret, monkeypatch, capsys, canary
 ):
     files = [path for path in copy.rglob("*") if path.is_file()]
-    assert files and not any(SECRET.encode() in path.read_bytes() for path in files)
+    assert files and not any(secret.encode() in path.read_bytes() for path in files)
     assert json.loads((copy / "config.json").read_text())["launch"]["on_event"] is True
     assert main(["inspect", str(copy), "--json"]) == 0
-    assert SECRET not in capsys.readouterr().out
+    assert secret not in capsys.readouterr().out
     assert train_here(monkeypatch, "--resume", copy) == 0
     assert "had --on_event, which is not stored" in capsys.readouterr().out
     assert train_here(monkeypatch, "--resume", copy, "--on_event", f"touch {canary}") == 0
@@ -168,9 +151,14 @@ def test_the_users_own_run_goes_on_without_naming_its_module_again(
 
 
 @pytest.mark.parametrize(
-    "module", ["foreign_envs", "run.foreign_envs", "run.foreign_package.inner", "linked"]
+    ("module", "named"),
+    [
+        ("foreign_envs", True),
+        ("run.foreign_envs", False),
+        ("run.foreign_package.inner", True),
+        ("linked", False),
+    ],
 )
-@pytest.mark.parametrize("named", [False, True])
 def test_no_module_is_imported_from_the_run_directory(
     module, named, copy, canary, tmp_path, monkeypatch, capsys
 ):

@@ -1,9 +1,7 @@
 """Odd files in a run directory (pipes, devices, giants, links) hang or end no reader."""
 
 import errno
-import json
 import os
-import shutil
 import stat
 
 import pytest
@@ -17,6 +15,7 @@ from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.hardware.plain_files import log_once
 from rl_dist.status.run_state import read_run
 from rl_dist.telemetry.metrics import MetricsWriter
+from rl_dist.telemetry.state_file import begin_state
 
 pytestmark = pytest.mark.timeout(60)  # opening a pipe would take for ever
 TINY = [*RECALL, "--checkpoint_every", 1, "--eval_episodes", 2]
@@ -41,8 +40,7 @@ def names(folder):
 def run_dir(tmp_path):
     path = tmp_path / "run"
     save(path, 1)
-    config = {"launch": {}, "train": {"num_episodes": 5, "total_steps": 0}}
-    (path / "config.json").write_text(json.dumps(config))
+    begin_state(path, num_ranks=1, strategy="none", precision="fp32", target=5, unit="episodes")
     return path
 
 
@@ -53,12 +51,10 @@ def test_an_odd_file_among_checkpoints_is_passed_over_by_all_who_read(run_dir, o
     ODD_FILES[odd](path)
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
     assert find_latest_run(run_dir.parent) == run_dir
-    found = read_run(run_dir)
-    assert found.checkpoint == "iteration_00000001.pt" and found.checkpoint_checked
     seen = name != "best.pt" or "link to" not in odd
     assert main(["verify", str(run_dir)]) == int(seen)
     assert main(["list", str(run_dir)]) == main(["inspect", str(run_dir)]) == 0
-    assert (f"damaged  checkpoint {path} " in capsys.readouterr().out) == seen
+    assert (f"damaged: checkpoint {path} " in capsys.readouterr().out) == seen
     if seen:
         with pytest.raises(CheckpointError, match="cannot be read|is damaged") as error:
             load_checkpoint(path)
@@ -123,40 +119,33 @@ def test_a_file_system_that_cannot_sync_a_folder_is_no_reason_to_fail(
 @pytest.mark.parametrize("odd", ODD_FILES)
 def test_the_status_of_a_run_with_odd_files_is_printed_or_refused(run_dir, odd):
     (run_dir / "logs").mkdir()
-    for name in ("metrics.jsonl", "summary.json", "state.json", "logs/rank_0.jsonl"):
+    for name in ("config.json", "metrics.jsonl", "summary.json", "logs/rank_0.jsonl"):
         ODD_FILES[odd](run_dir / name)
-        assert read_run(run_dir).checkpoint
-    (run_dir / "config.json").unlink()
-    ODD_FILES[odd](run_dir / "config.json")
-    try:
-        assert read_run(run_dir).checkpoint
-    except ValueError as error:
-        assert "\n" not in str(error)
+        assert read_run(run_dir).num_ranks == 1
+    (run_dir / "state.json").unlink()
+    ODD_FILES[odd](run_dir / "state.json")
+    with pytest.raises(ValueError, match="state.json") as error:
+        read_run(run_dir)
+    assert "\n" not in str(error.value)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        assert train_here(patch, *TINY, "--total_steps", 128, "--run_dir", run_dir) == 0
-    return run_dir
-
-
-@pytest.mark.parametrize("odd", ["pipe", "directory", "socket", "device"])
 @pytest.mark.parametrize(
-    "name", ["config.json", "metrics.jsonl", "events.out.tfevents.x", "logs/rank_0.log"]
+    ("name", "odd"),
+    [
+        ("config.json", "device"),
+        ("metrics.jsonl", "pipe"),
+        ("events.out.tfevents.x", "directory"),
+        ("logs/rank_0.log", "socket"),
+    ],
 )
-def test_a_resume_with_an_odd_file_is_refused_in_one_line(
-    trained, tmp_path, odd, name, monkeypatch, capsys
-):
-    run_dir = shutil.copytree(trained, tmp_path / "run")
-    with (run_dir / "metrics.jsonl").open("a") as file:
+def test_a_resume_with_an_odd_file_is_refused_in_one_line(copy, odd, name, monkeypatch, capsys):
+    with (copy / "metrics.jsonl").open("a") as file:
         file.write("torn")  # it shall be written again
-    ODD_FILES["pipe"](run_dir / "metrics.jsonl.tmp")  # in the way of that, and nobody's
-    (run_dir / name).unlink(missing_ok=True)
-    ODD_FILES[odd](run_dir / name)
+    ODD_FILES["pipe"](copy / "metrics.jsonl.tmp")  # in the way of that, and nobody's
+    (copy / name).unlink(missing_ok=True)
+    ODD_FILES[odd](copy / name)
     capsys.readouterr()
-    assert train_here(monkeypatch, "--resume", run_dir, "--total_steps", 256) in (1, 2)
+    assert train_here(monkeypatch, "--resume", copy, "--total_steps", 256) in (1, 2)
     assert name in only_error(capsys.readouterr().err)
 
 

@@ -43,19 +43,6 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert train_here(monkeypatch, *TINY, "--run_dir", run_dir) == 0
-    return run_dir
-
-
-@pytest.fixture
-def copy(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", ["x" * 300, "bad\udcff"], ids=["too long", "no UTF-8"])
 @pytest.mark.parametrize("command", [*COMMANDS, "evaluate"])
 def test_a_name_that_cannot_be_is_one_line(command, name, tmp_path, monkeypatch, capsys):
@@ -90,8 +77,14 @@ def test_a_current_directory_that_was_deleted_is_one_line(command, tmp_path):
     assert done.returncode == 2 and "current directory" in only_error(done.stderr)
 
 
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"])
-@pytest.mark.parametrize("value", ["abc", "-1", "1.5"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCHELASTIC_RESTART_COUNT", "abc"),
+        ("TORCHELASTIC_RESTART_COUNT", "-1"),
+        ("TORCHELASTIC_MAX_RESTARTS", "1.5"),
+    ],
+)
 def test_a_variable_of_torchrun_that_is_no_count_is_one_line_before_anything_is_written(
     name, value, trained, tmp_path, monkeypatch, capsys
 ):
@@ -106,13 +99,13 @@ def test_a_variable_of_torchrun_that_is_no_count_is_one_line_before_anything_is_
 
 # ---- something else in the place of a file or folder
 
-PLACES = ["config.json", "metrics.jsonl", "summary.json", "summary.json.superseded"]
-PLACES += ["events.out.tfevents.1", "logs/rank_0.log", "plots/learning_curve.png"]
-PLACES += ["plots", "logs", "profile", "checkpoints"]
+FILES = ["config.json", "metrics.jsonl", "summary.json.superseded", "logs/rank_0.log"]
+FILES += ["events.out.tfevents.1", "plots/learning_curve.png"]
+WRONG = [(name, kind) for name in FILES for kind in ("folder", "link")]
+WRONG += [(name, kind) for name in ("plots", "logs", "profile") for kind in ("file", "link")]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file"])
+@pytest.mark.parametrize(("place", "kind"), [*WRONG, ("checkpoints", "file")])
 def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(
     place, kind, copy, tmp_path, monkeypatch, capsys
 ):
@@ -123,28 +116,21 @@ def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(
     else:
         path.unlink(missing_ok=True)
     target.write_text("kept")
-    make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "file": path.touch}
-    make.get(kind, lambda: path.symlink_to(target))()
+    make = {"folder": path.mkdir, "file": path.touch, "link": lambda: path.symlink_to(target)}
+    make[kind]()
     monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: 0)
-    code = train_here(monkeypatch, "--resume", copy, "--total_steps", "192")
-    err = capsys.readouterr().err
-    fits = kind == ("file" if path.suffix else "folder") and place != "checkpoints"
-    assert code == (0 if fits else 2)
-    assert fits or only_error(err)
+    assert train_here(monkeypatch, "--resume", copy, "--total_steps", "256") == 2
+    only_error(capsys.readouterr().err)
     assert target.read_text() == "kept"
-    assert run_here(status.main, [copy], monkeypatch) in (0, 1, 2)
-    assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line", [{"iteration": 1, "global_step": None}, {"iteration": None, "global_step": 1}, [], 1]
-)
-def test_a_line_of_metrics_that_is_no_record_is_dropped(line, copy):
+def test_a_line_of_metrics_that_is_no_record_is_dropped(copy):
     metrics = copy / "metrics.jsonl"
     whole = metrics.read_text()
-    metrics.write_text(json.dumps(line) + "\n" + whole)
-    assert truncate_metrics(copy, 9) == 2
-    assert metrics.read_text() == whole
+    for line in ({"iteration": 1, "global_step": None}, {"iteration": None}, [], 1):
+        metrics.write_text(json.dumps(line) + "\n" + whole)
+        assert truncate_metrics(copy, 9) == 3
+        assert metrics.read_text() == whole
 
 
 def test_figures_that_are_no_numbers_are_left_out_of_the_picture(copy, monkeypatch):

@@ -83,12 +83,12 @@ def test_an_improvement_saves_at_once_without_a_second_copy(world, tmp_path):
 
 
 def test_a_resumed_run_does_not_replace_the_best_by_a_worse_one(world, tmp_path):
-    values = [1.0, 9.0, 2.0, 3.0, 4.0, 10.0]
+    values = [1.0, 9.0, 2.0, 3.0, 10.0]
     run(world, tmp_path, values[:3], keep_best="valid/score", keep_checkpoints=1)
-    run(world, tmp_path, values[:5], first=3, keep_best="valid/score", keep_checkpoints=1)
+    run(world, tmp_path, values[:4], first=3, keep_best="valid/score", keep_checkpoints=1)
     assert best_of(tmp_path) == (2, {"valid/score": 9.0})
-    run(world, tmp_path, values, first=5, keep_best="valid/score", keep_checkpoints=1)
-    assert best_of(tmp_path) == (6, {"valid/score": 10.0})
+    run(world, tmp_path, values, first=4, keep_best="valid/score", keep_checkpoints=1)
+    assert best_of(tmp_path) == (5, {"valid/score": 10.0})
 
 
 def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
@@ -100,14 +100,10 @@ def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
-    [
-        ("valid/other", "was chosen by valid/other; the next"),
-        (None, "best.pt is truncated"),
-    ],
+    ("before", "why"), [("valid/other", "chosen by valid/other"), (None, "best.pt is truncated")]
 )
-def test_a_best_by_another_metric_or_damaged_gives_way_and_the_user_is_told(
-    world, tmp_path, caplog, before, told
+def test_a_best_by_another_metric_or_damaged_gives_way_with_a_warning(
+    world, tmp_path, caplog, before, why
 ):
     run(world, tmp_path, [9.0], keep_best=before or "valid/score")
     if not before:
@@ -117,22 +113,23 @@ def test_a_best_by_another_metric_or_damaged_gives_way_and_the_user_is_told(
     run(world, tmp_path, [9.0, 2.0], first=1, keep_best="valid/score")
     assert best_of(tmp_path) == (2, {"valid/score": 2.0})
     (line,) = [line for line in caplog.messages if "best.pt" in line]
-    assert told in line and line.endswith("the next checkpoint with valid/score takes its place")
+    assert why in line
 
 
-@pytest.mark.parametrize("metric", ["auto", "off"])
-def test_no_best_is_kept_where_none_is_asked_for_or_measured(world, tmp_path, metric):
-    run(world, tmp_path, [1.0, 2.0], keep_best=metric)
-    assert names(tmp_path) == ["iteration_00000002.pt"]
+@pytest.mark.parametrize(
+    ("metric", "values"), [("auto", [1.0]), ("off", [1.0]), ("valid/score", [float("nan")])]
+)
+def test_no_best_is_kept_where_none_is_asked_for_or_measured(
+    world, tmp_path, caplog, metric, values
+):
+    run(world, tmp_path, values, keep_best=metric)
+    assert names(tmp_path) == ["iteration_00000001.pt"]
+    assert ("never had a value" in caplog.text) == (metric == "valid/score")
 
 
 @pytest.mark.parametrize(
     ("metric", "why"),
-    [
-        ("episode/retrun", "is no metric of this run: .*episode/return, .*valid/score$"),
-        ("valid/retrun", "is no metric of this run: .*episode/return, .*valid/score$"),
-        ("ranks", "is no number"),
-    ],
+    [("valid/retrun", "is no metric of this run: .*valid/score"), ("ranks", "is no number")],
 )
 def test_a_metric_that_the_run_does_not_have_is_refused(world, tmp_path, metric, why):
     with pytest.raises(UserError, match=f"keep_best {metric} {why}"):
@@ -140,18 +137,9 @@ def test_a_metric_that_the_run_does_not_have_is_refused(world, tmp_path, metric,
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_metric_that_never_had_a_value_is_named_at_the_end(world, tmp_path, caplog):
-    run(world, tmp_path, [float("nan")] * 2, keep_best="valid/score")
-    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == ["keep_best valid/score never had a value in this run: there is no best.pt"]
-    assert names(tmp_path) == ["iteration_00000002.pt"]
-
-
-def test_flags_that_could_do_nothing_are_refused():
+def test_a_flag_that_could_do_nothing_is_refused():
     with pytest.raises(ValueError, match="keep_best valid/sharpe needs validation"):
         TrainConfig(keep_best="valid/sharpe", validate_every=0)
-    with pytest.raises(ValueError, match="on_save_error .*'ignore'"):
-        TrainConfig(on_save_error="ignore")
 
 
 def test_without_hard_links_the_best_is_a_copy(tmp_path, monkeypatch):
@@ -171,24 +159,22 @@ def test_without_hard_links_the_best_is_a_copy(tmp_path, monkeypatch):
 # ---- a run directory that is deleted or replaced
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("on_save_error", ["stop", "continue"])
+@pytest.mark.parametrize(("replaced", "on_save_error"), [(False, "stop"), (True, "continue")])
 def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_other(
     world, tmp_path, replaced, on_save_error
 ):
     run_dir = tmp_path / "run"
+    writer = open_writer(run_dir, world, total=6, unit="episodes")
 
-    def act(iteration):
-        if iteration == 3:
+    def write(record, *, done):
+        if record["iteration"] == 3:
             run_dir.rename(tmp_path / "moved")
             if replaced:
                 run_dir.mkdir()
                 (run_dir / "metrics.jsonl").write_text("of another run")
+        MetricsWriter.write(writer, record, done=done)
 
-    writer = open_writer(run_dir, world, total=6, unit="episodes")
-    writer.write = lambda record, *, done: (
-        act(record["iteration"]) or MetricsWriter.write(writer, record, done=done)
-    )
+    writer.write = write
     options = {"writer": writer, "checkpoint_every": 1, "on_save_error": on_save_error}
     with pytest.raises(UserError, match="deleted or replaced") as error:
         run(world, run_dir, [1.0] * 6, **options)
@@ -221,13 +207,8 @@ def test_training_stops_at_a_save_that_fails_and_the_old_checkpoint_stays(world,
         run(world, tmp_path, [1.0] * 4, checkpoint_every=1, act=act)
     limits(None)
     message = str(error.value)
-    assert message.startswith(
-        f"cannot write checkpoint {tmp_path}/checkpoints/iteration_00000003.pt"
-    )
-    assert "bytes): File too large" in message
-    assert message.endswith(
-        f"iteration_00000002.pt stays valid, --resume {tmp_path} goes on from it"
-    )
+    for words in ("iteration_00000003.pt", "File too large", f"--resume {tmp_path} goes on from"):
+        assert words in message
     assert error.value.exit_code == 1
     assert names(tmp_path) == ["iteration_00000001.pt", "iteration_00000002.pt"]
     load_checkpoint(tmp_path / "checkpoints" / "iteration_00000002.pt")
@@ -239,9 +220,8 @@ def test_training_goes_on_where_asked_and_saves_again_when_it_can(world, tmp_pat
 
     options = {"checkpoint_every": 1, "keep_best": "valid/score", "on_save_error": "continue"}
     run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **options)
-    told = [line for line in caplog.messages if "cannot write" in line]
-    assert [line.partition(".pt")[0][-1] for line in told] == ["2", "3"]
-    assert told[1].endswith("goes on from it; training goes on without (--on_save_error continue)")
+    lines = [line for line in caplog.messages if "cannot write" in line]
+    assert [line.partition(".pt")[0][-1] for line in lines] == ["2", "3"]
     assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
     assert best_of(tmp_path) == (4, {"valid/score": 2.0})  # better ones were lost with their saves
 
@@ -287,34 +267,23 @@ def write(writer, iteration):
     writer.write({"iteration": iteration, "global_step": iteration, "x": 0.5}, done=iteration)
 
 
+@pytest.mark.parametrize("finish", ["write", "flush", "close"])
 def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
-    world, tmp_path, limits, caplog
+    world, tmp_path, limits, caplog, finish
 ):
     writer = open_writer(tmp_path, world, total=6, unit="episodes")
-    for iteration in range(1, 7):
+    for iteration in (1, 2, 3):
         size = (tmp_path / "metrics.jsonl").stat().st_size
-        limits(size + 20 if iteration in (3, 4) else None)  # in the midst of a line
+        limits(size + 20 if iteration > 1 else None)  # in the midst of a line
         write(writer, iteration)
-        if iteration in (3, 4):
-            assert [line["iteration"] for line in records(tmp_path)] == [1, 2]
+    assert [line["iteration"] for line in records(tmp_path)] == [1]
     limits(None)
-    assert [line["iteration"] for line in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    expected = [1, 2, 3]
+    if finish == "write":
+        write(writer, 4)
+        expected.append(4)
+    else:
+        getattr(writer, finish)()
+    assert [line["iteration"] for line in records(tmp_path)] == expected
     writer.close()
-    assert [line for line in caplog.messages if "metrics.jsonl" in line] == [
-        f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; its lines wait in memory"
-    ]
-
-
-@pytest.mark.parametrize("finish", ["flush", "close"])
-def test_lines_that_waited_are_written_once_there_is_room_even_if_no_other_follows(
-    world, tmp_path, limits, finish
-):
-    writer = open_writer(tmp_path, world, total=2, unit="episodes")
-    for iteration in (1, 2):
-        limits(20 if iteration == 2 else None)
-        write(writer, iteration)
-    assert len(records(tmp_path)) == 1
-    limits(None)
-    getattr(writer, finish)()
-    assert [line["iteration"] for line in records(tmp_path)] == [1, 2]
-    writer.close()
+    assert sum("lines wait in memory" in line for line in caplog.messages) == 1

@@ -17,7 +17,7 @@ SMALL += ["--checkpoint_every", 1]
 
 def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
     lock = hold(tmp_path / "config.json")
-    child = multiprocessing.get_context("spawn").Process(target=keep, args=(lock, 1.0))
+    child = multiprocessing.get_context("spawn").Process(target=keep, args=(lock, 0.5))
     child.start()
     lock.close()
     assert is_locked(tmp_path)
