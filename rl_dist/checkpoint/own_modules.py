@@ -21,14 +21,11 @@ from rl_dist.hardware.plain_files import plain_file, read_open
 
 
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
-    """Refuse an environment of a run before its module is imported.
+    """Refuse an environment of a run, as the run has it, before its module is imported.
 
     From here on nothing at all is imported from the run directory, be it the current one.
 
     Args:
-        env: as the run has it.
-        kwargs: of the environment, as the run has them.
-        run_dir: the run directory.
         named: the environment on the command line; None: there is none.
 
     Raises:
@@ -42,15 +39,12 @@ def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> Non
     if not module:
         return
     if any(_inside(place, run_dir) for place in _places(module)):
-        raise UserError(
-            f"env {env} lies in the run directory {run_dir}, from which nothing is run: "
-            "move it elsewhere"
-        )
+        why = f"lies in the run directory {run_dir}, from which nothing is run"
+        raise UserError(f"env {env} {why}: move it elsewhere")
     if env != named and not _is_own(run_dir / "config.json", env, kwargs):
-        raise UserError(
-            f"env {env} has code of its own, and {run_dir}/config.json is not yours or has another "
-            f"env: if you trust the module {module}, add --env {shlex.quote(env)}"
-        )
+        why = f"{run_dir}/config.json is not yours or has another env"
+        fix = f"if you trust the module {module}, add --env {shlex.quote(env)}"
+        raise UserError(f"env {env} has code of its own, and {why}: {fix}")
 
 
 def _is_own(path: Path, env: str, kwargs: str) -> bool:

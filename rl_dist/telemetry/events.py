@@ -22,8 +22,6 @@ from typing import Any
 
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 
-__all__ = ["close", "configure", "notify"]
-
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 20.0  # for one call of the command, and for all that are left when the process ends
