@@ -78,10 +78,12 @@ def _run(state: State) -> Checks:
     weights = list(_tensors(state, "policy").values())
     yield "policy", all(weight.is_floating_point() for weight in weights)
     yield "policy", any(num_actions in weight.shape for weight in weights)
-    groups = state["optimizer"]["param_groups"]
-    yield "optimizer", type(groups) is list and len(groups) == 1
+    optimizer = state["optimizer"]
+    yield "optimizer", isinstance(optimizer, dict)
+    groups = optimizer["param_groups"]
+    yield "optimizer", type(groups) is list and len(groups) == 1 and isinstance(groups[0], dict)
     yield "optimizer", groups[0]["params"] == list(range(len(weights)))
-    for number, entry in state["optimizer"]["state"].items():
+    for number, entry in optimizer["state"].items():
         name = f"optimizer of weight {number}"
         moments = _tensors({name: entry}, name)
         step, mean, square = (moments[key] for key in ("step", "exp_avg", "exp_avg_sq"))
@@ -115,7 +117,7 @@ def _fit(state: State) -> Checks:
     yield "history", type(history) is list and len(history) == state["epoch"]
     yield "history", all(_is_number(value) for record in history for value in record.values())
     optimizer = state["optimizer"]
-    yield "optimizer", isinstance(optimizer["state"], dict)
+    yield "optimizer", isinstance(optimizer, dict) and isinstance(optimizer["state"], dict)
     yield "optimizer", isinstance(optimizer["param_groups"], list)
     yield "extra", isinstance(state["extra"], dict)
     yield "facts", isinstance(state.get("facts"), dict | None)

@@ -16,9 +16,8 @@ def names(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-@pytest.fixture
-def stderr_of_users(monkeypatch):
-    """Warnings reach stderr as they do for users, without pytest's handlers."""
+def without_pytests_handlers(monkeypatch):
+    """Warnings reach stderr as they do for users."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
@@ -32,8 +31,9 @@ def damage(run_dir, iteration):
 
 @pytest.mark.parametrize("auto", [False, True], ids=["run_dir", "auto"])
 def test_resume_goes_on_from_the_newest_valid_one_and_says_what_it_skipped(
-    copy, auto, monkeypatch, capsys, stderr_of_users
+    copy, auto, monkeypatch, capsys
 ):
+    without_pytests_handlers(monkeypatch)
     monkeypatch.chdir(copy.parent)
     run_dir = copy
     if auto:
@@ -50,7 +50,8 @@ def test_resume_goes_on_from_the_newest_valid_one_and_says_what_it_skipped(
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 3
 
 
-def test_the_best_is_the_last_resort(copy, monkeypatch, capsys, stderr_of_users):
+def test_the_best_is_the_last_resort(copy, monkeypatch, capsys):
+    without_pytests_handlers(monkeypatch)
     for iteration in (1, 2, 3):
         damage(copy, iteration)
     best = copy / "checkpoints" / "best.pt"
@@ -123,8 +124,9 @@ def test_inspect_shows_what_a_checkpoint_holds(trained, capsys):
 
 
 def test_inspect_of_a_run_takes_the_newest_valid_one_and_of_a_damaged_file_says_so(
-    copy, capsys, stderr_of_users
+    copy, monkeypatch, capsys
 ):
+    without_pytests_handlers(monkeypatch)
     damaged = damage(copy, 3)
     assert command("inspect", copy) == 0
     assert "iteration_00000002.pt" in capsys.readouterr().out
