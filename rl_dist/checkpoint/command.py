@@ -47,7 +47,7 @@ COUNTERS = {"iteration": "iteration", "steps": "global_step", "episodes": "episo
 
 
 def show_list(path: Path) -> bool:
-    """Print a line per file, newest first, best.pt last; return True if all are whole."""
+    """Print a line per file, newest first; return True if all are whole."""
     all_whole = True
     print(f"{'iteration':>9}  {'saved':<19}  {'bytes':>13}  file")
     for file in reversed(_files(path)):

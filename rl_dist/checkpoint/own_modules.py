@@ -21,7 +21,7 @@ from rl_dist.hardware.plain_files import plain_file, read_open
 
 
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
-    """Refuse an environment of a run, as the run has it, before its module is imported.
+    """Refuse an environment of a run before its module is imported.
 
     From here on nothing at all is imported from the run directory, be it the current one.
 

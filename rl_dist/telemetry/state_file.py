@@ -195,9 +195,10 @@ def update_state(run_dir: Path, **changes: Any) -> None:
 def record_exit(
     run_dir: Path, pid: int, code: int, error: str = "", signum: int | None = None
 ) -> None:
-    """Write how the run of the launcher `pid` ended, unless that is known; its ranks are gone.
+    """Write how a run ended, unless that is known; its ranks are gone.
 
     Args:
+        pid: the launcher's.
         signum: what ended it, where the code does not say so.
     """
     keeper = open_state(run_dir)

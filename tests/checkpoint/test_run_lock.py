@@ -4,6 +4,7 @@ import multiprocessing
 import time
 
 import pytest
+from lock_keeper import keep
 from train_runs import RECALL, only_error, records, start_training, train_here
 
 from rl_dist.checkpoint.run_lock import hold, hold_new
@@ -23,10 +24,6 @@ def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
     assert is_locked(tmp_path)
     child.join()
     assert child.exitcode == 0 and not is_locked(tmp_path)
-
-
-def keep(lock, seconds):
-    time.sleep(seconds)
 
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path):
