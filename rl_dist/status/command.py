@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from rl_dist.errors import CommandParser, explains_errors
@@ -49,7 +51,7 @@ def describe(run: RunState) -> list[str]:
         ("progress", f"{done}, {run.iteration:,} iterations"),
         ("speed", _speed(run)),
         ("return", _returns(run)),
-        ("checkpoint", _checkpoint(run)),
+        ("checkpoint", run.checkpoint or "none"),
     ]
     for one in run.use:
         values = [pattern.format(one[name]) for name, pattern in USE.items() if name in one]
@@ -81,7 +83,7 @@ def _speed(run: RunState) -> str:
     if run.metrics_age_s is not None:
         parts.append(f"the last {_duration(run.metrics_age_s)} ago")
     if run.eta_s is not None:
-        parts.append(f"{_duration(run.eta_s)} to go, without validation and checkpoints")
+        parts.append(f"{_duration(run.eta_s)} to go without validation and checkpoints")
     return ", ".join(parts)
 
 
@@ -94,23 +96,13 @@ def _returns(run: RunState) -> str:
     return ", ".join(parts)
 
 
-def _checkpoint(run: RunState) -> str:
-    if run.checkpoint is None:
-        return "none" if run.over else "none yet"
-    return f"{run.checkpoint}, {_duration(run.checkpoint_age_s)} old"
-
-
 def _cut(text: str) -> str:
     """Shorten a message; it is whole in --json and in the logs."""
-    return text if len(text) <= TEXT_WIDTH else f"{text[:TEXT_WIDTH]} ..."
+    return textwrap.shorten(text, TEXT_WIDTH, placeholder=" ...")
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=min(round(seconds), 10**10)))
 
 
 # ---- the command
@@ -138,8 +130,6 @@ def follow(run_dir: Path, every_s: float, as_json: bool) -> RunState:
 def wait_for(run_dir: Path) -> None:
     """Give a training that has just been started the time to begin its directory."""
     deadline_s = time.monotonic() + PATIENCE_S
-    if not run_dir.exists():
-        print(f"waiting for {run_dir} ...", file=sys.stderr, flush=True)
     # a file in its place is for the reader to refuse
     while not (run_dir.is_file() or (run_dir / STATE_FILE).exists()):
         if time.monotonic() > deadline_s:

@@ -35,10 +35,10 @@ def test_a_running_one_is_shown_with_all_there_is(run, capsys):
     with hold(run.path / "config.json"):
         assert status.main([str(run.path)]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert rows["state"] == "running" and rows["checkpoint"] == "none yet"
+    assert rows["state"] == "running" and rows["checkpoint"] == "none"
     assert rows["job"] == "Recall-v0, 2 ranks on cpu, strategy ddp"
     assert rows["progress"] == "2 of 100 episodes (2%), 2 iterations"
-    for words in ("100.0 steps/s", "0.1 s an iteration", "10 s to go"):
+    for words in ("100.0 steps/s", "0.1 s an iteration", "0:00:10 to go"):
         assert words in rows["speed"]
     assert "return 0.5" in rows["return"] and "valid/sharpe 1.25" in rows["return"]
     for words in ("CPU 99 %", "0.50 GiB", "GPU 87 %", "peak 2.25 GiB", "250 W", "waits 25%"):
@@ -98,7 +98,7 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch, ter
     else:
         running = [line for line in out.splitlines() if " | running | " in line]
         assert [line.split(" | ")[2] for line in running] == [f"iteration {n}" for n in (1, 2, 3)]
-        assert "100.0 steps/s" in running[-1] and "10 s to go" in running[-1]
+        assert "100.0 steps/s" in running[-1] and "0:00:10 to go" in running[-1]
     assert "state       finished" in out
 
 

@@ -1,16 +1,11 @@
 """The thread that samples what a rank uses, and the use of GPUs as a function."""
 
 import itertools
-import json
 import logging
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from fake_nvml import GIB, FakeNvml, NVMLError, gpu
 
@@ -165,16 +160,3 @@ def test_clearing_hands_back_what_no_tensor_holds_and_touches_only_devices_in_us
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: reserved.update({1: 2 * GIB}))
     assert clear_gpu_memory() == 3 * GIB
     assert set(touched) == {1}
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_its_cost_prints_its_figures():
-    command = [sys.executable, "benchmarks/monitor_cost.py", "--small", "--seconds", "3"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=170
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["samples"] > 3 and found["pairs"] >= 3 and found["iteration_s"] > 0
-    assert 0 < found["share_by_cpu_time"] < 0.01  # what is promised
-    assert len(found["slowdown"]["cpu"]) == len(found["slowdown"]["wall"]) == 3

@@ -12,12 +12,8 @@ from agents_ranks import make_job, world_of_one
 from train_runs import RECALL, start_training
 
 from agents.ppo import PPOConfig
-from agents.run.choice import add_run_flags
-from agents.run.config import SECTIONS, RunConfig
 from agents.run.metric_table import FIXES, bottleneck, parts_of
-from agents.run.resumed import resumed_config
 from agents.trainer import Training, train
-from rl_dist.config import parse_flags
 from rl_dist.process_group.timing import listen, section
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter
@@ -165,14 +161,6 @@ def test_two_ranks_each_leave_a_profile_and_count_their_waiting(tmp_path):
         for words in (f"profile of rank {rank}", f"in it {GRADIENTS}", f"in it {WAITING}"):
             assert words in text
         assert len(list((run_dir / "profile").glob(f"rank_{rank}.*.json.gz"))) == 1
-
-
-@pytest.mark.parametrize(("flag", "saved"), [("--profile", False), ("--no-profile", True)])
-def test_a_resumed_run_may_change_the_flag(flag, saved):
-    parsed = parse_flags(SECTIONS, [flag], description="", extra=add_run_flags)
-    config = RunConfig()
-    config = replace(config, train=replace(config.train, profile=saved))
-    assert resumed_config(config, parsed).train.profile is not saved
 
 
 def test_sections_add_up_by_path_and_cost_nothing_unheard():
