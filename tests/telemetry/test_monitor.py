@@ -107,7 +107,7 @@ def test_a_busy_rank_on_the_cpu_uses_its_core_and_some_memory():
     found = taken(monitor, "cpu/percent")
     monitor.close()
     assert tuple(found) == HOST
-    assert 20 < found["cpu/percent"] < 150  # 100 is one core, which is shared with others
+    assert 3 < found["cpu/percent"] < 150  # 100 is one core, which is shared with others
     assert 0.02 < found["ram/used_gib"] < 50 and found["ram/free_gib"] > 0
 
 
