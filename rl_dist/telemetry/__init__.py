@@ -1,1 +1,1 @@
-"""What a run tells: metrics, progress, profile, use of the machine, events."""
+"""What a run reports: metrics, progress, profile, use of the machine, events."""

@@ -272,6 +272,7 @@ def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
     world, tmp_path, limits, caplog, finish
 ):
     writer = open_writer(tmp_path, world, total=6, unit="episodes")
+    writer.flush()  # TensorBoard's thread has begun its file
     for iteration in (1, 2, 3):
         size = (tmp_path / "metrics.jsonl").stat().st_size
         limits(size + 20 if iteration > 1 else None)  # in the midst of a line
