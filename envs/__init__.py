@@ -14,7 +14,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault
 from rl_dist.errors import one_line
-from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
 
 # torch and pandas are loaded when a factory is called, not when ids are registered
 if TYPE_CHECKING:
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
 TRADING_ID = "StockTrading-v0"
 
 _LOGGER = logging.getLogger(__name__)
-_ENTRY_POINTS = {
-    TRADING_ID: ("trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
-    "Recall-v0": ("memory_tasks.recall:RecallEnv", "memory_tasks.recall:RecallVectorEnv"),
-    "CartPolePositions-v1": (
+for _env_id, _single, _batch in (
+    (TRADING_ID, "trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
+    ("Recall-v0", "memory_tasks.recall:RecallEnv", "memory_tasks.recall:RecallVectorEnv"),
+    (
+        "CartPolePositions-v1",
         "memory_tasks.cartpole_positions:CartPolePositionsEnv",
         "memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
     ),
-}
-for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
+):
     if _env_id not in gymnasium.registry:
         gymnasium.register(
             _env_id, entry_point=f"envs.{_single}", vector_entry_point=f"envs.{_batch}"
@@ -42,22 +41,16 @@ def make_vector_env(
     env_id: str,
     num_envs: int,
     *,
-    env_offset: int = 0,
-    seed: int = 1,
-    stream: int = ENVIRONMENT_STREAM,
-    device: str = "cpu",
     vectorization: str = "auto",
     env_kwargs: Mapping[str, Any] | None = None,
-    beat: Callable[[], None] = lambda: None,
-    **guard: Any,
+    heartbeat: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> TorchVectorEnv:
     """Make a batch of any Gymnasium id or `module:id` but the trading one.
 
-    The batch is environments env_offset, ... of the run; `seed` and `stream` give the seeds
-    of a first reset without seeds. `vectorization` "auto" uses a native vector environment if it
-    takes one seed per environment and autoreset SAME_STEP, else steps one after the other ("sync");
-    "native" forces it, logs what is given up and lists it in `given_up`. `beat` reports that work
-    goes on; `guard`: env_timeout, env_restarts, end and kind of TorchVectorEnv.
+    `vectorization` "auto" uses a native vector environment if it takes one seed per environment and
+    autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it and logs what
+    is given up. `heartbeat` reports that work goes on; other options are of TorchVectorEnv.
 
     Raises:
         ValueError: an unknown id, arguments it does not take, or unsupported spaces.
@@ -77,7 +70,7 @@ def make_vector_env(
         raise ValueError(f"environment {spec.id} has no native vector environment: choose 'sync'")
     if native:
         try:
-            probe = _construct(spec, 2, kwargs, True, beat)
+            probe = _construct(spec, 2, kwargs, True, heartbeat)
         except ValueError as error:
             if forced:
                 raise
@@ -88,15 +81,12 @@ def make_vector_env(
             takes_seed_list = _takes_seed_list(probe)
             native = forced or (same_step and takes_seed_list)
     return TorchVectorEnv(
-        _construct(spec, num_envs, kwargs, native, beat),
+        _construct(spec, num_envs, kwargs, native, heartbeat),
         env_id=env_id,
-        env_offset=env_offset,
-        default_seeds=stream_seeds(seed, stream, env_offset, num_envs),
-        device=device,
         force_native=forced,
         takes_seed_list=takes_seed_list or not native,
-        beat=beat,
-        **guard,
+        heartbeat=heartbeat,
+        **options,
     )
 
 
@@ -125,12 +115,12 @@ def _construct(
     num_envs: int,
     kwargs: dict[str, Any],
     native: bool,
-    beat: Callable[[], None],
+    heartbeat: Callable[[], None],
 ) -> VectorEnv[Any, Any, Any]:
     """Build a native or a SAME_STEP SyncVectorEnv; what its code raises becomes a ValueError."""
 
     def make() -> gymnasium.Env[Any, Any]:
-        beat()
+        heartbeat()
         # ours checks every step anyway
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
 
@@ -150,10 +140,7 @@ def _construct(
 
 
 def _takes_seed_list(env: VectorEnv[Any, Any, Any]) -> bool:
-    """Try whether a native batch of two takes one seed for each; closes it.
-
-    Environments whose seeds are exchanged must exchange their first observations.
-    """
+    """Try whether a native batch of two takes one seed for each; closes it."""
     try:
         first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
         second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]

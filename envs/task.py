@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,12 +41,9 @@ class TaskConfig:
 
     def kwargs(self) -> dict[str, Any]:
         """The arguments in `env_kwargs`."""
-        try:
+        found: Any = None
+        with suppress(ValueError, RecursionError):
             found = json.loads(self.env_kwargs or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"env_kwargs must be a JSON object, got {self.env_kwargs!r}: {error}"
-            ) from None
         if not isinstance(found, dict):
             raise ValueError(
                 "env_kwargs must be a JSON object such as '{\"size\": 3}', "
@@ -60,17 +58,13 @@ class GymTask:
 
     config: TaskConfig
     end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
-    beat: Callable[[], None] = lambda: None  # reports that work goes on
+    heartbeat: Callable[[], None] = lambda: None  # reports that work goes on
 
     def __post_init__(self) -> None:
         find_spec(self.config.env)  # an unknown one is an error at once
 
     def training_env(
-        self,
-        num_envs: int,
-        env_offset: int = 0,
-        device: str = "cpu",
-        kind: str = "environment",
+        self, num_envs: int, env_offset: int = 0, device: str = "cpu", kind: str = "environment"
     ) -> Any:
         """Make a batch of environments env_offset, ... of the run."""
         return make_vector_env(
@@ -83,7 +77,7 @@ class GymTask:
             env_timeout=self.config.env_timeout,
             env_restarts=self.config.env_restarts,
             end=self.end,
-            beat=self.beat,
+            heartbeat=self.heartbeat,
             kind=kind,
         )
 
@@ -110,15 +104,12 @@ def check_flags(
     """
     for name in sorted(given & owners.keys()):
         section = owners[name]
+        reason = ""
         if not config.is_trading and section in ("data", "market", "trading"):
-            raise ValueError(
-                f"--{name} belongs to {TRADING_ID} and does nothing with --env {config.env}"
-            )
-        if config.is_trading and section == "task" and name != "env":
-            raise ValueError(
-                f"--{name} does nothing with {TRADING_ID}, which has flags of its own: see --help"
-            )
-        if config.is_trading and not simulated and section == "market":
-            raise ValueError(
-                f"--{name} belongs to the simulated market and does nothing with --data FILE"
-            )
+            reason = f"belongs to {TRADING_ID} and does nothing with --env {config.env}"
+        elif config.is_trading and section == "task" and name != "env":
+            reason = f"does nothing with {TRADING_ID}, which has flags of its own: see --help"
+        elif config.is_trading and section == "market" and not simulated:
+            reason = "belongs to the simulated market and does nothing with --data FILE"
+        if reason:
+            raise ValueError(f"--{name} {reason}")

@@ -58,14 +58,12 @@ class DataConfig:
 
     def _checked_date(self, name: str) -> date:
         text = getattr(self, name)
-        day: date | None = None
         with contextlib.suppress(ValueError):
-            day = date.fromisoformat(text)
-        if day is None or day.isoformat() != text:
-            raise ValueError(
-                f"{name} must be a date YYYY-MM-DD, got {text!r}: write it like 2016-01-04"
-            )
-        return day
+            if date.fromisoformat(text).isoformat() == text:
+                return date.fromisoformat(text)
+        raise ValueError(
+            f"{name} must be a date YYYY-MM-DD, got {text!r}: write it like 2016-01-04"
+        )
 
 
 @configuration
@@ -82,16 +80,7 @@ class SimulatedMarketConfig:
     """Simulated markets to train on."""
 
 
-def _check_range(name: str, value: float, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(
-            f"{name} must be {low}..{high}, got {value}: choose a value inside this range"
-        )
-
-
 MAX_INITIAL_CASH_USD = 1e8  # leaves room for an 80-fold gain within exact money, see accounting
-
-
 Observation = Literal["relative", "paper"]
 
 
@@ -142,17 +131,3 @@ class TradingConfig:
                 f"max_order must be {least}..{largest}, a {what}, with order_unit "
                 f"{self.order_unit}, got {self.max_order}"
             )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(
-            f"{name} must be {' or '.join(choices)}, got {value!r}: choose one of them"
-        )
-
-
-def _check_range_of_config(name: str, value: float, low: float, high: float, what: str) -> None:
-    if not low <= value <= high:
-        raise ValueError(
-            f"{name} must be {low:,g} to {high:,g} ({what}), got {value}: choose a value inside"
-        )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
@@ -41,20 +40,6 @@ from rl_dist.telemetry.state_file import STATE_FILE
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
-SECTIONS: dict[str, type] = {
-    "launch": LaunchConfig,
-    "speed": SpeedConfig,
-    "train": TrainConfig,
-    "ppo": PPOConfig,
-    "policy": PolicyConfig,
-    "task": TaskConfig,
-    "data": DataConfig,
-    "market": SimulatedMarketConfig,
-    "trading": TradingConfig,
-}
-OWNERS = {
-    item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)
-}
 SUMMARY = "summary.json"  # of a finished run, and of no other
 EVALUATING = "final evaluation"  # the phase after training
 
@@ -96,43 +81,38 @@ class RunConfig:
     def job(
         self, make_env: MakeEnv, run_dir: Path, gpu_ids: tuple[int, ...] = (), **others: Any
     ) -> Job:
-        """Return the trainer's part of it.
+        """Return the trainer's part of it; `gpu_ids` are those of the one process of dp."""
+        if self.train.profile:
+            from agents.run.metric_table import bottleneck
 
-        Args:
-            gpu_ids: of the one process of strategy dp.
-            others: further fields of the job.
-        """
+            others["explain"] = bottleneck
         return Job(
             train=self.train,
             policy=self.policy,
             ppo=self.ppo,
             make_env=make_env,
             run_dir=run_dir,
-            strategy=dataclasses.replace(self.launch.strategy_config, device_ids=gpu_ids),
+            strategy=replace(self.launch.strategy_config, device_ids=gpu_ids),
             speed=self.speed,
             dtype=self.launch.dtype,
             config=self.to_dict(),
-            explain=_explain,
             **others,
         )
 
-    def prepare_task(self, beat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
+    def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
         """Return the markets and spans of the trading task, or the Gymnasium task.
 
-        `beat` says that the work of its environments goes on.
+        `heartbeat` says that the work of its environments goes on.
         """
         if not self.task.is_trading:
-            return GymTask(self.task, end_rank, beat)
+            return GymTask(self.task, end_rank, heartbeat)
         from envs.trading.task import prepare_task
 
         return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
 
 
-def _explain(seconds: Mapping[str, float]) -> str:
-    """Name the bottleneck in a profile's seconds."""
-    from agents.run.metric_table import bottleneck
-
-    return bottleneck(seconds)
+SECTIONS: dict[str, type] = {item.name: item.default_factory for item in fields(RunConfig)}  # type: ignore[misc]
+OWNERS = {item.name: name for name, section in SECTIONS.items() for item in fields(section)}
 
 
 def probe_env(task: TradingTask | GymTask) -> Any:
@@ -199,15 +179,8 @@ def fresh_directory(runs: Path) -> Path:
     return path
 
 
-class Configuration(Protocol):
-    """Anything that config.json can hold."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what files hold of it."""
-
-
-def save_config(config: Configuration, run_dir: Path) -> None:
-    """Write config.json, in place: it is what a training locks."""
+def save_config(config: Any, run_dir: Path) -> None:
+    """Write the `to_dict` of a configuration to config.json, in place: a training locks it."""
     path = run_dir / "config.json"
     text = json.dumps(config.to_dict(), indent=2).encode() + b"\n"
     before = b""
@@ -218,8 +191,8 @@ def save_config(config: Configuration, run_dir: Path) -> None:
         if text != before:
             _overwrite(path, text)
     except OSError as error:
-        with suppress(OSError):
-            if before:
+        if before:
+            with suppress(OSError):
                 _overwrite(path, before)
         raise unwritable(str(error.filename or f"run_dir {run_dir}"), error) from None
 
@@ -270,16 +243,12 @@ def discard_unstarted(run_dir: Path) -> None:
     """Remove the files of a run that failed before its first iteration ended."""
     metrics = run_dir / METRICS_FILE
     has_metrics = metrics.exists() and metrics.stat().st_size
-    if not run_dir.is_dir() or (run_dir / "checkpoints").exists() or has_metrics:
+    if not run_dir.is_dir() or (run_dir / CHECKPOINT_DIR).exists() or has_metrics:
         return
     close_logging()
     shutil.rmtree(run_dir / "logs", ignore_errors=True)
-    for path in (
-        run_dir / "config.json",
-        run_dir / STATE_FILE,
-        metrics,
-        *run_dir.glob(EVENT_FILES),
-    ):
+    left = [run_dir / "config.json", run_dir / STATE_FILE, metrics, *run_dir.glob(EVENT_FILES)]
+    for path in left:
         path.unlink(missing_ok=True)
     if not any(run_dir.iterdir()):
         run_dir.rmdir()

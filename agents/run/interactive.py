@@ -10,10 +10,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from agents.run.config import OWNERS, RunConfig
-from agents.sizes import shard_sizes
+from agents.sizes import Sizes, shard_sizes
 from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
 from rl_dist.hardware.memory import available_cores
@@ -23,31 +24,17 @@ from rl_dist.launch.launcher import resolve
 Compose = Callable[[ParsedFlags], RunConfig]  # raises ValueError: these flags cannot go together
 
 
-def _check_sizes(config: RunConfig) -> object:
-    return shard_sizes(config.train, 0, resolve(config.launch).num_ranks)
+def _num_ranks(config: RunConfig) -> int:
+    return resolve(config.launch).num_ranks
 
 
-def _check_batch(config: RunConfig) -> object:
-    return _check_sizes(replace(config, train=replace(config.train, num_envs=0)))
-
-
-def _next_batch(config: RunConfig) -> str:
-    """Return the next larger batch that the ranks can share."""
-    ranks = resolve(config.launch).num_ranks
-    return str(-(-config.train.batch_size // ranks) * ranks)
+def _sizes(config: RunConfig) -> Sizes:
+    return shard_sizes(config.train, 0, _num_ranks(config))
 
 
 def _num_envs(config: RunConfig) -> int:
-    sizes = shard_sizes(config.train, 0, resolve(config.launch).num_ranks)
+    sizes = _sizes(config)
     return sizes.global_num_envs if config.train.scaling == "strong" else sizes.num_envs
-
-
-def _on_several_ranks(config: RunConfig) -> bool:
-    return resolve(config.launch).num_ranks > 1
-
-
-def _check_launch(config: RunConfig) -> object:
-    return resolve(config.launch)
 
 
 @dataclass(frozen=True)
@@ -58,23 +45,25 @@ class Question:
     check: Callable[[RunConfig], object] = lambda config: None  # raises ValueError
     asked: Callable[[RunConfig], bool] = lambda config: True
     now: Callable[[RunConfig], object] | None = None  # what Enter means; None: the flag's value
-    instead: Callable[[RunConfig], str] | None = None  # for Enter, where that fails the check
 
 
 QUESTIONS = (
     Question("env", lambda config: config.task.is_trading or config.prepare_task()),
     Question("data", RunConfig.prepare_task, asked=lambda config: config.task.is_trading),
-    Question("num_gpus", _check_launch, now=lambda config: resolve(config.launch).num_ranks),
-    Question("strategy", _check_launch),
-    Question("scaling", asked=_on_several_ranks),
+    Question("num_gpus", _num_ranks, now=_num_ranks),
+    Question("strategy", _num_ranks),
+    Question("scaling", asked=lambda config: _num_ranks(config) > 1),
     Question(
         "lr_scaling",
-        asked=lambda config: _on_several_ranks(config) and config.train.scaling == "weak",
+        asked=lambda config: _num_ranks(config) > 1 and config.train.scaling == "weak",
     ),
     Question("hidden_size"),
     Question("num_steps"),
-    Question("batch_size", _check_batch, instead=_next_batch),
-    Question("num_envs", _check_sizes, now=_num_envs, instead=lambda config: "0"),
+    Question(
+        "batch_size",
+        lambda config: _sizes(replace(config, train=replace(config.train, num_envs=0))),
+    ),
+    Question("num_envs", _sizes, now=_num_envs),
     Question("total_steps"),
     Question("num_episodes", asked=lambda config: not config.train.total_steps),
 )
@@ -105,14 +94,7 @@ def ask_user(parsed: ParsedFlags, compose: Compose) -> ParsedFlags | int:
 
 
 def ask_for_flags(parsed: ParsedFlags, compose: Compose) -> ParsedFlags | None:
-    """Ask all questions; Enter takes the flags given.
-
-    Args:
-        compose: makes the configuration that flags lead to, or says why they cannot.
-
-    Returns:
-        The flags with the answers; None: the user does not want to start.
-    """
+    """Return the flags with the answers; None: the user does not want to start."""
     compose(parsed)
     print_gpu_info()
     print(f"{available_cores()} CPU cores")
@@ -129,16 +111,11 @@ def ask_for_flags(parsed: ParsedFlags, compose: Compose) -> ParsedFlags | None:
 def _ask(question: Question, parsed: ParsedFlags, compose: Compose) -> ParsedFlags:
     """Ask until the answer is good; say why one is not."""
     config = compose(parsed)
-    if question.instead:
-        try:
-            question.check(config)
-        except ValueError:
-            parsed = parsed.answered(question.flag, question.instead(config))
-            config = compose(parsed)
     declared = parsed.declaration(question.flag)
     allowed = ", ".join(declared.choices) or declared.range or declared.unit or "text"
-    value = getattr(getattr(config, OWNERS[question.flag]), question.flag)
-    now = question.now(config) if question.now else value
+    now = getattr(getattr(config, OWNERS[question.flag]), question.flag)
+    with suppress(ValueError):  # sizes that do not divide: the answer will be checked
+        now = question.now(config) if question.now else now
     while True:
         reply = _read(f"{question.flag}: {declared.help} ({allowed}) [{now}]: ")
         try:
@@ -152,12 +129,9 @@ def _ask(question: Question, parsed: ParsedFlags, compose: Compose) -> ParsedFla
 
 def _command_of(parsed: ParsedFlags) -> str:
     """Return the command line that gives these flags, quoted for a shell."""
-    extra = vars(parsed.extra).items()
-    words = [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in extra
-        if value and name != "interactive"
-    ]
+    extra = {name: value for name, value in vars(parsed.extra).items() if value}
+    del extra["interactive"]
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in extra.items()]
     return shlex.join(["python", "train_distributed.py", *words, *parsed.words()])
 
 

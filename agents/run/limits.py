@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from agents.run.config import EVALUATING, RunConfig
-from agents.sizes import AUTO, TrainConfig, shard_sizes, shares_out
+from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
 from agents.trainer import last_checkpoint
 from envs.vector.faults import EnvironmentFaultError
 from rl_dist.checkpoint.folder import latest_checkpoint
@@ -31,10 +31,7 @@ def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
 
 
 def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> str:
-    """Check, before environments are made, that their rollouts can fit.
-
-    Computed for the smallest environment there could be, and without the update: sizes that are
-    too large by that are too large.
+    """Check, before environments are made, that rollouts of the smallest kind can fit.
 
     Returns:
         A warning in one line; "" where they may fit.
@@ -61,9 +58,9 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
     if needed <= free:
         return ""
     num_envs, batch_size = largest_sizes(config.train, num_ranks, rollout_bytes, free)
-    fitting = f"--batch_size {batch_size} without --num_envs"
-    if not batch_size:
-        fitting = "a smaller --hidden_size"
+    fitting = "a smaller --hidden_size"
+    if batch_size:
+        fitting = f"--batch_size {batch_size} without --num_envs"
     if num_envs:
         fitting = f"--num_envs {num_envs}, or {fitting}"
     shortage = (
@@ -106,16 +103,13 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
     """Return phase, sizes, what is free, and the flags to change."""
     train, phase = config.train, world.doing.phase
-    num_envs: int | str = train.num_envs or "by default"
-    if not train.num_envs and train.batch_size != AUTO and shares_out(train, world.size):
-        num_envs = shard_sizes(train, 0, world.size).global_num_envs
     free = f"{free_memory_bytes(world.device) / GIB:.2f} GiB free on {world.device}"
     said = " ".join(f"{type(error).__name__}: {error}".split())[:220].removesuffix(":")
     return (
-        f"rank {world.rank} ran out of memory in {phase}, with num_envs {num_envs}, batch_size "
-        f"{train.batch_size or 'auto'}, bptt_steps {train.bptt_steps}, hidden_size "
-        f"{config.policy.hidden_size}, {world.size} rank{'s' * (world.size > 1)}, {free}; "
-        f"{_advice(train, phase, run_dir, world)}; the error was {said}"
+        f"rank {world.rank} ran out of memory in {phase}, with num_envs "
+        f"{train.num_envs or 'by default'}, batch_size {train.batch_size or 'auto'}, bptt_steps "
+        f"{train.bptt_steps}, hidden_size {config.policy.hidden_size}, {in_ranks(world.size)}, "
+        f"{free}; {_advice(train, phase, run_dir, world)}; the error was {said}"
     )
 
 
@@ -148,18 +142,15 @@ def smaller_parts(train: TrainConfig, num_ranks: int) -> str:
 def fewer_environments(train: TrainConfig, num_ranks: int) -> str:
     """Return flags for half as many environments or fewer; "": none divide."""
     # not yet measured, or a run begun on other ranks
-    if train.batch_size == AUTO or not shares_out(train, num_ranks):
+    if not shares_out(train, num_ranks):
         return f"--num_envs {train.num_envs // 2}" if train.num_envs > 1 else ""
     total = shard_sizes(train, 0, num_ranks).global_num_envs
     now = total // num_ranks if train.scaling == "weak" else total
-    for num_envs in range(now // 2, 0, -1):
+    for parts in range(2, now + 1):
+        num_envs = now // parts
         if shares_out(replace(train, num_envs=num_envs), num_ranks):
             return f"--num_envs {num_envs}"
-    for batch_size in range(train.batch_size // 2, 0, -1):
-        smaller = replace(train, num_envs=0, batch_size=batch_size)
-        if not shares_out(smaller, num_ranks):
-            continue
-        fewer = shard_sizes(smaller, 0, num_ranks).global_num_envs
-        if fewer <= total // 2:
-            return f"--num_envs {fewer * now // total} --batch_size {batch_size}"
+        batch_size = train.batch_size // parts
+        if shares_out(replace(train, num_envs=num_envs, batch_size=batch_size), num_ranks):
+            return f"--num_envs {num_envs} --batch_size {batch_size}"
     return ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gymnasium import spaces
+import torch
 
+from agents.policy import Policy
 from agents.run.config import SECTIONS, RunConfig, probe_env
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
@@ -35,23 +35,15 @@ CHANGEABLE = {
 
 
 def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
-    """Return the configuration to go on with, and print flags to give again.
-
-    Raises:
-        UserError: as `resumed_config` and `check_module`.
-    """
+    """Return the configuration to go on with, and print flags to give again."""
     saved = json.loads(found.state["config"])
     config = resumed_config(RunConfig.from_dict(saved), parsed)
     named = parsed.configs["task"].env if "env" in parsed.given else None
     check_module(config.task.env, config.task.env_kwargs, run_dir, named)
-    for name in sorted(given_once(SECTIONS, saved) - parsed.given):
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"this run had --{name}, which is not stored: it does nothing now unless it is "
-                "given again"
-            )
-    for name in sorted(removed_flags(saved)):
-        if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":
+        for name in sorted(given_once(SECTIONS, saved) - parsed.given):
+            print(f"this run had --{name}, which is not stored: give it again to have it now")
+        for name in sorted(removed_flags(saved)):
             print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
     return config
 
@@ -126,19 +118,16 @@ def check_resumable(
         UserError: names everything that differs.
     """
     check_shapes(state, config.policy, config.launch.dtype)
-    env = probe_env(task)
-    space = env.single_action_space
-    discrete = isinstance(space, spaces.Discrete)
-    num_actions = int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
     saved = len(state["carry"]["obs"])
     num_envs = shard_sizes(config.train, 0, num_ranks, saved).global_num_envs
+    env = probe_env(task)
+    with torch.device("meta"):
+        now = Policy(config.policy, env.single_observation_space.shape[0], env.single_action_space)
     kinds = {True: "discrete", False: "continuous"}
+    saved_actions = f"{state['num_actions']} {kinds[state['discrete']]}"
     compared = {
-        "observation size": (int(env.single_observation_space.shape[0]), state["num_obs"]),
-        "actions": (
-            f"{num_actions} {kinds[discrete]}",
-            f"{state['num_actions']} {kinds[state['discrete']]}",
-        ),
+        "observation size": (now.num_obs, state["num_obs"]),
+        "actions": (f"{now.num_actions} {kinds[now.discrete]}", saved_actions),
         f"environments on {num_ranks} rank(s)": (num_envs, saved),
     }
     if state["environments"] is not None and not getattr(env, "can_snapshot", False):

@@ -64,7 +64,7 @@ def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
         check_weights: raises ValueError where --pretrained does not fit the task.
 
     Returns:
-        The run, or the exit code where there is nothing to start: the user has been told why.
+        The run, or the exit code where there is nothing to start and the reason is printed.
     """
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
     config: RunConfig | None = None
@@ -167,20 +167,15 @@ def announce(
         _announce_end(train, found)
     print(resolved.message)
     print(task.describe())
-    if config.task.is_trading and config.data.data == "simulated":
-        from envs.trading.simulated_market import market_card
-
-        print(market_card(task.markets("train", 8), config.market))
     if sizes:
         print(sizes_table(train, sizes, resolved.num_ranks, config.ppo))
 
 
 def _announce_end(train: TrainConfig, found: Found) -> None:
     """Print it where a run to resume has reached its budget already."""
-    budget, counter = ("num_episodes", "episodes")
-    if train.total_steps:
-        budget, counter = ("total_steps", "global_step")
-    done, wanted = found.state[counter], getattr(train, budget)
+    budget = "total_steps" if train.total_steps else "num_episodes"
+    done = found.state["global_step" if train.total_steps else "episodes"]
+    wanted = getattr(train, budget)
     if done >= wanted:
         print(
             f"trained to its end already ({done:,} of {wanted:,}): it is evaluated again; "
@@ -194,16 +189,16 @@ def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfi
     length, bptt = config.num_steps, config.bptt_steps
     batch = "minibatch" if sizes.num_microbatches == 1 else f"{sizes.num_microbatches} minibatches"
     envs, all_envs = sizes.num_envs, sizes.global_num_envs
-    slots, all_slots = sizes.batch_size, sizes.global_batch_size
+    own, together = sizes.batch_size, sizes.global_batch_size
     rows = [
         ("", "each rank", f"all {in_ranks(num_ranks)}"),
         ("environments", envs, all_envs),
         ("environment steps per iteration", envs * length, all_envs * length),
-        (f"{batch}, slots of {bptt} steps", slots, all_slots),
-        (f"{batch}, environment steps", slots * bptt, all_slots * bptt),
+        (f"{batch}, sequences of {bptt} steps", own, together),
+        (f"{batch}, environment steps", own * bptt, together * bptt),
         ("gradient steps per iteration", steps, f"{steps} (together)"),
     ]
-    lines = [f"  {name:<34}{each!s:>12}{together!s:>16}" for name, each, together in rows]
+    lines = [f"  {name:<34}{left!s:>12}{right!s:>16}" for name, left, right in rows]
     return "\n".join([*lines, f"  learning rate: {_describe_rate(config, sizes, ppo)}"])
 
 

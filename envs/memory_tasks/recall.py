@@ -8,14 +8,10 @@ is 1 / num_cues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from envs.vector.batched import BatchedEnv
+from envs.vector.batched import BatchedEnv, SingleEnv
 
 
 class RecallVectorEnv(BatchedEnv):
@@ -71,33 +67,7 @@ class RecallVectorEnv(BatchedEnv):
         return rewards, asked, np.zeros(self.num_envs, dtype=bool)
 
 
-class RecallEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """Recall-v0 as a single environment: a batch of one; takes its keyword arguments."""
+class RecallEnv(SingleEnv):
+    """The single environment."""
 
-    metadata: dict[str, Any] = {"render_modes": []}
-
-    def __init__(self, **kwargs: int) -> None:
-        self._batch = RecallVectorEnv(1, **kwargs)
-        self.observation_space = self._batch.single_observation_space
-        self.action_space = self._batch.single_action_space
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode with a new cue."""
-        super().reset(seed=seed)
-        self._batch.generators = [self.np_random]
-        return self._batch.reset()[0][0], {}
-
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take one step; reward 1 for naming the cue when the query flag is up."""
-        rewards, terminated, _ = self._batch.advance(np.array([action]))
-        return self._batch.observe()[0], float(rewards[0]), bool(terminated[0]), False, {}
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Return everything the future depends on."""
-        return {name: array[0] for name, array in self._batch.get_state().items()}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `get_state` was called."""
-        self._batch.set_state({name: np.asarray(value)[None] for name, value in state.items()})
+    batch_type = RecallVectorEnv

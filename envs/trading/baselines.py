@@ -114,10 +114,7 @@ def news_model() -> NewsModel:
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Return log volume [D, k] against its median of the LEVEL_DAYS days before.
-
-    Zero while warming up.
-    """
+    """Return log volume [D, k] against its median of the LEVEL_DAYS days before; 0 until warm."""
     log_volume = np.log(np.maximum(volume, 1.0))
     windows = np.lib.stride_tricks.sliding_window_view(log_volume[:-1], LEVEL_DAYS, axis=0)
     surprise = np.zeros_like(log_volume)
@@ -157,7 +154,6 @@ def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -
 
     Day d uses closes and volumes up to day d only. The filter is exact up to the densities: normal
     noise of the log volume, Student t returns around the trailing volatility, stocks one by one.
-
     Returns [M, days, n, OUTLOOK_DAYS] for the days of the span, in units of the edge (-1 to 1).
     """
     model = news_model()
@@ -186,8 +182,7 @@ class EqualWeight:
     """Buys 1/n of every stock as fast as orders permit, then holds for ever.
 
     A stock counts as bought once nearly 1/n has been reached or the cash is spent, whatever its
-    price does later; with max_order 1 that is the first day. Both order units work. A new pass
-    begins from nothing.
+    price does later. A new pass begins from nothing.
     """
 
     def __init__(self) -> None:
@@ -210,12 +205,9 @@ class EqualWeight:
 class ReferencePolicy:
     """Knows the generator: holds what its Bayes filter expects to rise.
 
-    It trades under the same costs and order limit as everyone.
-
     Target: 1/n of the value in every stock whose expected move over the next OUTLOOK_DAYS exceeds
-    HURDLE edges, cash for the rest. The order limit makes it worth it to buy ahead of a move. At a
-    small edge, where the drift of the market is worth more, it only leaves stocks that are expected
-    to fall, and at edge 0 it holds all of them.
+    HURDLE edges, cash for the rest. At a small edge, where the drift of the market is worth more,
+    it only leaves stocks that are expected to fall, and at edge 0 it holds all of them.
     """
 
     def __init__(self, config: SimulatedMarketConfig) -> None:
@@ -238,11 +230,8 @@ class MemorylessRule:
 
     It buys one order's worth on every surge and sells one on every drought, so that its holdings
     are a slow count of past events: the best a holding can do as a memory, and about a quarter of
-    what memory gains (Sharpe ratio 2.7 against 8.1, equal weight 0.8). It is the best by Sharpe
-    ratio after costs, on 16 training worlds at market_edge 120, of 42 combinations: on a surge and
-    on a drought buy, sell or leave; on other days go on buying, go on selling or leave what is held
-    in part (a quarter to three quarters of 1/n); buy or leave what is not held. Rules that trade
-    the newest event fully earn less than equal weight.
+    what memory gains. It is the best of 42 such rules by Sharpe ratio after costs, on 16 training
+    worlds at market_edge 120.
     """
 
     def __init__(self) -> None:

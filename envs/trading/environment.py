@@ -8,12 +8,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from envs.trading import accounting, features
-from envs.trading.config import check_setup
 from envs.trading.market_data import Market, Span
 from envs.trading.rewards import REWARD_SCALE, TrainingRewards
 from envs.trading_config import TradingConfig
@@ -33,11 +33,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     reward is the change of portfolio value from close to close, times 1e-4; training rewards may be
     less noisy forms of it (`reward`), then `info["raw_rewards"]` holds the plain ones.
 
-    Observation `relative`, 1 + 8n numbers: cash share of the value, then for each of n stocks log
-    return, log price against its 20-day mean, weight held, 20 x MACD / close, (RSI - 50) / 50,
-    CCI / 200, ADX / 100, log volume against its 20-day mean (clipped to +-3). Observation `paper`,
-    1 + 6n numbers on their raw scales: cash, then closes, shares held, MACD, RSI, CCI, ADX.
-    `feature_names()` lists them.
+    `features.feature_names` lists the numbers of an observation: `relative` has 1 + 8n, `paper`
+    1 + 6n on their raw scales.
 
     Training: an episode lasts `episode_days` steps on a market and from a day that are functions of
     the environment's seed and of the number of its episode; the first one after a seed starts at a
@@ -64,7 +61,13 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         discount: float = 0.8,
         device: str | torch.device = "cpu",
     ) -> None:
-        check_setup(num_envs, markets, span, config, evaluation=evaluation, train_span=train_span)
+        assert not evaluation or num_envs == len(markets), "one environment for each market"
+        num_days = span.last - span.first + 1
+        if not evaluation and config.episode_days >= num_days:
+            raise ValueError(
+                f"episode_days must be below the {num_days} days of the span, got "
+                f"{config.episode_days}: lower --episode_days or give more training days"
+            )
         self.num_envs = num_envs
         self.config = config
         self.evaluation = evaluation
@@ -75,7 +78,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self._skips_resets = self.device.type == "cpu"
         self.markets = markets
         self.tickers = markets[0].tickers
-        self.num_days = span.last - span.first + 1
+        self.num_days = num_days
         self.episode_days = self.num_days - 1 if evaluation else config.episode_days
         self.initial_cash_usd = round(config.initial_cash_usd * accounting.GRID) / accounting.GRID
         self._ruin_usd = RUIN_SHARE * self.initial_cash_usd
@@ -89,16 +92,11 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         )
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
         self._keys: Tensor | None = None
-        spaces = gymnasium.spaces
-        num_features = self._features.shape[1]
-        self.single_observation_space = spaces.Box(-np.inf, np.inf, (num_features,), np.float32)
-        self.single_action_space = spaces.Box(-1.0, 1.0, (num_stocks,), np.float32)
+        width = self._features.shape[1]
+        self.single_observation_space = Box(-np.inf, np.inf, (width,), np.float32)
+        self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-
-    def feature_names(self) -> list[str]:
-        """Return the names of the numbers of an observation, such as "log_return:AAPL"."""
-        return features.feature_names(self.config.observation, self.tickers)
 
     @property
     def day(self) -> Tensor:
@@ -142,9 +140,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
 
         `seed` is one integer per environment, or s for s, s + 1, ...; None goes on with each
         environment's next episode (the first time: fresh seeds). options={"random_age": False}
-        starts with full episodes.
-
-        Returns: observations [B, F] float32 and an empty info.
+        starts with full episodes. Returns observations [B, F] float32 and an empty info.
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
@@ -231,9 +227,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self._cash = cash
         self._value = value
         self._shares = shares
-        if self._skips_resets and not ended.any():
-            return final_obs.clone(), rewards, terminated, truncated, info
-        obs = self._restart(ended, final_obs)
+        none_ended = self._skips_resets and not ended.any()
+        obs = final_obs.clone() if none_ended else self._restart(ended, final_obs)
         return obs, rewards, terminated, truncated, info
 
     # takes autograd's bookkeeping off the many small operations, an eighth of a step
@@ -248,9 +243,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """
         prices = self._prices.index_select(0, self._row)
         close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
-        actions = actions.clamp(-1.0, 1.0)
-        if actions.dtype != torch.float32:
-            actions = actions.to(torch.float32)
+        actions = actions.clamp(-1.0, 1.0).to(torch.float32)
         # Whole shares wanted, truncated toward zero
         if self.config.order_unit == "value":
             limit_usd = self._value * self.config.max_order

@@ -84,12 +84,9 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
     """
     num_stocks = len(markets[0].tickers)
     num_days = span.last - span.first + 1
-    bars = Bars(
-        *(
-            np.concatenate([getattr(m, name)[: span.last + 1] for m in markets], axis=1)
-            for name in Bars._fields
-        )
-    )
+    last = span.last + 1
+    names = Bars._fields
+    bars = Bars(*(np.concatenate([getattr(m, n)[:last] for m in markets], axis=1) for n in names))
     blocks = _blocks(observation)
     table = np.zeros((len(markets), num_days, 1 + len(blocks) * num_stocks), dtype=np.float32)
     for position, feature in enumerate(blocks.values()):

@@ -19,35 +19,22 @@ MIN_STD = 1e-12  # daily returns with a smaller deviation are rounding noise aro
 
 
 def macd(close: np.ndarray) -> np.ndarray:
-    """Return the MACD line: 12-day minus 26-day exponential mean of the close.
-
-    In the unit of the price, warm from day 25 on. It is the line, not the signal; each mean starts
-    as the plain mean of its first days.
-    """
+    """Return the MACD line: 12-day minus 26-day exponential mean, warm from day 25 on."""
     return _by_column(talib.EMA, 12, close) - _by_column(talib.EMA, 26, close)
 
 
 def rsi(close: np.ndarray) -> np.ndarray:
-    """Return the relative strength index over 30 days with Wilder's smoothing.
-
-    In 0..100, warm from day 30 on; 0 for a price that never moved (TA-Lib's convention).
-    """
+    """Return the 30-day relative strength index, 0..100, warm from day 30 on."""
     return _by_column(talib.RSI, INDICATOR_DAYS, close)
 
 
 def cci(high: np.ndarray, low: np.ndarray, close: np.ndarray) -> np.ndarray:
-    """Return the commodity channel index: the typical price against its 30-day mean.
-
-    In 0.015 mean deviations, scale-free, warm from day 29 on; 0 for a price that did not move.
-    """
+    """Return the 30-day commodity channel index, scale-free, warm from day 29 on."""
     return _by_column(talib.CCI, INDICATOR_DAYS, high, low, close)
 
 
 def adx(high: np.ndarray, low: np.ndarray, close: np.ndarray) -> np.ndarray:
-    """Return the average directional index over 30 days.
-
-    The strength of a trend, whichever its direction, in 0..100, warm from day 59 on.
-    """
+    """Return the 30-day average directional index, 0..100, warm from day 59 on."""
     return _by_column(talib.ADX, INDICATOR_DAYS, high, low, close)
 
 
@@ -63,15 +50,13 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     stock that did not move at all in the window is left out on that day, its scale being unknown.
 
     Returns: [D], about n in ordinary times (n stocks), warm from day `days + 1` on.
-    Raises: ValueError for a window too short for a covariance of full rank.
+    Raises: ValueError: more stocks than a covariance over `days` returns can have.
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), not
         divided by n.
     """
     num_days, n = close.shape
     if days <= n:
-        raise ValueError(
-            f"turbulence: days must be more than the {n} stocks, got {days}: take a longer window"
-        )
+        raise ValueError(f"turbulence needs fewer stocks than its {days} days, got {n}")
     values = np.full(num_days, np.nan)
     if num_days < days + 2:
         return values

@@ -31,7 +31,7 @@ VALID_SHARE = 0.15
 TEST_SHARE = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Market:
     """Aligned daily bars of n tickers over D days, adjusted for splits and dividends."""
 
@@ -43,7 +43,6 @@ class Market:
     low: np.ndarray  # [D, n]
     close: np.ndarray  # [D, n]
     volume: np.ndarray  # [D, n] float64, shares
-    simulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ class MarketDataError(ValueError):
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
     """Return training, validation and test span as day indices.
 
-    Given dates are kept (moved inward to trading days); what is not given follows: training starts
-    at `first_tradable`, the test ends on the last day, spans touch each other, and a border of
-    which neither side is given divides its days in the ratio 60 : 15 : 25. Too few days between
-    training and test for a validation span that no date asks for: valid is None.
+    Given dates are kept, moved inward to trading days. Else training starts at `first_tradable`,
+    the test ends on the last day, spans touch each other, and a border of which neither side is
+    given divides its days in the ratio 60 : 15 : 25. Where training and test leave too few days for
+    a validation span that no date asks for, valid is None.
 
     Raises: MarketDataError for dates outside the data or spans that are too short.
     """
@@ -91,11 +90,9 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
     # A span whose end is not given ends before the next one starts, or has its share of the days
     train_end = _end(given, "train_end", "valid_start")
     valid_end = _end(given, "valid_end", "test_start")
-    if train_end is None and valid_end is None:
-        train_end = _end_of_share(first, last, TRAIN_SHARE)
-    elif train_end is None and valid_end is not None:
-        train_end = _end_of_share(first, valid_end, TRAIN_SHARE / (TRAIN_SHARE + VALID_SHARE))
-    assert train_end is not None
+    if train_end is None:
+        share = TRAIN_SHARE if valid_end is None else TRAIN_SHARE / (TRAIN_SHARE + VALID_SHARE)
+        train_end = _end_of_share(first, last if valid_end is None else valid_end, share)
     valid_start = given.get("valid_start", train_end + 1)
     if valid_end is None:
         valid_end = _end_of_share(valid_start, last, VALID_SHARE / (VALID_SHARE + TEST_SHARE))
@@ -146,36 +143,28 @@ def _checked_span(name: str, first: int, last: int, dates: np.ndarray) -> Span:
 def load_market(path: str | Path, *, missing: str = "error") -> Market:
     """Load, validate, adjust and align a CSV or CSV.gz of daily bars.
 
-    Open, high, low and close are multiplied by adj_close / close.
-
-    Raises: MarketDataError, one line, as read_bars.
+    Open, high, low and close are multiplied by adj_close / close. Raises as `read_bars`.
     """
     path = Path(path).expanduser()
     bars = read_bars(path, missing=missing)
     table = bars.pivot(index="date", columns="tic", values=NUMBERS)
     values = {name: table[name].to_numpy(dtype=np.float64, copy=True) for name in NUMBERS}
     factor = values["adj_close"] / values["close"]
-    return Market(
-        name=path.name,
-        dates=table.index.to_numpy().astype("datetime64[D]"),
-        tickers=tuple(table["close"].columns),
-        open=values["open"] * factor,
-        high=values["high"] * factor,
-        low=values["low"] * factor,
-        close=values["adj_close"],
-        volume=values["volume"],
-    )
+    open_, high, low = (values[name] * factor for name in ("open", "high", "low"))
+    dates = table.index.to_numpy().astype("datetime64[D]")
+    tickers = tuple(table["close"].columns)
+    close, volume = values["adj_close"], values["volume"]
+    return Market(path.name, dates, tickers, open_, high, low, close, volume)
 
 
 def read_bars(path: Path, *, missing: str = "error") -> pd.DataFrame:
     """Read clean bars of a CSV or CSV.gz: every ticker has exactly one on every day.
 
-    Rows may be sorted by date or stand ticker by ticker.
+    Rows may be sorted by date or stand ticker by ticker. With missing="drop" days without a clean
+    bar of every ticker are dropped, 5 % of the days at most.
 
     Returns: columns COLUMNS; date datetime64, tic text, the others float64.
-    Raises: MarketDataError: the file, the first offending ticker and date, how many more, and the
-        fix. With missing="drop" days without a clean bar of every ticker are dropped, 5 % of the
-        days at most.
+    Raises: MarketDataError: names the first offending ticker and date, and how many more.
     """
     try:
         bars = _parse(_read(path))
@@ -189,11 +178,11 @@ def read_bars(path: Path, *, missing: str = "error") -> pd.DataFrame:
 
 def _read(path: Path) -> pd.DataFrame:
     """Return the file's rows, tickers and dates as text."""
+    if not path.is_file():  # pandas would wait for a pipe
+        raise MarketDataError(
+            "no such file: give the path of a CSV or CSV.gz, or use --data simulated"
+        )
     try:
-        if not path.is_file():  # pandas would wait for a pipe
-            raise MarketDataError(
-                "no such file: give the path of a CSV or CSV.gz, or use --data simulated"
-            )
         frame = pd.read_csv(
             path,
             dtype={"date": str, "tic": str},
@@ -202,8 +191,6 @@ def _read(path: Path) -> pd.DataFrame:
             keep_default_na=False,
             na_values={name: list(BLANKS) for name in COLUMNS if name != "tic"},
         )
-    except MarketDataError:
-        raise
     except (OSError, EOFError, ValueError, zlib.error) as error:  # parser errors are ValueErrors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise MarketDataError(
@@ -255,8 +242,7 @@ def _check_values(bars: pd.DataFrame) -> None:
         _refuse(bars, bars[name] <= 0, f"{name} {{{name}:g}} is not positive")
         outside = (bars[name] < MIN_PRICE) | (bars[name] > MAX_PRICE)
         _refuse(bars, outside, f"{name} {{{name}:g}} lies outside {MIN_PRICE:g} .. {MAX_PRICE:g}")
-    low = bars["low"]
-    high = bars["high"]
+    low, high = bars["low"], bars["high"]
     _refuse(bars, high < low, "high {high:g} is below low {low:g}")
     for name in ("open", "close"):
         outside = (bars[name] < low * (1 - ROUNDING)) | (bars[name] > high * (1 + ROUNDING))
@@ -300,12 +286,9 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
         )
     dropped = holes.index[incomplete]
     logger.warning(
-        "%s: dropped %d of %d days on which not every ticker has a clean bar: days %s; tickers %s",
-        name,
-        len(dropped),
-        len(holes),
-        _some(dropped.strftime("%Y-%m-%d")),
-        _some(tickers.index[tickers > 0]),
+        f"{name}: dropped {len(dropped)} of {len(holes)} days on which not every ticker has a "
+        f"clean bar: days {_some(dropped.strftime('%Y-%m-%d'))}; tickers "
+        f"{_some(tickers.index[tickers > 0])}"
     )
     return bars[~bars["date"].isin(dropped)]
 

@@ -1,7 +1,7 @@
 """Simulated daily stock markets with a planted edge that only memory can use.
 
 SIMULATED: a test bed for memory, not a promise of profit. Volatility, correlation, fat tails and
-volatility clustering resemble the 30 Dow stocks (DOW_FIGURES); what can be earned is planted.
+volatility clustering resemble the 30 Dow stocks (docs/data.md); what can be earned is planted.
 
 The edge is old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has a day of unusual volume, a
 surge or a drought by a fair coin: an announcement. It moves the price only DELAY_DAYS later, when
@@ -56,22 +56,8 @@ OWN_WAVE = (0.95, 0.30)
 TAIL_DEGREES = 5.0  # of the Student t innovations
 OVERNIGHT_SHARE = 1.0 / 3.0  # of a day's variance that falls between close and open
 
-# Measured 2026-11-21 on adjusted daily closes of 30 Dow stocks, 2008-06-02 to 2024-03-08 (3,970
-# days): averages over stocks of log-return statistics; the Sharpe ratio is of equal weight held, no
-# costs.
-DOW_FIGURES = {
-    "annual volatility": 0.280,
-    "pairwise correlation": 0.465,
-    "excess kurtosis": 12.4,
-    "autocorrelation of |r|, lag 1": 0.283,
-    "autocorrelation of |r|, lag 5": 0.288,
-    "autocorrelation of |r|, lag 20": 0.178,
-    "worst day of a stock": -0.166,
-    "equal-weight Sharpe ratio": 0.72,
-}
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SimulatedWorlds:
     """Prices of M worlds beside the hidden truth, which no observation may use."""
 
@@ -88,19 +74,10 @@ class SimulatedWorlds:
     def markets(self) -> list[Market]:
         """Return what a trader may see: one Market per world."""
         tickers = tuple(f"SIM{i + 1:02d}" for i in range(self.close.shape[2]))
+        bars = zip(self.open, self.high, self.low, self.close, self.volume, strict=True)
         return [
-            Market(
-                name=f"SIMULATED world {seed}",
-                dates=self.dates,
-                tickers=tickers,
-                open=self.open[m],
-                high=self.high[m],
-                low=self.low[m],
-                close=self.close[m],
-                volume=self.volume[m],
-                simulated=True,
-            )
-            for m, seed in enumerate(self.seeds)
+            Market(f"SIMULATED world {seed}", self.dates, tickers, *world)
+            for seed, world in zip(self.seeds, bars, strict=True)
         ]
 
 
@@ -110,10 +87,8 @@ def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list
     Written in decimal a seed reads (market_seed, purpose 1..3, eight digits of world number), so no
     two of (market_seed, purpose, number) share one.
 
-    Raises: ValueError for an unknown purpose or number of worlds.
+    Raises: ValueError for a number of worlds that has more digits.
     """
-    if purpose not in PURPOSES:
-        raise ValueError(f"purpose must be one of {', '.join(PURPOSES)}, got {purpose!r}")
     if not 1 <= count <= MAX_WORLDS:
         raise ValueError(f"worlds must be 1..{MAX_WORLDS}, got {count}")
     base = (config.market_seed * 10 + PURPOSES.index(purpose) + 1) * MAX_WORLDS
@@ -131,18 +106,10 @@ def simulate_worlds(config: SimulatedMarketConfig, seeds: Sequence[int]) -> Simu
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
     moves = noise["moves"]
     open_, high, low, close = _prices(noise, moves * (config.market_edge * 1e-4))
-    return SimulatedWorlds(
-        seeds=tuple(seeds),
-        # weekdays; holidays are left out of the fiction
-        dates=np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS)),
-        open=open_,
-        high=high,
-        low=low,
-        close=close,
-        volume=_volumes(noise),
-        events=noise["events"],
-        moves=moves,
-    )
+    # weekdays; holidays are left out of the fiction
+    dates = np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
+    volume, events = _volumes(noise), noise["events"]
+    return SimulatedWorlds(tuple(seeds), dates, open_, high, low, close, volume, events, moves)
 
 
 def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
@@ -239,38 +206,3 @@ def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
     log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise
     log_volume += EVENT_SIZE * noise["events"]
     return np.rint(noise["first_volume"] * np.exp(log_volume))
-
-
-def market_card(markets: Sequence[Market], config: SimulatedMarketConfig) -> str:
-    """Return mean figures of simulated markets beside the Dow's, as a table to print."""
-    figures = [market_figures(market) for market in markets]
-    lines = [
-        f"SIMULATED: a test bed for memory, not a promise of profit. {len(markets)} market(s) of "
-        f"{len(markets[0].tickers)} stocks;",
-        f"planted edge: {config.market_edge:g} bps (--market_edge) of drift on the {MOVE_DAYS} "
-        "days that follow old news, see the generator.",
-        f"{'':30} {'simulated':>10} {'Dow 2008-24':>12}",
-    ]
-    for name, dow in DOW_FIGURES.items():
-        lines.append(f"{name:30} {np.mean([f[name] for f in figures]):10.3f} {dow:12.3f}")
-    return "\n".join(lines)
-
-
-def market_figures(market: Market) -> dict[str, float]:
-    """Return the figures of DOW_FIGURES for one market, real or simulated."""
-    log_returns = np.diff(np.log(market.close), axis=0)  # [D-1, n]
-    standard = (log_returns - log_returns.mean(0)) / log_returns.std(0)
-    size = np.abs(log_returns) - np.abs(log_returns).mean(0)
-    n = size.shape[1]
-    held = np.expm1(np.diff(np.log((market.close / market.close[0]).mean(1))))
-    figures = {
-        "annual volatility": log_returns.std(0).mean() * np.sqrt(252),
-        "pairwise correlation": (np.corrcoef(log_returns.T).sum() / n - 1.0) / (n - 1),
-        "excess kurtosis": (standard**4).mean() - 3.0,
-        "worst day of a stock": np.expm1(log_returns.min(0).mean()),
-        "equal-weight Sharpe ratio": held.mean() / held.std() * np.sqrt(252),
-    }
-    for lag in (1, 5, 20):
-        together = (size[lag:] * size[:-lag]).sum(0) / (size**2).sum(0)
-        figures[f"autocorrelation of |r|, lag {lag}"] = together.mean()
-    return {name: float(value) for name, value in figures.items()}

@@ -35,12 +35,8 @@ class TradingTask:
         """Return the real market, or `count` worlds of a purpose (train, valid, test)."""
         if self.real is not None:
             return [self.real]
-        counts = {
-            "train": self.simulated.num_worlds,
-            "valid": NUM_VALID_WORLDS,
-            "test": NUM_TEST_WORLDS,
-        }
-        number = counts[purpose] if count is None else count
+        usual = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS}
+        number = usual.get(purpose, NUM_TEST_WORLDS) if count is None else count
         return simulate_markets(self.simulated, world_seeds(self.simulated, purpose, number))
 
     def training_env(

@@ -35,10 +35,7 @@ _STEP_KEY = "lifetime_step"
 
 
 class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
-    """A vector environment of torch tensors around a numpy one.
-
-    `given_up` lists in plain words what a native environment forced upon us does not offer.
-    """
+    """A vector environment of torch tensors around a numpy one."""
 
     def __init__(
         self,
@@ -46,14 +43,13 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         *,
         env_id: str,
         env_offset: int = 0,
-        default_seeds: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
         force_native: bool = False,
         takes_seed_list: bool = True,
         env_timeout: float = 0.0,
         env_restarts: int = 0,
         end: Callable[[str], None] = end_process,
-        beat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
         kind: str = "environment",
     ) -> None:
         """Wrap `env`, a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
@@ -62,7 +58,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             env_timeout: seconds after which a call into an environment hangs; 0 = never.
             env_restarts: how often each environment is made again after a fault.
             end: ends the process if a call that hangs cannot be interrupted.
-            beat: reports that work goes on: at every call and, from a thread, during one.
+            heartbeat: reports that work goes on: at every call and, from a thread, during one.
             kind: what messages call it.
 
         Raises:
@@ -75,26 +71,21 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.env_offset = env_offset
         self.device = torch.device(device)
         self.num_envs = env.num_envs
-        self._default_seeds = default_seeds
         self._takes_seed_list = takes_seed_list
         self._started = False
         self._lifetime_step = 0
-        self.given_up = []
         self._mode = env.metadata.get("autoreset_mode")
+        given_up = []
         if self._mode is AutoresetMode.NEXT_STEP and force_native:
-            self.given_up.append(
-                "each episode but the first begins with a step that ignores the action (NEXT_STEP)"
-            )
+            given_up.append("each episode but the first begins with a step that ignores the action")
         elif self._mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
                 f"environment {env_id} has autoreset mode {self._mode}, but SAME_STEP is needed: "
                 "choose vectorization 'sync', or construct it with AutoresetMode.SAME_STEP"
             )
         if not takes_seed_list:
-            self.given_up.append(
-                "environments share one generator, so another number of ranks trains differently"
-            )
-        for loss in self.given_up:
+            given_up.append("one generator for all, so another number of ranks trains differently")
+        for loss in given_up:
             _LOGGER.warning("environment %s, native vectorization: %s", env_id, loss)
         self._encoder = ObservationEncoder(env.single_observation_space, env_id)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
@@ -111,7 +102,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                 "cannot restart in part; leave it out, or use --vectorization sync"
             )
         self._watch = HangWatch(
-            env_timeout, lambda row, problem: str(self._fault(row, problem)), end, beat
+            env_timeout, lambda row, problem: str(self._fault(row, problem)), end, heartbeat
         )
         if isinstance(env, SyncVectorEnv):
             self._guards = [
@@ -135,12 +126,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def reset(
         self,
         *,
-        seed: int | Sequence[int | None] | None = None,
+        seed: int | Sequence[int] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments; one seed for each begins new lives at step 0.
-
-        Without seeds the first reset uses the default seeds, later ones continue their generators.
 
         Returns:
             obs [B, F] float32, and an empty info.
@@ -150,18 +139,15 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             EnvironmentFaultError: an environment raised, or returned NaN, infinity or a wrong
                 shape.
         """
-        seeds = self._default_seeds if seed is None and not self._started else seed
-        if seeds is not None:
-            if isinstance(seeds, int) or len(seeds) != self.num_envs:
+        if seed is not None:
+            if isinstance(seed, int) or len(seed) != self.num_envs:
                 raise ValueError(
                     f"seed must be a list of {self.num_envs} integers, one per environment, "
-                    f"got {seeds}: see rl_dist/seeding.py"
+                    f"got {seed}: see rl_dist/seeding.py"
                 )
-            seeds = [None if one is None else int(one) for one in seeds]
-        if seeds is not None or not self._started:
+            seed = list(seed) if self._takes_seed_list else seed[0]
             self._lifetime_step = 0
-        given = seeds[0] if seeds is not None and not self._takes_seed_list else seeds
-        obs = self._guarded(self._reset, seed=given, options=options)
+        obs = self._guarded(self._reset, seed=seed, options=options)
         self._started = True
         return self._tensor(obs), {}
 
@@ -182,8 +168,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
 
         Raises:
             ValueError: actions of a wrong shape, or not finite.
-            EnvironmentFaultError: an environment raised, or returned NaN, infinity or a wrong
-                shape.
+            EnvironmentFaultError: as `reset`.
         """
         numpy_actions = self._decoder(actions, self.num_envs)
         self._lifetime_step += 1
@@ -264,38 +249,21 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         Raises:
             ValueError: an environment offers no `get_state` and `set_state`.
         """
-        self._require_protocol()
+        if not self.can_snapshot:
+            raise ValueError(
+                f"environment {self.env_id} cannot be saved: it has no get_state and set_state"
+            )
         steps = torch.full((self.num_envs,), self._lifetime_step, dtype=torch.int64)
         return self._guarded(get_states, self.env) | {_STEP_KEY: steps}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `get_state` was called, on this or an equal environment.
-
-        Raises:
-            ValueError: no snapshots here, or a state of another number of environments.
-        """
-        self._require_protocol()
-        for name, tensor in state.items():
-            if len(tensor) != self.num_envs:
-                raise ValueError(
-                    f"state {name!r} must hold {self.num_envs} environments, got {len(tensor)}"
-                )
+        """Continue exactly where `get_state` was called, on this or an equal environment."""
         if not self._started:
             # makes what environments build on their first reset
             self.reset(seed=[0] * self.num_envs)
         own = {name: tensor for name, tensor in state.items() if name != _STEP_KEY}
         self._guarded(set_states, self.env, own)
         self._lifetime_step = int(state[_STEP_KEY][0])
-
-    def _require_protocol(self) -> None:
-        if not self.can_snapshot:
-            raise ValueError(
-                f"environment {self.env_id} cannot be saved: it has no get_state and set_state"
-            )
-
-    def render(self) -> Any:
-        """Render as the wrapped environment does."""
-        return self.env.render()
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the wrapped environment; nothing depends on its success."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import seeding
@@ -80,8 +81,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         """Move one step on; return rewards, terminated and truncated, each [B]."""
         raise NotImplementedError
 
-    def begin_episodes(self, rows: np.ndarray) -> None:
-        """Start new episodes in these rows, each drawn from its own generator."""
+    def _begin_episodes(self, rows: np.ndarray) -> None:
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
     def reset(
@@ -96,25 +96,20 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             seeds = seeds or [None] * self.num_envs
             assert len(seeds) == self.num_envs, "one seed per environment"
             self.generators = [seeding.np_random(one)[0] for one in seeds]
-        self.begin_episodes(np.arange(self.num_envs))
+        self._begin_episodes(np.arange(self.num_envs))
         return self.observe(), {}
 
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all environments; those that end start again at once.
-
-        Returns:
-            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B], and info with
-            `final_obs` [B, F] (valid where `_final_obs` is true) if any episode ended.
-        """
+        """Step all environments; those that end start again at once (info: `final_obs`)."""
         rewards, terminated, truncated = self.advance(np.asarray(actions))
         obs = self.observe()
         ended = terminated | truncated
         if not ended.any():
             return obs, rewards, terminated, truncated, {}
         info = {"final_obs": obs, "_final_obs": ended}
-        self.begin_episodes(np.flatnonzero(ended))
+        self._begin_episodes(np.flatnonzero(ended))
         return self.observe(), rewards, terminated, truncated, info
 
     def get_state(self) -> dict[str, np.ndarray]:
@@ -125,7 +120,40 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue exactly where `get_state` was called, after a first reset."""
         for name in self.state_names:
-            array = getattr(self, name)
-            array[...] = state[name]
+            getattr(self, name)[...] = state[name]
         for generator, packed in zip(self.generators, state["generator"], strict=True):
             unpack_generator(generator, packed)
+
+
+class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
+    """One environment of a batched kind: a batch of one; takes its keyword arguments."""
+
+    batch_type: type[Any]
+    metadata: dict[str, Any] = {"render_modes": []}
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._batch: BatchedEnv = self.batch_type(1, **kwargs)
+        self.observation_space = self._batch.single_observation_space
+        self.action_space = self._batch.single_action_space
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        self._batch.generators = [self.np_random]
+        return self._batch.reset()[0][0], {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Take one step."""
+        rewards, terminated, truncated = self._batch.advance(np.array([action]))
+        ends = bool(terminated[0]), bool(truncated[0])
+        return self._batch.observe()[0], float(rewards[0]), *ends, {}
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Return everything the future depends on."""
+        return {name: array[0] for name, array in self._batch.get_state().items()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `get_state` was called."""
+        self._batch.set_state({name: np.asarray(value)[None] for name, value in state.items()})

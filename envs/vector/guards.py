@@ -93,9 +93,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._check(obs, info, reward)
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            if not isinstance(flag, bool | np.bool_) and not (
-                np.size(flag) == 1 and are_flags(flag)
-            ):
+            if not (isinstance(flag, bool | np.bool_) or (np.size(flag) == 1 and are_flags(flag))):
                 shown = " ".join(repr(flag).split())[:40]
                 raise RowFaultError(self._row, f"{name} is {shown}, neither true nor false")
         return obs, reward, terminated, truncated, {}

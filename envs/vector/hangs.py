@@ -28,12 +28,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from envs.vector.faults import (
-    Interruption,
-    RowFaultError,
-    has_closed_descriptors,
-    is_own_fault,
-)
+from envs.vector.faults import Interruption, RowFaultError, has_closed_descriptors, is_own_fault
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
@@ -61,7 +56,7 @@ class HangWatch:
         timeout_s: longest time for one call; 0 = any.
         describe: names the environment of a row (None: all of them) and its problem, in one line.
         end: ends the process with a message; must not return.
-        beat: reports that work goes on: at every call and, from a thread, during one.
+        heartbeat: reports that work goes on: at every call and, from a thread, during one.
     """
 
     def __init__(
@@ -69,12 +64,12 @@ class HangWatch:
         timeout_s: float,
         describe: Callable[[int | None, str], str],
         end: Callable[[str], None],
-        beat: Callable[[], None],
+        heartbeat: Callable[[], None],
     ) -> None:
         self.describe = describe
         self._timeout_s = timeout_s
         self._end = end
-        self._beat = beat
+        self._heartbeat = heartbeat
         self._row: int | None = None
         self._call = 0  # number of the call under way
         self._busy = False
@@ -91,7 +86,7 @@ class HangWatch:
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the environment of a row (None: all); RowFaultError if it fails."""
-        self._beat()
+        self._heartbeat()
         try:
             self._row = row
             self._call += 1
@@ -130,7 +125,7 @@ class HangWatch:
                 with suppress(RuntimeError):  # no thread to be had: the other steps are left
                     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
             if busy:
-                self._beat()
+                self._heartbeat()
             if not busy or call != seen:
                 seen, since_s = call, now_s
             elif now_s - since_s >= self._timeout_s + GRACE_S:
