@@ -21,7 +21,7 @@ class TrainConfig:
         5000, "episodes", within=(1, 10**12), presets={"--quick": 96}, main=True
     )
     """Training episodes, total over all ranks."""
-    total_steps: int = setting(0, "steps", within=(0, 10**15), main=True)
+    total_steps: int = setting(0, "steps", within=(0, 10**15), derived="by episodes", main=True)
     """Stop after this many environment steps of all ranks instead; 0: by episodes."""
     batch_size: int = setting(
         128,

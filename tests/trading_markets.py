@@ -43,13 +43,13 @@ def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) 
     """A small training environment, already reset unless `seed` is None."""
     seed = options.pop("seed", list(range(100, 100 + num_envs)))
     evaluation = options.pop("evaluation", False)
-    last = options.pop("last", NUM_DAYS - 1)
     device = options.pop("device", "cpu")
+    span = Span(FIRST, NUM_DAYS - 1)
     env = TradingVectorEnv(
         num_envs,
         markets=markets or [random_market()],
-        span=Span(FIRST, last),
-        train_span=Span(FIRST, last),
+        span=span,
+        train_span=span,
         config=TradingConfig(**{"episode_days": 20, "risk_aversion": 0.0, **options}),
         evaluation=evaluation,
         device=device,

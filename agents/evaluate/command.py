@@ -52,27 +52,29 @@ def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTas
     # the run's own dates may not exist in other data, of which every day is unseen
     elsewhere = args.data is not None and not _same_data(args.data, config.data.data)
     data = DataConfig(data=args.data) if elsewhere else config.data
+    market = config.market
     if data.data != "simulated":
         worlds = ("num_worlds", "market_seed", "market_edge")
         _refuse_useless(args, worlds, f"data {data.data}")
-    market_flags = {name: getattr(args, name) for name in ("market_seed", "market_edge")}
-    asked = {name: value for name, value in market_flags.items() if value is not None}
-    task = prepare_task(data, replace(config.market, **asked), config.trading)
+    if args.market_seed is not None:
+        market = replace(market, market_seed=args.market_seed)
+    if args.market_edge is not None:
+        market = replace(market, market_edge=args.market_edge)
+    task = prepare_task(data, market, config.trading)
     if not (args.start or args.end or elsewhere):
         return task, task.spans.test
 
     # the days asked for, as far as they can be traded
-    market = task.markets("test", 1)[0]
-    tradable = first_tradable_day(market, task.trading)
-    first = args.start or str(market.dates[tradable if elsewhere else task.spans.test.first])
-    last = args.end or str(market.dates[-1])
-    wanted = (market.dates >= np.datetime64(first)) & (market.dates <= np.datetime64(last))
-    days = np.flatnonzero(wanted)
+    sample = task.markets("test", 1)[0]
+    dates, tradable = sample.dates, first_tradable_day(sample, task.trading)
+    first = args.start or str(dates[tradable if elsewhere else task.spans.test.first])
+    last = args.end or str(dates[-1])
+    days = np.flatnonzero((dates >= np.datetime64(first)) & (dates <= np.datetime64(last)))
     days = days[days >= tradable]
     if len(days) < 2:
         raise UserError(
             f"--start {first} --end {last} holds fewer than 2 tradable days: the data has "
-            f"{market.dates[tradable]} to {market.dates[-1]}"
+            f"{dates[tradable]} to {dates[-1]}"
         )
     return task, Span(int(days[0]), int(days[-1]))
 
@@ -108,8 +110,6 @@ def _evaluate(
     """Evaluate all agents on the task of the first; a summary and its text."""
     first = agents["policy"]
     own = first.config.task
-    for name, other in agents.items():
-        _check_comparable(name, other, first)
     if own.is_trading:
         _refuse_useless(args, ("episodes", "env"), own.env)
         return _evaluate_trading(agents, args, world)
@@ -146,30 +146,31 @@ def _evaluate_trading(
         print(f"{_overlap_warning(first.config, task, span)}{task.describe()}")
         print(f"evaluated from {dates[span.first]} to {dates[span.last]}\n")
     plot = Path(args.plot or first.run_dir / "plots" / "evaluation.png")
+    plot = plot if plot.suffix else plot.with_suffix(".png")
     pairs = {name: (agent.policy, agent.normalizer) for name, agent in agents.items()}
     summary, text = report(task, markets, span, pairs, world, plot)
     return summary, f"{text}\n\nequity curves: {plot}"
 
 
-def _check_comparable(name: str, other: LoadedAgent, first: LoadedAgent) -> None:
-    """Refuse a policy that cannot act in the first one's environment."""
-    here, there = (
-        (agent.policy.num_obs, agent.policy.num_actions, agent.policy.discrete)
-        for agent in (other, first)
-    )
-    if here != there:
-        raise UserError(
-            f"{name} cannot be compared: it maps {here[0]} observations to {here[1]} actions, the "
-            f"policy {there[0]} to {there[1]}; compare runs of one environment and --observation"
-        )
-
-
 def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
+    """Load the policies, which must all be able to act in the first one's environment."""
     agents = {"policy": load_agent(args.path)}
     for path in args.compare:
         name = Path(path).resolve().name
         taken = name in agents or name in TAKEN_NAMES or Path(path).is_file()
         agents[path if taken else name] = load_agent(path)
+    shapes = {
+        name: (agent.policy.num_obs, agent.policy.num_actions, agent.policy.discrete)
+        for name, agent in agents.items()
+    }
+    wanted = shapes["policy"]
+    for name, found in shapes.items():
+        if found != wanted:
+            raise UserError(
+                f"{name} cannot be compared: it maps {found[0]} observations to {found[1]} "
+                f"actions, the policy {wanted[0]} to {wanted[1]}; compare runs of one environment "
+                "and --observation"
+            )
     return agents
 
 

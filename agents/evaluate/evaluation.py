@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # other tasks are evaluated without them
 # (env, obs [B,F], episode_start [B]) -> actions
 Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")
+ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as in Record
 
 
 class PolicyController:
@@ -78,11 +78,10 @@ def run_markets(
         start = terminated | truncated
         alive = alive & ~start
     columns = torch.stack(accounts, dim=2).cpu().numpy()  # [4, M, D]
-    named = dict(zip(ACCOUNTS, columns, strict=True))
-    return Record(values=torch.stack(values, dim=1).cpu().numpy(), **named)
+    return Record(torch.stack(values, dim=1).cpu().numpy(), *columns)
 
 
-def shard(count: int, world: World) -> range:
+def _shard(count: int, world: World) -> range:
     """This rank's share of `count` things: contiguous, each on exactly one rank."""
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
@@ -100,21 +99,19 @@ def evaluate_markets(
     """
     from agents.evaluate.statistics import Record
 
-    mine = [markets[index] for index in shard(len(markets), world)]
-    own: dict[str, dict[str, list]] = {}
+    mine = [markets[index] for index in _shard(len(markets), world)]
+    own: dict[str, list[list]] = {}
     if mine:
         env = make_env(mine)  # once: its tables cost more than a pass
         for name, controller in controllers.items():
             record = run_markets(env, controller, on_step=world.heartbeat)
-            own[name] = {key: value.tolist() for key, value in vars(record).items()}
+            own[name] = [column.tolist() for column in vars(record).values()]
     ranks = [rank for rank in all_gather_json(own, world) if rank]
-    return {
-        name: Record(**{k: np.concatenate([r[name][k] for r in ranks]) for k in ranks[0][name]})
-        for name in controllers
-    }
+    columns = {name: zip(*(rank[name] for rank in ranks), strict=True) for name in controllers}
+    return {name: Record(*map(np.concatenate, of_ranks)) for name, of_ranks in columns.items()}
 
 
-def restarts_of(env: Any) -> Tensor:
+def _restarts_of(env: Any) -> Tensor:
     """Number of restarts of each environment so far, [B]; 0 where there can be none."""
     return torch.tensor(getattr(env, "restarts", [0] * env.num_envs))
 
@@ -128,15 +125,14 @@ def evaluate_episodes(
 ) -> dict[str, list[float]]:
     """Run whole episodes, one environment each, over all ranks; each counts once.
 
-    Each environment runs its first episode from its own evaluation seed, so long episodes weigh as
-    much as short ones. One that does not end is cut after MAX_EPISODE_STEPS. One whose environment
-    was restarted after a fault does not count by its beginning: it is run again.
+    One that does not end is cut after MAX_EPISODE_STEPS. One whose environment was restarted after
+    a fault does not count by its beginning: it is run again.
 
     Returns:
         "return", "length" and "restarts" of every episode, in order of their number, the same on
         every rank.
     """
-    mine = shard(num_episodes, world)
+    mine = _shard(num_episodes, world)
     own: dict[str, list[float]] = {"return": [], "length": [], "restarts": []}
     if len(mine):
         env = make_env(len(mine), mine.start)
@@ -145,13 +141,13 @@ def evaluate_episodes(
         alive = start.clone()
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
         length = total.clone()
-        seen = restarts = restarts_of(env).to(obs.device)
+        seen = restarts = _restarts_of(env).to(obs.device)
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
             world.heartbeat()
-            before, seen = seen, restarts_of(env).to(obs.device)
+            before, seen = seen, _restarts_of(env).to(obs.device)
             again = alive & (seen > before)
             restarts = restarts + (seen - before) * alive
             total = (total + info.get("raw_rewards", rewards) * alive) * ~again
@@ -175,18 +171,16 @@ def episode_figures(
         config.train.seed,
         world,
     )
-    returns = np.array(episodes["return"])
-    lengths = np.array(episodes["length"])
-    figures = {
-        "return": returns.mean(),
-        "return_std": returns.std(),
-        "return_min": returns.min(),
-        "length": lengths.mean(),
-        "episodes_cut": (lengths >= MAX_EPISODE_STEPS).sum(),
-        "episodes": len(returns),
-        "env_restarts": np.sum(episodes["restarts"]),
+    returns, lengths = np.array(episodes["return"]), np.array(episodes["length"])
+    return {
+        "return": float(returns.mean()),
+        "return_std": float(returns.std()),
+        "return_min": float(returns.min()),
+        "length": float(lengths.mean()),
+        "episodes_cut": float((lengths >= MAX_EPISODE_STEPS).sum()),
+        "episodes": float(len(returns)),
+        "env_restarts": float(sum(episodes["restarts"])),
     }
-    return {name: float(value) for name, value in figures.items()}
 
 
 def _rule(rule: Callable[[Any], Tensor]) -> Controller:
@@ -243,9 +237,7 @@ def report(
     """
     from agents.evaluate.comparison import ZEROED, summarize, text_table
 
-    policies: dict[str, Controller] = {
-        name: PolicyController(*agent) for name, agent in agents.items()
-    }
+    policies: dict[str, Controller] = {n: PolicyController(*agent) for n, agent in agents.items()}
     if agents["policy"][0].config.policy == "clstm":
         policies[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
     records = compare(task, markets, span, policies, world)
@@ -279,13 +271,9 @@ def validation(
         policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
         records = compare(task, markets, span, policies, world, baselines=False)
         own = performance(records["policy"])
-        base = performance(records[EQUAL_WEIGHT])
-        return {
-            "valid/sharpe": float(own["sharpe"].mean()),
-            "valid/equal_weight_sharpe": float(base["sharpe"].mean()),
-            "valid/annual_return": float(own["annual_return"].mean()),
-            "valid/exposure": float(own["exposure"].mean()),
-        }
+        figures = {name: own[name] for name in ("sharpe", "annual_return", "exposure")}
+        figures["equal_weight_sharpe"] = performance(records[EQUAL_WEIGHT])["sharpe"]
+        return {f"valid/{name}": float(each.mean()) for name, each in figures.items()}
 
     return validate
 
@@ -293,12 +281,11 @@ def validation(
 def episode_text(figures: dict[str, float]) -> str:
     """Return one line of `episode_figures`."""
     text = (
-        f"{figures['episodes']:.0f} episodes without noise: mean return {figures['return']:.2f} "
-        f"(sd {figures['return_std']:.2f}, min {figures['return_min']:.2f}), "
-        f"mean length {figures['length']:.1f}"
+        "{episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, min "
+        "{return_min:.2f}), mean length {length:.1f}"
     )
     if figures["episodes_cut"]:
-        text += f", {figures['episodes_cut']:.0f} cut after {MAX_EPISODE_STEPS} steps"
+        text += f", {{episodes_cut:.0f}} cut after {MAX_EPISODE_STEPS} steps"
     if figures["env_restarts"]:
-        text += f", {figures['env_restarts']:.0f} restarts of environments"
-    return text
+        text += ", {env_restarts:.0f} restarts of environments"
+    return text.format_map(figures)

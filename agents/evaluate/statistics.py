@@ -11,7 +11,7 @@ BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility
 RESAMPLES = 2000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Record:
     """Account of one policy over one pass of M markets of D + 1 days."""
 

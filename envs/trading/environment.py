@@ -19,8 +19,7 @@ from envs.trading.rewards import REWARD_SCALE, TrainingRewards
 from envs.trading_config import TradingConfig
 from envs.vector.counter_hash import random_int63, seed_keys
 
-PLANNED_EPISODES = 64  # episode starts drawn at a time
-STATE = ("keys", "row", "end_row", "cash", "value", "shares", "risk")
+STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
 
 
@@ -144,44 +143,27 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
-            episode = torch.zeros_like(self._keys)
+            self._episode = torch.zeros_like(self._keys)
         else:
-            episode = self._episode() + 1
-        self._plan_starts(episode)
-        self._row = self._plan.index_select(0, self._cursor)
-        self._plan_starts(episode + 1)
+            self._episode = self._episode + 1
+        self._row = self._start_rows()
         self._end_row = self._row + self.episode_days
         if not self.evaluation and (options or {}).get("random_age", True):
-            self._end_row = self._row + 1 + random_int63(self._keys, ~episode) % self.episode_days
+            age = random_int63(self._keys, ~self._episode) % self.episode_days
+            self._end_row = self._row + 1 + age
         self._shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
         self._risk = self._prices.new_zeros(self.num_envs)
         self._cash = self._value = self._prices.new_full((self.num_envs, 1), self.initial_cash_usd)
         return self._features.index_select(0, self._row), {}
 
-    def _plan_starts(self, next_episode: Tensor) -> None:
-        """Draw the start rows of each environment's next PLANNED_EPISODES episodes.
-
-        No environment ends more than one episode a step, so a plan lasts as many steps, which are
-        counted without asking the device, and the hash is computed once for many steps.
-        """
-        assert self._keys is not None
-        numbers = torch.arange(self.num_envs, device=self.device)
+    def _start_rows(self) -> Tensor:
+        """Table rows [B] on which the current episodes start."""
         if self.evaluation:
-            plan = (numbers * self.num_days).unsqueeze(1).expand(-1, PLANNED_EPISODES)
-        else:
-            planned = torch.arange(PLANNED_EPISODES, device=self.device)
-            num_starts = self.num_days - self.episode_days
-            draws = random_int63(self._keys.unsqueeze(1), next_episode.unsqueeze(1) + planned)
-            draws = draws % (num_starts * len(self.markets))
-            plan = draws + draws // num_starts * self.episode_days  # one draw for market and day
-        self._plan = plan.flatten()  # [B * PLANNED_EPISODES] table rows
-        self._planned_episode = next_episode
-        self._plan_first = self._cursor = numbers * PLANNED_EPISODES
-        self._steps_until_plan = PLANNED_EPISODES
-
-    def _episode(self) -> Tensor:
-        """Number of the current episode of each environment since its seed, [B] int64."""
-        return self._planned_episode - 1 + self._cursor - self._plan_first
+            return torch.arange(self.num_envs, device=self.device) * self.num_days
+        assert self._keys is not None
+        num_starts = self.num_days - self.episode_days
+        draws = random_int63(self._keys, self._episode) % (num_starts * len(self.markets))
+        return draws + draws // num_starts * self.episode_days  # one draw for market and day
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Trade one day everywhere; a new episode follows an ended one at once.
@@ -193,9 +175,6 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             "fees_usd" and "num_trades".
         """
         assert self._keys is not None, "reset the environment before its first step"
-        if self._steps_until_plan == 0:
-            self._plan_starts(self._episode() + 1)
-        self._steps_until_plan -= 1
         # Trade, and account for it
         cash, shares, position_usd, value, credit, info = self._trade_one_day(actions)
         rewards = (value - self._value).squeeze(1).mul_(REWARD_SCALE)
@@ -273,9 +252,9 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         return cash, shares, position_usd, value, credit, info
 
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
-        """Start the next planned episode where `ended` [B]; returns observations [B, F]."""
-        start = self._plan.index_select(0, self._cursor)
-        self._cursor = self._cursor + ended
+        """Start the next episode where `ended` [B]; returns observations [B, F]."""
+        self._episode = self._episode + ended
+        start = self._start_rows()
         self._row = torch.where(ended, start, self._row)
         self._end_row = torch.where(ended, start + self.episode_days, self._end_row)
         self._risk = self._risk.masked_fill(ended, 0.0)
@@ -288,11 +267,9 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     def get_state(self) -> dict[str, Tensor]:
         """Return a snapshot of every environment: tensors with leading dimension B."""
         assert self._keys is not None, "reset the environment before taking its state"
-        state = {name: getattr(self, f"_{name}").clone() for name in STATE}
-        return {**state, "episode": self._episode()}
+        return {name: getattr(self, f"_{name}").clone() for name in STATE}
 
     def set_state(self, state: dict[str, Tensor]) -> None:
         """Go on exactly where `get_state` was called (same markets, span, config)."""
         for name in STATE:
             setattr(self, f"_{name}", state[name].to(self.device, copy=True))
-        self._plan_starts(state["episode"].to(self.device) + 1)

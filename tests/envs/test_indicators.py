@@ -44,12 +44,6 @@ def test_values_are_nan_exactly_until_the_indicator_is_warm(name):
     assert np.isfinite(values[WARM_DAY[name] :]).all()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_history_shorter_than_the_warm_up_gives_only_nan(name):
-    for num_days in (1, 2, WARM_DAY[name]):
-        assert np.isnan(ALL[name](random_bars(num_days, 3))).all()
-
-
 def test_macd_of_a_straight_line_is_seven_times_its_slope():
     # an exponential mean of d days lags a straight line by (d - 1) / 2 days: 12.5 - 5.5 = 7
     values = indicators.macd(100.0 + 0.5 * np.arange(400.0)[:, None])
@@ -100,5 +94,5 @@ def test_turbulence_survives_a_twin_and_a_stock_that_never_moves():
 
 
 def test_turbulence_refuses_a_window_too_short_for_its_stocks():
-    with pytest.raises(ValueError, match=r"more than the 30 stocks, got 30"):
+    with pytest.raises(ValueError, match="fewer stocks than its 30 days"):
         indicators.turbulence(random_bars(100, 30)["close"], days=30)

@@ -54,7 +54,7 @@ def weekdays(first: str, last: str) -> np.ndarray:
 
 def test_bars_are_aligned_by_date_and_ticker_and_adjusted(tmp_path):
     market = load_market(write(good_bars(), tmp_path))  # adj_close is half of close
-    assert market.name == "bars.csv" and not market.simulated and market.tickers == TICKERS
+    assert market.name == "bars.csv" and market.tickers == TICKERS
     np.testing.assert_array_equal(market.dates, DAYS.to_numpy().astype("datetime64[D]"))
     assert market.close.shape == (60, 3) and market.volume.dtype == np.float64
     assert market.volume[7].tolist() == [1007.0] * 3

@@ -17,13 +17,10 @@ from envs.trading.market_data import Span
 from envs.trading.simulated_market import (
     DELAY_DAYS,
     DENIAL_DAYS,
-    DOW_FIGURES,
     EVENT_SIZE,
     GAP_DAYS,
     MOVE_DAYS,
     PURPOSES,
-    market_card,
-    market_figures,
     simulate_markets,
     simulate_worlds,
     world_seeds,
@@ -51,7 +48,7 @@ def announcements(events):
     return found
 
 
-def judge(markets, rule, span=TEST_SPAN, **options):
+def sharpe_of(markets, rule, span=TEST_SPAN, **options):
     """Sharpe ratio [M], weights [days, M, n] of a rule over the span."""
     config = TradingConfig(**options)
     env = TradingVectorEnv(len(markets), markets=markets, span=span, config=config, evaluation=True)
@@ -84,38 +81,35 @@ def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
     assert len(set(seeds)) == len(seeds) == 7 * 3 * 400
 
 
-def test_bad_settings_name_field_value_and_cure():
-    with pytest.raises(ValueError, match=r"num_stocks must be 2\.\.50, got 1"):
-        SimulatedMarketConfig(num_stocks=1)
+def test_bad_settings_name_field_and_value():
     with pytest.raises(ValueError, match="market_edge must be .* got -1"):
         SimulatedMarketConfig(market_edge=-1.0)
-    with pytest.raises(ValueError, match="purpose must be one of train, valid, test, got 'tests'"):
-        world_seeds(CONFIG, "tests", 1)
     with pytest.raises(ValueError, match="worlds must be"):
         world_seeds(CONFIG, "test", 0)
 
 
 def test_markets_say_that_they_are_simulated(worlds):
     market = worlds.markets()[0]
-    assert market.simulated and market.name == f"SIMULATED world {worlds.seeds[0]}"
+    assert market.name == f"SIMULATED world {worlds.seeds[0]}"
     assert market.tickers == ("SIM01", "SIM02", "SIM03", "SIM04", "SIM05")
     assert str(market.dates[0]) == "2010-01-04" and np.is_busday(market.dates).all()
     assert len(market.dates) == len(market.close) == 2520
 
 
 def test_figures_resemble_the_dow(worlds):
-    figures = [market_figures(market) for market in worlds.markets()]
-    mean = {name: np.mean([f[name] for f in figures]) for name in DOW_FIGURES}
-    assert 0.24 < mean["annual volatility"] < 0.32
-    assert 0.36 < mean["pairwise correlation"] < 0.52
-    assert 3.0 < mean["excess kurtosis"] < 14.0
-    assert 0.10 < mean["autocorrelation of |r|, lag 1"] < 0.30
-    assert 0.05 < mean["autocorrelation of |r|, lag 20"] < mean["autocorrelation of |r|, lag 1"]
-    assert -0.20 < mean["worst day of a stock"] < -0.08
-    assert 0.5 < mean["equal-weight Sharpe ratio"] < 1.2
-    card = market_card(worlds.markets()[:2], CONFIG)
-    assert "SIMULATED: a test bed for memory, not a promise of profit" in card
-    assert f"{CONFIG.market_edge:g} bps" in card and all(name in card for name in DOW_FIGURES)
+    """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47, kurtosis 12, worst -17 %."""
+    log_returns = np.diff(np.log(worlds.close), axis=1)  # [M, D-1, n]
+    assert 0.24 < log_returns.std(1).mean() * np.sqrt(252) < 0.32
+    correlations = [np.corrcoef(market.T)[0, 1:].mean() for market in log_returns]
+    assert 0.36 < np.mean(correlations) < 0.52
+    standard = (log_returns - log_returns.mean(1, keepdims=True)) / log_returns.std(
+        1, keepdims=True
+    )
+    assert 3.0 < (standard**4).mean() - 3.0 < 14.0
+    size = np.abs(log_returns) - np.abs(log_returns).mean(1, keepdims=True)
+    clusters = [(size[:, lag:] * size[:, :-lag]).sum() / (size**2).sum() for lag in (1, 20)]
+    assert 0.05 < clusters[1] < clusters[0] < 0.30 and clusters[0] > 0.10
+    assert -0.20 < np.expm1(log_returns.min(1).mean()) < -0.08
 
 
 def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(worlds):
@@ -190,17 +184,17 @@ def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_wei
     returns = np.stack([m.close[1891:2520] / m.close[1890:2519] - 1.0 for m in markets])
     product = (outlook * (returns - returns.mean(2, keepdims=True))).mean((1, 2))  # one per world
     assert abs(product.mean()) < 3.5 * product.std(ddof=1) / np.sqrt(12)
-    equal, _ = judge(markets, EqualWeight())
-    reference, weights = judge(markets, ReferencePolicy(config))
+    equal, _ = sharpe_of(markets, EqualWeight())
+    reference, weights = sharpe_of(markets, ReferencePolicy(config))
     assert abs((reference - equal).mean()) < 0.15
     np.testing.assert_allclose(weights[10:], 0.2, atol=0.03)
 
 
 def test_memory_earns_what_a_rule_on_event_and_holdings_cannot(worlds):
     markets = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 12))
-    equal, _ = judge(markets, EqualWeight())
-    reference, _ = judge(markets, ReferencePolicy(CONFIG))
-    memoryless, _ = judge(markets, MemorylessRule())
+    equal, _ = sharpe_of(markets, EqualWeight())
+    reference, _ = sharpe_of(markets, ReferencePolicy(CONFIG))
+    memoryless, _ = sharpe_of(markets, MemorylessRule())
     gap = reference.mean() - equal.mean()
     assert 6.0 < reference.mean() < 9.0
     assert equal.mean() < memoryless.mean() < equal.mean() + 0.4 * gap
@@ -209,10 +203,10 @@ def test_memory_earns_what_a_rule_on_event_and_holdings_cannot(worlds):
 def test_equal_weight_buys_as_the_limit_permits_and_then_holds():
     markets = simulate_markets(CONFIG, world_seeds(CONFIG, "test", 3))
     span = Span(first=1890, last=1960)
-    _, limited = judge(markets, EqualWeight(), span)
+    _, limited = sharpe_of(markets, EqualWeight(), span)
     np.testing.assert_allclose(limited[0], 0.05, atol=0.006)
     np.testing.assert_allclose(limited[5], 0.2, atol=0.03)
-    _, at_once = judge(markets, EqualWeight(), span, max_order=1.0)
+    _, at_once = sharpe_of(markets, EqualWeight(), span, max_order=1.0)
     np.testing.assert_allclose(at_once[0], 0.2, atol=0.03)
     held = np.stack([market.close[1891:1960] for market in markets], axis=1) / at_once
     shares = held / held[:, :, :1]  # constant ratios of price to weight: nothing is traded any more
