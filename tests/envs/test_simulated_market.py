@@ -97,7 +97,7 @@ def test_markets_say_that_they_are_simulated(worlds):
 
 
 def test_figures_resemble_the_dow(worlds):
-    """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47, kurtosis 12, worst -17 %."""
+    """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47, kurtosis 12."""
     log_returns = np.diff(np.log(worlds.close), axis=1)  # [M, D-1, n]
     assert 0.24 < log_returns.std(1).mean() * np.sqrt(252) < 0.32
     correlations = [np.corrcoef(market.T)[0, 1:].mean() for market in log_returns]
