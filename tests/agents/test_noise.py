@@ -52,13 +52,6 @@ def test_noise_of_boxes_is_uncorrelated_over_actions_environments_and_steps():
     assert abs((noise[1:] * noise[:-1]).mean()) < 0.01
 
 
-def test_noise_of_discrete_actions_is_standard_gumbel():
-    noise = action_noise(spaces.Discrete(5), 11, 0, 40, 0, 1000).numpy()
-    assert abs(noise.mean() - 0.57722) < 0.01
-    assert abs(noise.var() - np.pi**2 / 6) < 0.03
-    assert abs((noise <= 0).mean() - np.exp(-1.0)) < 0.005
-
-
 def test_the_largest_logit_plus_noise_samples_the_softmax():
     logits = np.log([0.5, 0.3, 0.15, 0.05])
     noise = action_noise(spaces.Discrete(4), 5, 0, 50, 0, 2000).numpy()
@@ -74,11 +67,6 @@ def test_noise_is_finite_for_every_random_word(monkeypatch, space, word):
 
     monkeypatch.setattr(agents.noise, "random_words", words)
     assert torch.isfinite(action_noise(space, 1, 0, 2, 0, 2)).all()
-
-
-def test_the_noise_of_late_steps_is_reached_without_drawing_the_early_ones():
-    late = action_noise(box(2), 1, 0, 2, 10**15, 4)
-    assert torch.isfinite(late).all() and len(late.unique()) == late.numel()
 
 
 def test_runs_streams_environments_and_lives_share_no_seed():

@@ -65,19 +65,6 @@ def test_outliers_are_clipped():
     assert normalizer(torch.tensor([[1e6], [-1e6]])).flatten().tolist() == [10.0, -10.0]
 
 
-def test_a_disabled_normaliser_returns_what_it_got():
-    normalizer = Normalizer(3, enabled=False)
-    everything = samples(20, offset=1e4)
-    normalizer.moments.merge(normalizer.moments.sums(everything))
-    assert torch.equal(normalizer(everything), everything)
-
-
-def test_no_optimizer_would_find_parameters_in_it_and_a_checkpoint_finds_everything():
-    normalizer = Normalizer(3)
-    assert list(normalizer.parameters()) == []
-    assert sorted(normalizer.state_dict()) == ["moments.count", "moments.mean", "moments.variance"]
-
-
 @pytest.mark.parametrize(("offset", "deviation"), [(1e6, 0.1), (1e6, 1.0), (3e4, 300.0)])
 def test_statistics_gathered_again_around_their_own_mean_are_the_same_for_any_grouping(
     offset, deviation

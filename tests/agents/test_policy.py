@@ -2,10 +2,9 @@ import math
 
 import pytest
 import torch
-from policies import BOX, DISCRETE, FORMS, NUM_OBS, make_inputs, make_policy
+from policies import BOX, DISCRETE, FORMS, NUM_OBS, make_inputs, make_policy, run_stepwise
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.lstm import run_stepwise
 from agents.normalize import Normalizer
 from agents.policy import PolicyConfig
 from agents.rollout import collect, fresh_carry
@@ -63,14 +62,6 @@ def test_the_log_probability_is_that_of_the_unclipped_sample():
     torch.testing.assert_close(logprobs, torch.full((5,), by_hand, dtype=torch.float64))
 
 
-def test_without_noise_the_most_likely_action_is_taken():
-    for space in (BOX, DISCRETE):
-        policy = make_policy(FORMS["clstm"], space)
-        obs, state, starts, noise = make_inputs(policy)
-        best = policy.act(obs[0], state, starts[0])[1]
-        assert (best >= policy.act(obs[0], state, starts[0], noise[0])[1]).all()
-
-
 def test_entropy_is_that_of_known_distributions():
     policy = make_policy(FORMS["clstm"])
     obs, state, starts, noise = make_inputs(policy)
@@ -96,16 +87,6 @@ def test_the_policy_stores_no_state_and_changes_none(form):
     assert torch.equal(state, before)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert not any(tensor.requires_grad for tensor in first)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_episode_start_forgets_the_state(form):
-    policy = make_policy(FORMS[form])
-    obs, state, starts, noise = make_inputs(policy)
-    again = policy.act(obs[0], state, torch.ones_like(starts[0]), noise[0])
-    fresh = policy.act(obs[0], policy.initial_state(5), torch.zeros_like(starts[0]), noise[0])
-    for one, other in zip(again, fresh, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
@@ -150,22 +131,6 @@ def test_row_t_of_a_window_holds_the_observation_of_that_very_day(size):
                     assert seen[t, b, row].abs().max() == 0
                 else:
                     torch.testing.assert_close(seen[t, b, row], normalizer(raw[day, b].double()))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_sequences_of_a_rollout_evaluate_to_what_acting_gave(form):
-    """From the stored initial states, on the very inputs that were stored."""
-    policy, _, rollouts = scripted_rollouts(FORMS[form])
-    for rollout in rollouts:
-        for k in range(2):
-            part = slice(4 * k, 4 * k + 4)
-            seen, actions = rollout.obs[part], rollout.actions[part]
-            starts = rollout.episode_start[part]
-            evaluation = policy(seen, actions, rollout.initial_states[k], starts)
-            for name in ("logprobs", "values"):
-                acted = getattr(rollout, name)[part]
-                found = getattr(evaluation, name)
-                torch.testing.assert_close(found, acted, rtol=1e-12, atol=1e-12)
 
 
 def test_without_memory_a_step_depends_on_nothing_before_it():

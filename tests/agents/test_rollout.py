@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
@@ -6,10 +5,8 @@ from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import (
-    Minibatch,
     collect,
     fresh_carry,
-    minibatches,
     sequence_order,
     to_sequences,
 )
@@ -201,28 +198,3 @@ def test_sequences_are_steps_of_one_environment_in_order():
     assert sequences.shape == (3, 4, 1)
     columns = sequences[:, :, 0].T.tolist()
     assert columns == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]  # (k, b) is column k * B + b
-
-
-def test_minibatches_hold_the_sequences_of_their_order_in_every_field():
-    order = np.array([[2, 0], [1, 3]])
-    marks = torch.arange(4.0)
-    per_step = marks.expand(5, 4)
-    sequences = Minibatch(
-        obs=per_step[..., None].expand(5, 4, 3),
-        actions=per_step[..., None],
-        logprobs=per_step,
-        values=per_step,
-        advantages=per_step,
-        returns=per_step,
-        episode_start=per_step > 1,
-        lstm_state=marks[:, None, None].expand(4, 6, 8),
-    )
-    first, second = minibatches(sequences, order)
-    for batch, expected in ((first, [2.0, 0.0]), (second, [1.0, 3.0])):
-        wanted = torch.tensor(expected)
-        assert torch.equal(batch.obs, wanted[None, :, None].expand(5, 2, 3))
-        assert torch.equal(batch.actions, wanted[None, :, None].expand(5, 2, 1))
-        for name in ("logprobs", "values", "advantages", "returns"):
-            assert torch.equal(getattr(batch, name), wanted.expand(5, 2)), name
-        assert torch.equal(batch.episode_start, (wanted > 1).expand(5, 2))
-        assert torch.equal(batch.lstm_state, wanted[:, None, None].expand(2, 6, 8))

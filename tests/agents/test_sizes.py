@@ -41,13 +41,6 @@ def test_weak_scaling_gives_every_rank_what_one_rank_would_have():
     assert sizes_of(4, **weak) == expected
 
 
-def test_the_default_number_of_environments_fits_every_batch_size_on_one_rank():
-    for batch_size in range(1, 70):
-        for bptt_steps in (128, 64, 32, 8):
-            (sizes,) = sizes_of(1, batch_size=batch_size, bptt_steps=bptt_steps)
-            assert sizes.num_envs * sizes.sequences_per_env >= 2 * batch_size
-
-
 def proposals(message):
     """The sets of flags that a message proposes."""
     flags = message.split(": try ")[1]
@@ -152,12 +145,6 @@ def test_a_resumed_run_that_does_not_divide_names_the_nearest_numbers_of_ranks(o
         assert near == [below, 2 * below][: 2 if 2 * below <= saved else 1]
 
 
-def test_a_checkpoint_of_another_number_of_environments_is_no_saved_total():
-    for scaling in ("strong", "weak"):
-        with pytest.raises(ValueError, match="^the checkpoint holds 17 environments, not "):
-            sizes_of(1, 17, num_envs=8, batch_size=16, scaling=scaling)
-
-
 def test_the_learning_rate_grows_with_the_batch_only_where_it_is_asked_to():
     factors = {
         how: sizes_of(4, scaling="weak", lr_scaling=how)[3].learning_rate_factor
@@ -167,22 +154,6 @@ def test_the_learning_rate_grows_with_the_batch_only_where_it_is_asked_to():
     assert sizes_of(4)[0].learning_rate_factor == 1
     with pytest.raises(ValueError, match="^lr_scaling sqrt does nothing .* add --scaling weak"):
         TrainConfig(lr_scaling="sqrt")
-
-
-def test_no_working_number_of_environments_lies_nearer_than_the_proposed_ones():
-    def works(num_envs):
-        try:
-            return bool(sizes_of(2, num_envs=num_envs, batch_size=12, num_steps=12, bptt_steps=2))
-        except ValueError:
-            return False
-
-    for num_envs in (5, 7, 21, 33):
-        with pytest.raises(ValueError) as caught:
-            sizes_of(2, num_envs=num_envs, batch_size=12, num_steps=12, bptt_steps=2)
-        near = [changed["num_envs"] for changed in proposals(str(caught.value))]
-        below = [count for count in range(1, num_envs) if works(count)]
-        above = next(count for count in range(num_envs, 1000) if works(count))
-        assert near == below[-1:] + [above]
 
 
 def test_an_error_names_the_field_the_value_and_the_fix():

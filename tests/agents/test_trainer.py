@@ -179,32 +179,12 @@ def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path
     assert second["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
 
 
-def test_an_iteration_without_an_ended_episode_reports_none(world, tmp_path):
-    job = make_job("trading, clstm", tmp_path, iterations=1)
-    job = scripted(job, [[(100, TERMINATED)]] * NUM_ENVS)
-    (record,) = run(job, world)[1].records
-    assert record["episode/return"] is None and record["episode/length"] is None
-    assert record["episode/count"] == 0 and record["ranks"][0]["episode/return"] is None
-
-
 def test_training_by_episodes_stops_at_the_first_iteration_end_that_reaches_them(world, tmp_path):
     # 4 per iteration
     job = scripted(make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5))
     training, writer = run(job, world)
     assert training.iteration == 2 and training.episodes == 8
     assert writer.done == [4, 8]
-
-
-def test_the_learning_rate_is_annealed_by_what_all_ranks_have_done(world, tmp_path):
-    _, writer = run(make_job("recall, clstm", tmp_path, iterations=4), world)
-    rates = [record["optim/learning_rate"] for record in writer.records]
-    assert rates == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
-
-
-def test_checkpoints_are_kept_as_asked_and_always_left_at_the_end(world, tmp_path):
-    job = make_job("recall, clstm", tmp_path, iterations=5, checkpoint_every=2, keep_checkpoints=2)
-    run(job, world)
-    assert checkpoints(job) == ["iteration_00000004.pt", "iteration_00000005.pt"]
 
 
 def test_environments_that_cannot_be_saved_start_other_episodes_at_every_resume(world, tmp_path):

@@ -56,22 +56,10 @@ def test_rsi_is_100_on_the_way_up_and_0_on_the_way_down():
     np.testing.assert_allclose(values[30:], np.tile([100.0, 0.0], (70, 1)), atol=1e-9)
 
 
-def test_cci_of_a_straight_line_is_known():
-    # the typical price stands 14.5 slopes above its 30-day mean, whose mean deviation is 7.5 slopes
-    line = np.arange(1.0, 61.0)[:, None]
-    values = indicators.cci(line + 0.5, line - 0.5, line)
-    np.testing.assert_allclose(values[29:], 14.5 / (0.015 * 7.5), rtol=1e-9)
-
-
 def test_adx_is_100_in_a_pure_trend_of_either_direction():
     line = np.stack([np.arange(100.0, 220.0), np.arange(220.0, 100.0, -1.0)], axis=1)
     values = indicators.adx(line + 0.5, line - 0.5, line)
     np.testing.assert_allclose(values[59:], 100.0, rtol=1e-9)
-
-
-def test_trailing_mean_is_the_mean_of_the_last_days_today_included():
-    close = random_bars(60, 2)["close"]
-    assert indicators.trailing_mean(close, days=5)[40] == pytest.approx(close[36:41].mean(axis=0))
 
 
 def test_turbulence_equals_a_slow_reference_on_single_days():

@@ -93,18 +93,6 @@ def test_recall_gives_a_quarter_to_every_constant_answer(answer):
     assert returns.mean() == pytest.approx(0.25, abs=0.03)  # standard error 0.008
 
 
-def test_recall_query_tells_nothing_about_the_cue():
-    env = RecallVectorEnv(2000)
-    obs, _ = env.reset(seed=list(range(2000)))
-    cues = obs[:, :4].argmax(axis=1)
-    for _ in range(9):
-        obs, rewards, terminated, _, _ = env.step(np.zeros(2000, dtype=np.int64))
-        assert not obs[:, :4].any() and not rewards.any() and not terminated.any()
-    np.testing.assert_array_equal(obs[:, -1], 1.0)
-    noise_by_cue = np.array([obs[cues == cue, 4:6].mean(axis=0) for cue in range(4)])
-    assert np.abs(noise_by_cue).max() < 0.12  # standard error 0.026
-
-
 def test_recall_refuses_sizes_without_sense():
     with pytest.raises(ValueError, match="num_cues must be at least 2, delay and num_noise"):
         RecallEnv(num_cues=1)

@@ -148,15 +148,6 @@ def test_gymnasium_makes_both_faces_of_simulated_markets_and_of_files():
         make_trading_vector_env(2, data="nowhere.csv")
 
 
-def test_looking_for_ended_episodes_changes_nothing():
-    """On the CPU a step without an end takes a short cut; a GPU never does."""
-    looking, blind = (make_env(8, [random_market(1), random_market(2)]) for _ in range(2))
-    blind._skips_resets = False
-    actions = random_actions(60, looking)
-    assert same(tuple(whole_pass(looking, actions)), tuple(whole_pass(blind, actions)))
-    assert same(looking.get_state(), blind.get_state())
-
-
 def test_returned_tensors_are_the_callers_to_keep_and_change():
     env, untouched = make_env(4), make_env(4)
     actions = random_actions(30, env)

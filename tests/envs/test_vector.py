@@ -177,11 +177,6 @@ def test_a_faulty_environment_is_named_with_its_global_number_and_step(misdeed, 
     assert str(pickle.loads(pickle.dumps(fault.value))) == str(fault.value)
 
 
-def test_a_fault_in_reset_is_step_0():
-    with pytest.raises(EnvironmentFaultError, match="number 0 at its step 0: raised OverflowError"):
-        around(ScriptedEnv()).reset(seed=[10**400])
-
-
 @pytest.mark.parametrize("space", [spaces.Dict(a=spaces.Box(-1, 1)), spaces.MultiDiscrete([2])])
 def test_spaces_without_vectors_are_refused_by_name(space):
     for kind in ("observation", "action"):
@@ -311,17 +306,6 @@ def test_a_snapshot_continues_bit_for_bit_in_a_new_environment(
     assert (expected[2] | expected[3]).any(), "episodes must end for the generators to matter"
     for column, expected_column in zip(play(continued, 60, action_seed=1), expected, strict=True):
         assert torch.equal(column, expected_column)
-
-
-def test_a_restored_environment_counts_its_lifetime_steps_on():
-    env = make_vector_env("Recall-v0", 2)
-    env.reset()
-    play(env, 12)
-    assert env.get_state()["lifetime_step"].tolist() == [12, 12]
-    env.reset()
-    assert env.get_state()["lifetime_step"].tolist() == [12, 12]
-    env.reset(seed=[1, 2])
-    assert env.get_state()["lifetime_step"].tolist() == [0, 0]
 
 
 def test_environments_without_the_protocol_say_that_they_cannot_be_saved():
