@@ -1,8 +1,8 @@
 """LSTM over [T, B] with episode resets, in dense pieces.
 
-On CPU only dense `nn.LSTM` calls without per-step masks run at full speed, forward and backward. A
-sequence with episode starts inside is therefore cut at every start into pieces that begin from zero
-state; pieces of similar length are padded together and run as one dense call each.
+Only dense `nn.LSTM` calls without per-step masks run at full speed. A sequence is therefore cut at
+every episode start into pieces that begin from zero state; pieces of similar length are padded
+together and run as one dense call each.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PiecePlan:
 def plan_pieces(episode_start: np.ndarray) -> PiecePlan:
     """Cut [T, N] sequences at episode starts and group the pieces by length.
 
-    Groups are: whole sequences, then lengths in (T/2, T), (T/4, T/2], ... so that padding costs
-    less than half of a group and the number of calls stays logarithmic.
+    Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
+    half of a group.
     """
     # pieces: column, first step and length of each
     num_steps, num_columns = episode_start.shape

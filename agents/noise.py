@@ -1,9 +1,8 @@
 """Counter-based action noise keyed by (seed, global environment, lifetime step).
 
-The noise of a step is a pure function of its key, so it does not depend on how environments are
-grouped onto ranks and there is no generator state to save. Drawn for a whole rollout at once.
-Generator: numpy's Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
-2011).
+The noise of a step is a function of its key: it does not depend on how environments are grouped
+onto ranks, and there is no state to save. Source: numpy's Philox 4x64 (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ def _philox_key(seed: int, global_env: int) -> tuple[int, int]:
 def random_words(
     seed: int, env_offset: int, num_envs: int, first_step: int, num_steps: int, num_words: int
 ) -> np.ndarray:
-    """Random 64-bit words for global environments and their lifetime steps.
-
-    Returns:
-        [num_steps, num_envs, num_words].
-    """
+    """Random 64-bit words [num_steps, num_envs, num_words] for lifetime steps."""
     counters = -(-num_words // WORDS_PER_COUNTER)  # each step owns whole counter values
     words = np.empty((num_envs, num_steps, counters * WORDS_PER_COUNTER), dtype=np.uint64)
     for index in range(num_envs):

@@ -1,9 +1,8 @@
 """Running statistics of observations and rewards, merged over ranks.
 
-Statistics are frozen while an iteration runs (the re-evaluated log-probabilities must equal the
-stored ones); sums gathered during the rollout are merged afterwards. The sums are float64, additive
-over ranks and taken around the frozen mean, so neither the order of ranks nor large offsets cost
-precision.
+They are frozen while an iteration runs; sums gathered during the rollout are merged afterwards.
+The sums are float64, additive over ranks and taken around the frozen mean: neither the order of
+ranks nor large offsets cost precision.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Additive summary [2F + 1] of samples [..., F].
-
-        Holds the count, then the sums and square sums around the mean.
-        """
+        """Additive [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
         deviations = samples.flatten(0, -2).double() - self.mean
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])

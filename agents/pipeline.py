@@ -1,10 +1,9 @@
 """The other form of hybrid: the cascade in two stages, on pairs of ranks.
 
-The first rank of a pair trains the feature LSTM, the second one actor and critic: each holds
-gradients, optimizer state and activations of its stage only. A pair works on the sequences of both
-its ranks, as microbatches that `torch.distributed.pipelining` moves from stage to stage; a stage's
-gradients are averaged over the pairs. While collecting every rank acts with the whole policy: after
-an update, a pair exchanges the parameters of its stages.
+The first rank of a pair trains the feature LSTM, the second one actor and critic. A pair works on
+the sequences of both its ranks, as microbatches that `torch.distributed.pipelining` moves from
+stage to stage; a stage's gradients are averaged over the pairs. While collecting every rank acts
+with the whole policy: after an update, a pair exchanges the parameters of its stages.
 """
 
 from __future__ import annotations
@@ -105,10 +104,7 @@ def first_term(terms: Tensor, number: Tensor) -> Tensor:
 
 
 class PipelineStrategy(Strategy):
-    """Trains a cascaded policy in two stages on pairs of ranks.
-
-    Gradients come of `scheduled` alone, on all ranks together: there is no loss to differentiate.
-    """
+    """Trains a cascaded policy in two stages on pairs of ranks, by `scheduled` alone."""
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         super().__init__(config, world)
@@ -126,11 +122,7 @@ class PipelineStrategy(Strategy):
         self._grad_norm = torch.zeros(())
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the policy itself, whose stages now train together.
-
-        Raises:
-            UserError: it is no cascade.
-        """
+        """Return the policy itself, whose stages now train together."""
         if not isinstance(module, Policy) or module.config.policy != "clstm":
             raise UserError(NO_CASCADE)
         named = list(module.named_parameters())
@@ -156,10 +148,8 @@ class PipelineStrategy(Strategy):
         A loss that is not finite makes the gradient NaN, which all ranks see.
 
         Args:
-            minibatch: of this rank; all ranks have equally many sequences.
-            num_microbatches: microbatches to make of each rank's.
-            loss_of: terms of the loss, scalars.
-            num_terms: how many.
+            minibatch: of this rank, to be cut into `num_microbatches`; all ranks have equal ones.
+            loss_of: terms of the loss, `num_terms` scalars.
 
         Returns:
             The terms of this rank's own sequences, [num_microbatches, num_terms] float64.

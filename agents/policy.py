@@ -68,9 +68,7 @@ class Policy(nn.Module):
     The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out.
     With `feature_window` n, an observation passed in is the last n of the episode, oldest first,
     flattened to n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
-
-    With `low_precision`, LSTMs and layers compute in that type, acting as well as training;
-    parameters, state, heads and distribution keep theirs.
+    With `low_precision`, LSTMs and layers compute in that type; all else keeps its own.
     """
 
     low_precision: torch.dtype | None = None
@@ -152,14 +150,10 @@ class Policy(nn.Module):
         return outputs, after.to(state.dtype)
 
     def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """First half of the cascade, without resets.
+        """First half of the cascade, without resets: obs [L, N, F], or [L, N, n * F] with a window.
 
-        Args:
-            obs: [L, N, F], or [L, N, n * F] with a window.
-            state: [2, N, H], (h, c) of the feature LSTM before them; [0, N, H] with a window.
-
-        Returns:
-            Features [L, N, H] of the parameters' type, and the state after them.
+        `state` is (h, c) of the feature LSTM before them, [2, N, H], or [0, N, H] with a window.
+        Returns features [L, N, H] of the parameters' type, and the state after them.
         """
         with autocast(self.low_precision, obs.device):
             if self.config.feature_window:
@@ -170,14 +164,10 @@ class Policy(nn.Module):
     def decisions(
         self, features: Tensor, state: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-        """Second half of the cascade, without resets.
+        """Second half of the cascade, without resets: features [L, N, H].
 
-        Args:
-            features: [L, N, H].
-            state: [4, N, H], (h, c) of the actor's and of the critic's LSTM before them.
-
-        Returns:
-            (actor [L, N, A], values [L, N]) and the state after them.
+        `state` is (h, c) of the actor's and of the critic's LSTM before them, [4, N, H]. Returns
+        (actor [L, N, A], values [L, N]) and the state after them.
         """
         with autocast(self.low_precision, features.device):
             actor, actor_state = _run_lstm(self.actor_core, features, state[0:2])
@@ -204,11 +194,9 @@ class Policy(nn.Module):
     def act(
         self, obs: Tensor, state: Tensor, episode_start: Tensor, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step for B environments.
+        """One step for B environments: obs [B, F] normalised, state [B, S, H].
 
         Args:
-            obs: [B, F] normalised.
-            state: [B, S, H].
             episode_start: [B] bool, resets the state first.
             noise: [B, A] from `agents.noise`; None takes the most likely action.
 
@@ -229,13 +217,9 @@ class Policy(nn.Module):
     ) -> Evaluation:
         """Re-evaluate stored steps: log probabilities, entropies and values, each [L, N].
 
-        The only entry for training: DistributedDataParallel arms its reduction in `forward`.
-
-        Args:
-            obs: [L, N, F].
-            actions: [L, N, A] or [L, N].
-            state: [N, S, H] before the first step.
-            episode_start: [L, N] bool.
+        The only entry for training: DistributedDataParallel arms its reduction in `forward`. Takes
+        obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step, and
+        episode_start [L, N] bool.
         """
         if self.config.stateless:
             (actor, values), _ = self.network(obs, state)

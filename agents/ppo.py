@@ -106,11 +106,9 @@ def ppo_loss(
 ) -> LossParts:
     """Clipped surrogate, value loss and entropy bonus, averaged over L * N steps.
 
-    Every rank averages over the same fixed number of steps, so the mean over ranks that
-    DistributedDataParallel takes of the gradients is the mean over the global minibatch.
-
-    Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL estimate is k3 of
-    http://joschu.net/blog/kl-approx.html.
+    Every rank averages over as many steps, so the mean of gradients over ranks is that of the
+    global minibatch. Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL estimate
+    is k3 of http://joschu.net/blog/kl-approx.html.
     """
     # policy: the clipped surrogate
     log_ratio = evaluation.logprobs - logprobs  # [L, N]
@@ -255,10 +253,8 @@ class PPO:
     def step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
         """One gradient step; the gradient is clipped after its reduction over ranks.
 
-        All ranks skip it together if the loss or the gradient of any of them is not finite.
-
-        Returns:
-            Losses, norm of the reduced gradient before clipping, and whether the step was taken.
+        All ranks skip it together if the loss or the gradient of any of them is not finite. Returns
+        losses, norm of the reduced gradient before clipping, and whether the step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
         waited_s = self.world.gradient_seconds

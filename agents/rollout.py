@@ -82,11 +82,7 @@ class Rollout:
     def refuse_non_finite(
         self, next_obs: Tensor, env_offset: int, lifetime_step: int, rank: int
     ) -> None:
-        """Name the environment and step of the first NaN or inf an environment returned.
-
-        Raises:
-            UserError: there is one.
-        """
+        """Raise UserError for the first NaN or inf that an environment returned."""
         bad_obs = ~torch.isfinite(torch.cat([self.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
         bad_rewards = torch.nn.functional.pad(~torch.isfinite(self.rewards), (0, 0, 0, 1))
         bad = bad_obs | bad_rewards  # [T+1, B]
@@ -100,11 +96,7 @@ class Rollout:
 def policy_input(
     normalizer: Normalizer, history: Tensor, obs: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Normalise `obs` [B, F]; with a window of n, the n-1 before it come first.
-
-    Returns:
-        [B, F], or [B, n*F].
-    """
+    """Normalise `obs` [B, F]; with a window of n, the n-1 before it come first: [B, n*F]."""
     seen = normalizer(obs.to(dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
@@ -126,8 +118,8 @@ def collect(
 ) -> Rollout:
     """Step all environments T times with the frozen policy; updates `carry` in place.
 
-    Every rank takes exactly T steps. The values of observations that no further step looks at are
-    computed together after the last step, from the states kept until then.
+    Values of observations that no further step looks at are computed together after the last
+    step, from the states kept until then.
     """
     steps: list[dict[str, Tensor]] = []
     successors: list[tuple[Tensor, ...]] = []  # (obs, history, state) if no episode ended
@@ -246,10 +238,7 @@ def cut_rollout(
 
 
 def stratum_size(num_minibatches: int, sequences_per_env: int) -> int:
-    """How many neighbouring global environments shuffle their sequences together.
-
-    See docs/design.md, Sequences and strata.
-    """
+    """Neighbouring global environments that shuffle together; see docs/design.md."""
     return num_minibatches // math.gcd(num_minibatches, sequences_per_env)
 
 
@@ -297,7 +286,6 @@ def episode_metrics(
 
     Args:
         timing: seconds of this rank's phases.
-        env_restarts: of this rank's environments.
         use: of this rank's GPU, CPU and memory.
     """
     ended = rollout.episode_end

@@ -145,8 +145,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
             scaling it tells how many ranks the run began with: their totals and rate are kept.
 
     Raises:
-        UserError: something that must divide does not, and the message names the nearest sizes
-            that do; or batch_size is still to be measured.
+        UserError: names the nearest sizes that divide; or batch_size is still to be measured.
     """
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
@@ -197,14 +196,10 @@ def shares_out(config: TrainConfig, num_ranks: int) -> bool:
 
 
 def learning_rate_factor(growth: float, rule: str) -> float:
-    """Return what to multiply the learning rate by when the effective batch grows.
+    """Return what to multiply the rate by when the batch grows `growth`-fold.
 
-    Args:
-        growth: new effective batch by the one that the learning rate was chosen for.
-        rule: none, sqrt (for Adam and its kin) or linear (for SGD).
-
-    Source: linear: Goyal et al., https://arxiv.org/abs/1706.02677; square root: Malladi et al.,
-    https://arxiv.org/abs/2205.10287. Both hold while gradients are noisy, not for any batch size.
+    Source: linear (SGD): Goyal et al., https://arxiv.org/abs/1706.02677; square root (Adam):
+    Malladi et al., https://arxiv.org/abs/2205.10287. Both hold while gradients are noisy.
     """
     return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": float(growth)}[rule]
 

@@ -50,10 +50,7 @@ def make_vector_env(
 
     `vectorization` "auto" uses a native vector environment if it takes one seed per environment and
     autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it and logs what
-    is given up. `heartbeat` reports that work goes on; other options are of TorchVectorEnv.
-
-    Raises:
-        ValueError: an unknown id, arguments it does not take, or unsupported spaces.
+    is given up. Other options are of TorchVectorEnv; what cannot be made raises ValueError.
     """
     from envs.vector.adapter import TorchVectorEnv
 

@@ -93,15 +93,7 @@ class GymTask:
 def check_flags(
     config: TaskConfig, simulated: bool, given: set[str], owners: dict[str, str]
 ) -> None:
-    """Refuse flags that cannot take effect.
-
-    Args:
-        given: flags on the command line.
-        owners: section of each flag ("task", "data", "market", "trading", ...).
-
-    Raises:
-        ValueError: names the flag and why it would do nothing.
-    """
+    """Refuse flags that cannot take effect; `owners` gives the section of each flag."""
     for name in sorted(given & owners.keys()):
         section = owners[name]
         reason = ""

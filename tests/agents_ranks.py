@@ -78,7 +78,6 @@ BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
 OPTIONS = {
     "trading, window": Case("trading", WINDOW),
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
-    "trading, KL stop": Case("trading", CLSTM, STOPPING),
     "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),
     "trading, sequences of one step": Case(
         "trading", CLSTM, options={"bptt_steps": 1}, batch_size=64
@@ -86,18 +85,12 @@ OPTIONS = {
     "trading, strata of 2, sequences as long as rollouts": Case(
         "trading", CLSTM, batch_size=4, options={"bptt_steps": 16}
     ),
-    "cartpole, window, KL stop": Case("cartpole", WINDOW, STOPPING),
-    "cartpole, nothing normalised": Case("cartpole", MLP, RAW, options=NORMALIZED_BY_NOTHING),
-    "cartpole, never clipped": Case(
-        "cartpole", CLSTM, replace(CLIPPED, max_grad_norm=1e6, clip_vloss=True)
-    ),
     "cartpole, warm-up, annealed by episodes": Case(
         "cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES
     ),
     "brief, clstm": Case("brief", CLSTM, iterations=ITERATIONS),
     "brief, mlp, strata of 2": Case("brief", MLP, batch_size=4),
     "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options=LENGTHY),
-    "brief, window, annealed by episodes": Case("brief", WINDOW, options=BY_EPISODES),
     "brief, rollouts of one step": Case("brief", CLSTM, batch_size=4, options=TERSE),
 }
 TWELVE = {  # environments, which powers of two do not divide
@@ -108,13 +101,6 @@ TWELVE = {  # environments, which powers of two do not divide
         "trading", MLP, batch_size=6, options={"num_envs": 12, "num_steps": 12}
     ),
 }
-TWELVE_AT_LENGTH = {
-    f"twelve, {task}, {policy.policy}, strata of 2": Case(
-        task, policy, batch_size=6, iterations=ITERATIONS, options={"num_envs": 12}
-    )
-    for task in ("trading", "cartpole", "brief")
-    for policy in (CLSTM, MLP)
-}
 WEAK = Case(
     "recall",
     CLSTM,
@@ -122,7 +108,7 @@ WEAK = Case(
     iterations=4,
     options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"},
 )
-CASES = JOBS | CARTPOLE | SINGLE | OPTIONS | TWELVE | TWELVE_AT_LENGTH | {"weak": WEAK}
+CASES = JOBS | CARTPOLE | SINGLE | OPTIONS | TWELVE | {"weak": WEAK}
 
 
 @functools.cache

@@ -34,7 +34,7 @@ ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as
 class PolicyController:
     """A trained policy's most likely actions; it keeps its state between calls.
 
-    `zero_state` forgets everything before every step: the ablation that shows what memory is worth.
+    `zero_state` forgets everything before every step, to show what memory is worth.
     """
 
     def __init__(self, policy: Policy, normalizer: Normalizer, *, zero_state: bool = False) -> None:
@@ -60,10 +60,7 @@ class PolicyController:
 def run_markets(
     env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None
 ) -> Record:
-    """One pass of an evaluation-mode trading environment over all its markets.
-
-    A market on which the policy is ruined stays at the value it had then.
-    """
+    """One pass over all markets; one that ruins the policy stays at the value it had."""
     from agents.evaluate.statistics import Record
 
     obs, _ = env.reset(seed=[0] * env.num_envs)
@@ -92,10 +89,9 @@ def evaluate_markets(
     controllers: dict[str, Controller],  # fresh ones: each makes one pass
     world: World,
 ) -> dict[str, Record]:
-    """Run every controller over all markets, the markets spread over the ranks.
+    """Run every controller over all markets, which the ranks share out.
 
-    Returns:
-        Each controller's record of all M markets, in order, the same on every rank.
+    Returns the records of all M markets, in order, the same on every rank.
     """
     from agents.evaluate.statistics import Record
 
@@ -126,11 +122,7 @@ def evaluate_episodes(
     """Run whole episodes, one environment each, over all ranks; each counts once.
 
     One that does not end is cut after MAX_EPISODE_STEPS. One whose environment was restarted after
-    a fault does not count by its beginning: it is run again.
-
-    Returns:
-        "return", "length" and "restarts" of every episode, in order of their number, the same on
-        every rank.
+    a fault is run again. Returns "return", "length" and "restarts" of every episode, in order.
     """
     mine = _shard(num_episodes, world)
     own: dict[str, list[float]] = {"return": [], "length": [], "restarts": []}

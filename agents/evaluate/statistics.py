@@ -48,13 +48,7 @@ def annual_growth(returns: np.ndarray) -> np.ndarray:
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Figures of each market, each [M].
-
-    Returns:
-        cumulative_return, annual_return, annual_volatility, sharpe, sortino, max_drawdown
-        (fractions), turnover (traded USD / mean value, per year), num_trades, fees_usd, exposure
-        (mean over days).
-    """
+    """Figures of each market, each [M]; fractions, turnover per year of the mean value."""
     returns, values = record.returns, record.values
     years = returns.shape[1] / TRADING_DAYS
     growth = values[:, -1] / values[:, 0]
@@ -87,12 +81,8 @@ def bootstrap_interval(
 ) -> dict[str, tuple[float, float, float]]:
     """Differences to the baseline on one market, with 95 % intervals.
 
-    The intervals come from resampled blocks of days.
-
-    Returns:
-        (estimate, low, high) of "sharpe" and of "annual_return" (compound).
-
-    Source: circular block bootstrap, Politis and Romano (1992).
+    Returns (estimate, low, high) of "sharpe" and of "annual_return" (compound), from resampled
+    blocks of days. Source: circular block bootstrap, Politis and Romano (1992).
     """
     days = len(returns)
     rng = np.random.default_rng(seed)

@@ -73,8 +73,8 @@ def ask_user(parsed: ParsedFlags, compose: Compose) -> ParsedFlags | int:
     """Return the flags with the user's answers, or an exit code: start nothing.
 
     Raises:
-        UserError: no terminal, ranks started elsewhere, or a run to resume.
-        ValueError: the flags given cannot go together.
+        ValueError: no terminal, ranks started elsewhere, a run to resume; or the flags given
+            cannot go together.
     """
     if parsed.extra.resume:
         raise UserError("--interactive asks for a new run: leave it out beside --resume")

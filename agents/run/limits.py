@@ -74,12 +74,9 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
 
 @contextmanager
 def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator[None]:
-    """Turn faults of environments, memory and disk into one line for the user.
+    """Turn faults of environments, memory and disk into a UserError of one line.
 
     Nothing is imported here: that may fail where memory or files have run out.
-
-    Raises:
-        UserError: in place of them.
     """
     try:
         yield

@@ -1,8 +1,6 @@
 """The metrics of a training run, and the bottleneck that a profile shows.
 
-The reference page of docs/ is made from this table, and `tests/agents/test_metric_table.py`
-compares it with the metrics that runs write. To add one, return it where it is computed and add its
-row here.
+The reference page of docs/ is made from this table; a test compares it with what runs write.
 """
 
 from __future__ import annotations
@@ -126,11 +124,7 @@ FIXES = {
 
 
 def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of an iteration by what could limit it.
-
-    Args:
-        seconds: of the sections of an iteration, as `rl_dist.telemetry.profiler` reads them.
-    """
+    """Return the seconds of a profiled iteration by what could limit it."""
     copies_s = seconds.get(COPIES, 0.0)
     gradients_s = seconds.get(GRADIENTS, 0.0)
     return {

@@ -52,7 +52,7 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
     """Return the saved configuration, with the flags that a resumed run may change.
 
     Raises:
-        UserError: flags were repeated with other values than the saved ones; names all of them.
+        UserError: names all other flags that were repeated with other values.
     """
     sections: dict[str, Any] = {}
     differing: list[str] = []
@@ -112,11 +112,7 @@ def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
 def check_resumable(
     state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int
 ) -> None:
-    """Compare a checkpoint with the environments of now, before anything is written.
-
-    Raises:
-        UserError: names everything that differs.
-    """
+    """Raise UserError where a checkpoint does not fit the environments of now."""
     check_shapes(state, config.policy, config.launch.dtype)
     saved = len(state["carry"]["obs"])
     num_envs = shard_sizes(config.train, 0, num_ranks, saved).global_num_envs

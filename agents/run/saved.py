@@ -37,11 +37,7 @@ class LoadedAgent:
 
 
 def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:
-    """Load a policy from a checkpoint or run directory, wherever it was trained.
-
-    Raises:
-        UserError, CheckpointError: nothing valid there.
-    """
+    """Load a policy from a checkpoint or run directory, wherever it was trained."""
     file, state = load_saved(path)
     config = RunConfig.from_dict(json.loads(state["config"]))
     check_shapes(state, config.policy, config.launch.dtype)

@@ -59,12 +59,8 @@ class Start:
 def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
     """Choose the run that the flags mean, check it, and write its configuration.
 
-    Args:
-        held: closes the lock on the run.
-        check_weights: raises ValueError where --pretrained does not fit the task.
-
-    Returns:
-        The run, or the exit code where there is nothing to start and the reason is printed.
+    `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained does
+    not fit the task. Returns the exit code where there is nothing to start, the reason printed.
     """
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
     config: RunConfig | None = None

@@ -1,9 +1,8 @@
 """Recall-v0: a tiny task that only memory solves.
 
 The first observation shows one of `num_cues` cues. `delay` observations of pure noise follow. Then
-the query flag is up, and the action taken at that moment is rewarded with 1 if it is the cue's
-number. All other rewards are 0. A policy with memory earns 1 per episode; without memory the best
-is 1 / num_cues.
+the query flag is up, and the action taken at that moment earns 1 if it is the cue's number. Without
+memory the best is 1 / num_cues.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Fills and fees: pure functions for a batch of portfolios.
 
-Money lies on a grid of 2**-20 USD (about a millionth of a dollar). Sums and products of grid
-prices and whole shares are then exact in float64 as long as a portfolio stays below 2**33 USD
-(8.6 billion), whatever the order of summation: cash never goes negative through rounding, and the
-closed form below equals a loop over the stocks to the last bit, on the CPU and on a GPU.
+Money lies on a grid of 2**-20 USD. Sums and products of grid prices and whole shares are then exact
+in float64 as long as a portfolio stays below 2**33 USD (8.6 billion): cash never goes negative
+through rounding, and the closed form below equals a loop over the stocks to the last bit.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ def to_grid(usd: Tensor) -> Tensor:
 
 
 def net_prices(fill: Tensor, fee_bps: float) -> tuple[Tensor, Tensor]:
-    """Return the price received per share sold and paid per share bought.
-
-    Fees are included. Both are in USD on the money grid, in the shape of `fill`, which is too.
-    """
+    """Return USD received per share sold and paid per share bought, fees included."""
     fee = to_grid(fill * (fee_bps * 1e-4))
     return fill - fee, fill + fee
 

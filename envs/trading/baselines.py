@@ -1,6 +1,5 @@
-"""Rules that trade without learning, to be compared with.
+"""Rules that trade without learning: equal weight, a reference, a memoryless rule.
 
-Equal weight, a reference that knows the generator of the simulated market, and a memoryless rule.
 Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n].
 """
 

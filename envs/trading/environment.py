@@ -27,13 +27,10 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     """B portfolios of n stocks, one trading day per step, on one or several markets.
 
     At day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of
-    whole shares: sells fill first, then buys from the largest action down while cash lasts (see
-    accounting.fill_orders). They fill at the open of d + 1, or at the close of d (`execution`). The
-    reward is the change of portfolio value from close to close, times 1e-4; training rewards may be
-    less noisy forms of it (`reward`), then `info["raw_rewards"]` holds the plain ones.
-
-    `features.feature_names` lists the numbers of an observation: `relative` has 1 + 8n, `paper`
-    1 + 6n on their raw scales.
+    whole shares (see accounting.fill_orders) that fill at the open of d + 1, or at the close of d
+    (`execution`). The reward is the change of portfolio value from close to close, times 1e-4;
+    training rewards may be less noisy forms of it, then `info["raw_rewards"]` holds the plain ones.
+    `features.feature_names` lists the numbers of an observation.
 
     Training: an episode lasts `episode_days` steps on a market and from a day that are functions of
     the environment's seed and of the number of its episode; the first one after a seed starts at a
@@ -41,8 +38,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
     span.first to span.last.
 
-    Everything is a tensor on `device`; a step neither waits for the device nor loops over
-    environments.
+    Everything is a tensor on `device`; a step neither waits for a GPU nor loops over environments.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}
@@ -138,8 +134,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """Start an episode everywhere.
 
         `seed` is one integer per environment, or s for s, s + 1, ...; None goes on with each
-        environment's next episode (the first time: fresh seeds). options={"random_age": False}
-        starts with full episodes. Returns observations [B, F] float32 and an empty info.
+        environment's next episode. options={"random_age": False} starts with full episodes.
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)

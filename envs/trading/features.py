@@ -76,11 +76,9 @@ def gap_columns(observation: str, num_stocks: int) -> slice:
 
 
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
-    """Compute the market features of the days of a span, with gaps for the portfolio.
+    """Market features [M, days, F] float32 of a span, with gaps for the portfolio.
 
-    Indicators see the days before the span as well, never those after the day of their row.
-
-    Returns [M, days, F] float32, NaN where a feature is not warm yet.
+    Indicators see the days before the span, never later ones; NaN where one is not warm yet.
     """
     num_stocks = len(markets[0].tickers)
     num_days = span.last - span.first + 1
@@ -98,10 +96,7 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the first day from which on every feature in use is warm.
-
-    Raises ValueError when the market is too short for its indicators.
-    """
+    """Return the index of the first day from which on every feature in use is warm."""
     whole = Span(first=0, last=len(market.dates) - 1)
     known = np.isfinite(feature_table([market], config.observation, whole)[0]).all(axis=1)
     if config.turbulence_quantile > 0:
@@ -137,10 +132,7 @@ def market_tables(
     train_span: Span | None,
     discount: float,
 ) -> MarketTables:
-    """Tabulate the days of a span.
-
-    Raises ValueError when a feature is not warm on every day of the span.
-    """
+    """Tabulate the days of a span; ValueError when a feature is not warm on one."""
     days = slice(span.first, span.last + 1)
     close = torch.from_numpy(np.stack([market.close[days] for market in markets]))  # [M, days, n]
     fill = close

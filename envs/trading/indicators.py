@@ -1,9 +1,7 @@
 """Indicators of daily bars: MACD, RSI, CCI, ADX, trailing mean, turbulence.
 
-All are causal: the value of a day uses that day's bar and earlier ones only. While an indicator
-warms up its value is NaN; nothing is back-filled. Inputs and results are [D, n], one column per
-stock. Columns do not see each other (except in turbulence), so that several markets can be laid
-side by side as [D, M*n].
+All are causal and NaN while they warm up. Inputs and results are [D, n], one column per stock, so
+that several markets can be laid side by side as [D, M*n].
 """
 
 from collections.abc import Callable

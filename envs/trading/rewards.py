@@ -15,11 +15,9 @@ class TrainingRewards:
     """Forms of the reward that training may use; everything reported stays plain.
 
     "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now),
-    where the potential is the discounted later profit of the shares held. The market's path does
-    not depend on the agent, so the potential is a function of the environment's state and the
-    discounted sum of rewards is unchanged; but a trade's later profit counts when it is made, and
-    what was held before drops out. "excess" subtracts what the equal-weight mean of the stocks'
-    returns earns on the initial cash, which no action changes either.
+    where the potential is the discounted later profit of the shares held: a trade's later profit
+    counts when it is made. "excess" subtracts what the equal-weight mean of the stocks' returns
+    earns on the initial cash. No action changes either sum.
 
     Source: Ng, Harada and Russell (1999), "Policy invariance under reward transformations".
     """
@@ -57,14 +55,11 @@ class TrainingRewards:
         return torch.add(plain, credit, alpha=REWARD_SCALE)
 
     def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, ruin_usd: float) -> Tensor:
-        """Return the price of the risk held for all days to come, [B].
+        """Return the price [B] of the risk held for all days to come; its change is charged.
 
-        In the unit of the reward; its change is charged. A day's risk is risk_aversion / 2 * value
-        * variance of the portfolio's return, by the covariance of the span. Charging it every day,
-        and shaping by the potential "this risk for ever", leaves only its change, times 1 / (1 -
-        discount): an order is charged at once for the risk it brings, without noise.
-
-        Takes positions [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
+        A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the
+        covariance of the span; "this risk for ever" is 1 / (1 - discount) of it. Takes positions
+        [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
         """
         if len(self._covariance) == 1:
             spread = position_usd @ self._covariance[0]

@@ -1,24 +1,15 @@
 """Simulated daily stock markets with a planted edge that only memory can use.
 
-SIMULATED: a test bed for memory, not a promise of profit. Volatility, correlation, fat tails and
-volatility clustering resemble the 30 Dow stocks (docs/data.md); what can be earned is planted.
+SIMULATED: a test bed for memory, not a promise of profit; docs/data.md says what it resembles.
 
 The edge is old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has a day of unusual volume, a
-surge or a drought by a fair coin: an announcement. It moves the price only DELAY_DAYS later, when
-newer announcements have already been seen: for MOVE_DAYS days the stock drifts by +market_edge a
-day after a surge and by -market_edge after a drought. And it moves it on a condition: one
-announcement in four is denied DENIAL_DAYS later by an event of the other kind, and then nothing
-happens. So
-- an event says nothing about the days until the next one is due: whoever trades on it when it is
-  seen has turned round on newer news when the move comes, and holdings, which follow the newest
-  news, cannot store it;
-- moves are short and independent of each other: past prices say almost nothing about the next one;
-- yet the wanted position is nearly a linear function of past events, which a recurrent policy can
-  learn.
+surge or a drought by a fair coin: an announcement. Only DELAY_DAYS later, when newer ones have been
+seen, the stock drifts for MOVE_DAYS days by +market_edge a day after a surge and by -market_edge
+after a drought. One announcement in four is denied DENIAL_DAYS later by an event of the other kind,
+and then nothing happens.
 
-Seeds. A world is a function of its own seed and the config alone: it is the same whichever worlds
-are drawn with it, and the same noise is used at every market_edge, so that edges compare pair by
-pair.
+A world is a function of its own seed and the config alone, and the same noise is used at every
+market_edge, so that edges compare pair by pair.
 """
 
 from __future__ import annotations
@@ -84,10 +75,7 @@ class SimulatedWorlds:
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
     """Return the seeds of worlds number 0, 1, ... of one purpose.
 
-    Written in decimal a seed reads (market_seed, purpose 1..3, eight digits of world number), so no
-    two of (market_seed, purpose, number) share one.
-
-    Raises: ValueError for a number of worlds that has more digits.
+    In decimal a seed reads (market_seed, purpose 1..3, eight digits of world number): all differ.
     """
     if not 1 <= count <= MAX_WORLDS:
         raise ValueError(f"worlds must be 1..{MAX_WORLDS}, got {count}")

@@ -106,10 +106,7 @@ def prepare_task(
     trading: TradingConfig,
     discount: float = 0.8,
 ) -> TradingTask:
-    """Load or simulate what a run needs to know its spans.
-
-    Raises ValueError (MarketDataError for the file) with one line that names what is wrong.
-    """
+    """Load or simulate what a run needs to know its spans."""
     real = None if data.data == "simulated" else load_market(data.data, missing=data.data_missing)
     sample = real or simulate_markets(simulated, world_seeds(simulated, "train", 1))[0]
     spans = split_spans(sample.dates, data, first_tradable=first_tradable_day(sample, trading))
@@ -128,11 +125,8 @@ def make_trading_vector_env(
 ) -> TradingVectorEnv:
     """Make a batched environment from keyword arguments, for `gymnasium.make_vec`.
 
-    `options` are fields of TradingConfig, DataConfig ("data": a file of daily bars, or "simulated")
-    and SimulatedMarketConfig; `split` is train, valid or test. Rewards are plain here unless
-    `reward` or `risk_aversion` ask for another form.
-
-    Raises: ValueError for unknown options, or for values that do not fit.
+    `options` are fields of TradingConfig, DataConfig and SimulatedMarketConfig; `split` is train,
+    valid or test. Rewards are plain unless `reward` or `risk_aversion` ask for another form.
     """
     options = {"reward": "plain", "risk_aversion": 0.0} | options
     kinds: list[Any] = [DataConfig, SimulatedMarketConfig, TradingConfig]
@@ -160,8 +154,7 @@ def make_trading_vector_env(
 class StockTradingEnv(gymnasium.Env):
     """One portfolio, numpy in and out: a face of TradingVectorEnv.
 
-    Takes the keyword arguments of `make_trading_vector_env`, such as data="prices.csv.gz",
-    observation="paper". Episodes are always of full length; `info` holds plain numbers.
+    Takes the arguments of `make_trading_vector_env`; episodes are always of full length.
     """
 
     metadata = {"render_modes": []}

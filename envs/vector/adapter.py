@@ -1,9 +1,4 @@
-"""The adapter that lets a numpy vector environment speak torch, and guards it.
-
-Everything agents rely on is held here: SAME_STEP autoreset with a full `final_obs`, one seed per
-environment, flat float32 observations, actions in [-1, 1], faults named by environment and step,
-and snapshots.
-"""
+"""The adapter that lets a numpy vector environment speak torch, and guards it."""
 
 from __future__ import annotations
 
@@ -60,10 +55,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             end: ends the process if a call that hangs cannot be interrupted.
             heartbeat: reports that work goes on: at every call and, from a thread, during one.
             kind: what messages call it.
-
-        Raises:
-            ValueError: an autoreset mode or a space that is not supported; restarts of a native
-                environment.
         """
         self.env = env
         self.env_id = env_id
@@ -131,13 +122,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments; one seed for each begins new lives at step 0.
 
-        Returns:
-            obs [B, F] float32, and an empty info.
-
         Raises:
             ValueError: not one seed per environment.
-            EnvironmentFaultError: an environment raised, or returned NaN, infinity or a wrong
-                shape.
+            EnvironmentFaultError: an environment raised, or returned what no learner can use.
         """
         if seed is not None:
             if isinstance(seed, int) or len(seed) != self.num_envs:
@@ -165,10 +152,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             obs [B, F] float32, rewards [B] float64, terminated [B] bool, truncated [B] bool, and
             info with `final_obs` [B, F]: the last observation of episodes that ended, elsewhere
             obs. All are fresh.
-
-        Raises:
-            ValueError: actions of a wrong shape, or not finite.
-            EnvironmentFaultError: as `reset`.
         """
         numpy_actions = self._decoder(actions, self.num_envs)
         self._lifetime_step += 1
@@ -244,11 +227,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         return EnvironmentFaultError(self.env_id, number, self._lifetime_step, problem, self.kind)
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return all the future depends on: CPU tensors [B, ...], float64 or int64.
-
-        Raises:
-            ValueError: an environment offers no `get_state` and `set_state`.
-        """
+        """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
         if not self.can_snapshot:
             raise ValueError(
                 f"environment {self.env_id} cannot be saved: it has no get_state and set_state"

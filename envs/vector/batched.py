@@ -1,8 +1,4 @@
-"""Batched numpy environments in which every environment has its own seed.
-
-Environment i of a batch depends on its own seed and actions alone, so a batch of 8 equals two
-batches of 4.
-"""
+"""Batched numpy environments in which every environment has its own seed."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ _LOW_64_BITS = (1 << 64) - 1
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, the one Gymnasium gives every environment.
-
-    Returns [6] int64: state (high, low), increment (high, low), has_uint32, uinteger.
-    """
+    """Pack the state of a PCG64 generator, which Gymnasium gives each environment, [6] int64."""
     state: Mapping[str, Any] = generator.bit_generator.state
     if state["bit_generator"] != "PCG64":
         raise ValueError(f"generator must be PCG64 to be saved, got {state['bit_generator']}")

@@ -12,11 +12,7 @@ GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
 def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
-    """One int64 hash key per environment, [B].
-
-    `seed` is one integer per environment, or s for s, s + 1, ..., or None for fresh entropy.
-    Raises ValueError when the number of seeds is not the number of environments.
-    """
+    """One int64 hash key per environment, [B], for the seeds that `reset` takes."""
     if seed is None:
         seeds = [int(word) for word in np.random.SeedSequence().generate_state(num_envs, np.uint64)]
     elif isinstance(seed, Sequence):
@@ -35,10 +31,7 @@ def random_int63(keys: Tensor, counter: Tensor) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Finaliser of splitmix64 on int64, whose products wrap around.
-
-    Source: https://prng.di.unimi.it/splitmix64.c
-    """
+    """Finaliser of splitmix64 on int64 (https://prng.di.unimi.it/splitmix64.c)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
         bits = (bits ^ _logical_shift(bits, shift)) * factor
     return bits ^ _logical_shift(bits, 31)

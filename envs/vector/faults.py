@@ -25,10 +25,7 @@ class EnvironmentFaultError(RuntimeError):
     def __init__(
         self, env_id: str, number: str, step: int, problem: str, kind: str = "environment"
     ) -> None:
-        """Name the environment's id, its global number, its lifetime step (0 = reset), the problem.
-
-        All arguments are kept in `args`, of which pickle makes the fault again in another process.
-        """
+        """Name id, global number, lifetime step (0 = reset), problem; pickle needs `args`."""
         super().__init__(env_id, number, step, problem, kind)
 
     def __str__(self) -> str:

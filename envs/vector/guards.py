@@ -21,16 +21,9 @@ _LOGGER = logging.getLogger(__name__)
 class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A sub-environment that says which row it is when it fails, and is made again.
 
-    A fault (it raised, hung, returned NaN, infinity, a wrong shape or type) is raised as
-    RowFaultError. With restarts left, the environment is made again instead and the step is
-    truncated: reward 0, the last good observation. Its info goes no further: nobody reads it, and a
+    A fault is raised as RowFaultError. With restarts left, the environment is made again instead
+    and the step is truncated: reward 0, the last good observation. Its info goes no further: a
     batch of many kinds of it may not stack.
-
-    Args:
-        make: makes the environment again.
-        row: its place in the batch.
-        max_restarts: how often at most.
-        watch: makes the calls.
     """
 
     def __init__(
@@ -121,10 +114,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._last_obs = np.array(obs)
 
     def _restart(self, fault: RowFaultError) -> None:
-        """Make the environment again, to be reset with a seed of its own.
-
-        A fault while it is made counts like any other; the last one is raised.
-        """
+        """Make the environment again; a fault meanwhile counts, the last one is raised."""
         for attempt in itertools.count():
             if self.restarts >= self._max_restarts:
                 used = f" (after {self.restarts} restarts, --env_restarts)" * bool(self.restarts)

@@ -1,16 +1,9 @@
 """Calls into environments: faults are located, and those that hang are ended.
 
-Environments run in this process, one after the other. A thread watches the call under way:
-
-1. after `timeout_s` it sends SIGALRM to the main thread, whose handler raises HungError inside the
-   environment: this ends any wait and any loop in Python, and the environment can be made again;
-2. a call that still does not return (it waits in C, or swallows the error) ends the process, with
-   the Python stack in the log;
-3. a call in C that does not even let other threads run is ended by faulthandler, with the stack on
-   stderr, as would be any other such call in this process that took longer.
-
-Until then the thread reports that work goes on: `timeout_s` alone decides how long a call may take,
-however many hang.
+A thread watches the call under way. After `timeout_s` it sends SIGALRM to the main thread, whose
+handler raises HungError inside the environment. A call that still does not return (it waits in C,
+or swallows the error) ends the process, with the Python stack in the log; faulthandler ends one in
+C that does not even let other threads run. Until then the thread reports that work goes on.
 """
 
 from __future__ import annotations
@@ -52,11 +45,8 @@ def end_process(message: str) -> None:
 class HangWatch:
     """Makes the calls into environments and watches them.
 
-    Args:
-        timeout_s: longest time for one call; 0 = any.
-        describe: names the environment of a row (None: all of them) and its problem, in one line.
-        end: ends the process with a message; must not return.
-        heartbeat: reports that work goes on: at every call and, from a thread, during one.
+    `describe` names the environment of a row (None: all of them) and its problem, in one line;
+    `end` ends the process and must not return; the rest as in `TorchVectorEnv`.
     """
 
     def __init__(

@@ -5,12 +5,9 @@ A single environment takes part by offering
     get_state() -> dict[str, np.ndarray | float | int | bool]  everything its future depends on
     set_state(state)                                           arrays arrive as float64 or int64
 
-with the same names and shapes at every call. A native vector environment offers the same two
-methods with arrays of leading dimension num_envs. TimeLimit's count is added.
-docs/own_environment.md has a complete example, and `python -m rl_dist.resume_check --env module:id`
-proves that nothing was forgotten. Before `set_state` a new environment is reset once. Without the
-protocol training says at its start that after a resume episodes begin again: other ones than
-before, but the same at every resume from that checkpoint.
+with the same names and shapes at every call; a native vector environment the same with leading
+dimension num_envs. docs/own_environment.md has an example. A new environment is reset once before
+`set_state`. Without the protocol episodes begin again after a resume.
 """
 
 from __future__ import annotations
@@ -30,11 +27,7 @@ def has_protocol(env: Any) -> bool:
 
 
 def get_states(env: VectorEnv[Any, Any, Any]) -> dict[str, Tensor]:
-    """Return the state of all environments, each tensor [B, ...] float64 or int64.
-
-    Raises:
-        ValueError: environments differ in the names or shapes of their states, or hold no numbers.
-    """
+    """Return the state of all environments, each tensor [B, ...] float64 or int64."""
     if not isinstance(env, SyncVectorEnv):
         return {name: _stack(name, array) for name, array in env.get_state().items()}  # type: ignore[attr-defined]
     states = [one.get_state() for one in env.envs]  # type: ignore[attr-defined]

@@ -53,8 +53,7 @@ class ObservationEncoder:
 class ActionDecoder:
     """Turn agents' actions into an environment's: Discrete from 0, Box from [-1, 1].
 
-    Where both bounds of a Box are finite, [-1, 1] is stretched over them; elsewhere actions pass
-    through.
+    Where both bounds of a Box are finite, [-1, 1] is stretched over them.
     """
 
     def __init__(self, target: spaces.Space[Any], env_id: str) -> None:

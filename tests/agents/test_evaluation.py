@@ -78,12 +78,6 @@ def test_ruin_freezes_the_value_and_ends_trading():
     assert record.exposure.tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
-def test_every_step_of_an_evaluation_is_a_heartbeat(world):
-    before = world.doing.progress
-    evaluate_markets([[100.0] * 50] * 2, Paths, {"one": idle, "two": idle}, world)
-    assert world.doing.progress >= before + 2 * 49
-
-
 def over_ranks(call, size, monkeypatch):
     """What each of `size` ranks gets from `call(world)`, all in this process."""
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]

@@ -1,6 +1,5 @@
 """The main command for real: what a run leaves, how it refuses, stops and goes on."""
 
-import gzip
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_runs import (
     SIZES,
     SMALL,
-    daily_bars,
     only_error,
     records,
     start,
@@ -61,8 +59,8 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     run_dir, code, out, err = finished[ranks]
     assert code == 0, err
     # a busy machine makes one
-    told = "\n".join(line for line in err.splitlines() if "straggler" not in line)
-    assert "error" not in told and "warning" not in told.lower() and "Traceback" not in told, err
+    said = "\n".join(line for line in err.splitlines() if "straggler" not in line).lower()
+    assert "error" not in said and "warning" not in said and "traceback" not in said, err
     data_lines = [line for line in out.splitlines() if line.startswith("data: ")]
     assert len(data_lines) == 1 and "SIMULATED" in data_lines[0]
     assert out.count(str(run_dir)) == 2 and "equal weight" in out
@@ -106,14 +104,6 @@ def test_metrics_are_written_once_per_iteration_with_every_rank_in_them(finished
     assert f"rank_{ranks - 1}/episode/count" in board.Tags()["scalars"]
 
 
-def test_two_ranks_collect_different_rollouts(finished):
-    pairs = [line["ranks"] for line in records(finished[2][0])]
-    assert any(one["episode/count"] != other["episode/count"] for one, other in pairs)
-    returns = [one["episode/return"] for pair in pairs for one in pair]
-    means = [mean for mean in returns if mean is not None]
-    assert len(set(means)) == len(means) >= 4
-
-
 def numbers(nested, path=""):
     """Flatten dictionaries and lists: {path: value}."""
     if isinstance(nested, list):
@@ -123,7 +113,7 @@ def numbers(nested, path=""):
     return {k: v for name in nested for k, v in numbers(nested[name], f"{path}/{name}").items()}
 
 
-def test_two_ranks_train_and_judge_as_one(finished):
+def test_two_ranks_train_and_evaluate_as_one(finished):
     one, two = finished[1][0], finished[2][0]
     left, right = (load_checkpoint(latest_checkpoint(run_dir))["policy"] for run_dir in (one, two))
     for name in left:
@@ -246,19 +236,12 @@ def test_the_ranks_of_torchrun_share_one_run_directory(tmp_path):
 REFUSED = [
     ("--num_epsodes 8", "unknown flag --num_epsodes (did you mean --num_episodes?)"),
     ("--num_envs -4", "num_envs must be 0..10000000, got -4"),
-    ("--hidden_size 0", "hidden_size"),
     ("--num_steps 33", "multiple of bptt_steps"),
-    ("--num_envs 5", "try --num_envs 4 or --num_envs 6"),
     ("--num_gpus 3 --device cpu", "does not divide over 3 ranks"),
-    ("--learning_rate nan", "learning_rate"),
     ("--env Nope-v9", "unknown environment 'Nope-v9'"),
-    ("--env CartPole-v1 --env_kwargs {", "env_kwargs must be a JSON object"),
     ('--env CartPole-v1 --env_kwargs {"colour":1}', "colour"),
-    ("--env Blackjack-v1", "is not supported"),
     ("--data no_such.csv", "no_such.csv: no such file"),
     ("--episode_days 5000", "episode_days must be below"),
-    ("--test_start 2035-01-01", "outside the data"),
-    ("--train_end 2016-01-04 --test_start 2015-01-05", "may not overlap"),
     ("--env CartPole-v1 --fee_bps 3", "--fee_bps belongs to StockTrading-v0"),
     ("--env CartPole-v1 --preset paper", "--preset paper belongs to StockTrading-v0"),
     ("--data x.csv --market_edge 3", "--market_edge belongs to the simulated market"),
@@ -275,22 +258,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(flags, expected, tmp_path, mon
     assert train_here(monkeypatch, *SIZES, *flags.split()) == 2
     assert expected in only_error(capsys.readouterr().err)
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
-
-
-@pytest.mark.parametrize("kind", ["no_column", "binary", "cut_off"])  # more: test_market_data.py
-def test_a_broken_file_of_bars_is_refused_in_one_line(kind, tmp_path, monkeypatch, capsys):
-    path = tmp_path / ("bars.csv.gz" if kind == "cut_off" else "bars.csv")
-    text = daily_bars().drop(columns="volume").to_csv(index=False).encode()
-    broken = {
-        "no_column": text,
-        "binary": bytes(range(256)) * 10,
-        "cut_off": gzip.compress(text)[:-500],
-    }
-    path.write_bytes(broken[kind])
-    assert train_here(monkeypatch, *SIZES, "--data", path, "--run_dir", tmp_path / "run") == 2
-    expected = "no column volume" if kind == "no_column" else "cannot be read as CSV"
-    assert expected in only_error(capsys.readouterr().err)
-    assert names(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -321,28 +288,6 @@ def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(
     assert not (tmp_path / "run").exists()
     assert train_here(monkeypatch, *flags, "--env", "faulty_envs:Walk-v0") == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"]["return"] == 9.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env", "code", "expected"),
-    [
-        # the 40th step of its life is the 8th after the reset that follows the warm-up
-        ("faulty_envs:NanAtForty-v0", 1, "at its step 8: observation is nan"),
-        ("Nope-v9", 2, "unknown environment"),
-    ],
-)
-def test_a_failure_on_two_ranks_is_one_line_and_leaves_no_process(tmp_path, env, code, expected):
-    flags = ["--env", env, "--num_gpus", 2, "--device", "cpu", "--run_dir", tmp_path / "run"]
-    job = start_training(*SIZES, *flags)
-    out, err = job.communicate(timeout=90)
-    assert job.returncode == code, err
-    assert expected in only_error(err)
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):  # at most 5 s
-            os.killpg(job.pid, 0)
-            time.sleep(0.05)
 
 
 def test_a_fresh_start_does_not_touch_another_run(finished, monkeypatch, capsys):

@@ -17,7 +17,6 @@ from agents_ranks import (
     OPTIONS,
     SINGLE,
     TWELVE,
-    TWELVE_AT_LENGTH,
     WITH_FILES,
     Recording,
     make_job,
@@ -42,7 +41,6 @@ PLANS = {  # what one launched job trains: cases by number of ranks
     "default": {4: ON_FOUR, 3: [*TWELVE], 2: [*ALWAYS, "weak"]},
     "slow": {
         4: [*(name for name in ALWAYS if name not in ON_FOUR), *OPTIONS],
-        3: [*TWELVE_AT_LENGTH],
         2: [*OPTIONS],
     },
 }
