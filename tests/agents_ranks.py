@@ -15,7 +15,7 @@ import torch
 
 import agents.trainer
 from agents.policy import PolicyConfig
-from agents.ppo import PPOConfig, ppo_loss
+from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
@@ -78,6 +78,7 @@ BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
 OPTIONS = {
     "trading, window": Case("trading", WINDOW),
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
+    "trading, KL stop": Case("trading", CLSTM, STOPPING),
     "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),
     "trading, sequences of one step": Case(
         "trading", CLSTM, options={"bptt_steps": 1}, batch_size=64
@@ -304,34 +305,8 @@ def train_in_world(out_dir, names):
             else {}
         )
         records[name] = record_of(name, world, **options)
-    if world.size == 2 and WITH_FILES in names:
-        records["gradient"] = gradient_probe(world, out_dir / "gradient")
     torch.save(records, out_dir / f"{world.size}_rank_{world.rank}.pt")
     close_world(world)
-
-
-def gradient_probe(world, run_dir):
-    """The gradient of the first minibatch: of this rank alone, and as the optimizer gets it."""
-    unclipped = PPOConfig(max_grad_norm=1e6, update_epochs=1)
-    training = Recording(make_job("trading, clstm", run_dir, iterations=1, ppo=unclipped), world)
-    parameters = list(training.policy.parameters())
-    step = training.ppo.step
-    found: dict[str, list[torch.Tensor]] = {}
-
-    def probe(minibatch):
-        parts = minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
-        evaluation = training.policy(*parts)  # not through the wrapper: nothing is reduced
-        stored = minibatch.logprobs, minibatch.values, minibatch.advantages, minibatch.returns
-        own = torch.autograd.grad(ppo_loss(evaluation, *stored, unclipped).total, parameters)
-        result = step(minibatch)
-        if not found:
-            reduced = [p.grad.clone() for p in parameters if p.grad is not None]
-            found.update(own=list(own), reduced=reduced)
-        return result
-
-    with mock.patch.object(training.ppo, "step", probe):
-        train(training, NullWriter(), StopFlag())
-    return found
 
 
 def parameters_of(training):

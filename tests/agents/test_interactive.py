@@ -1,18 +1,14 @@
-"""The dialogue, held through a pseudo-terminal with the real command, down to a real training."""
+"""The dialogue in this process, with typed lines in place of a terminal."""
 
 import io
 import json
-import os
-import pty
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
-from train_runs import REPO, SMALL, only_error, train_here
+from train_runs import SMALL, only_error, train_here
 
 from agents.run import interactive
 from agents.run.choice import add_run_flags, fresh_config
@@ -20,119 +16,63 @@ from agents.run.config import SECTIONS, RunConfig
 from rl_dist.config import parse_flags
 
 
-class Terminal:
-    """The command in a terminal of its own: waits for what it says, types answers."""
+class Keyboard(io.StringIO):
+    """Lines that a user types; after them Ctrl-C, if asked for, else the end of input."""
 
-    def __init__(self, folder, *argv):
-        self.mine, theirs = pty.openpty()
-        self.seen = ""
-        self.job = subprocess.Popen(
-            [sys.executable, str(REPO / "train_distributed.py"), "--interactive", *map(str, argv)],
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            preexec_fn=lambda: os.login_tty(theirs),  # its keys are signals to that process
-        )
-        os.close(theirs)
+    def __init__(self, *lines, interrupt=False):
+        super().__init__("".join(f"{line}\n" for line in lines))
+        self.interrupt = interrupt
 
-    def read(self):
-        """What it says next; "" once everybody on the other side has left."""
-        try:
-            return os.read(self.mine, 65536).decode(errors="replace").replace("\r\n", "\n")
-        except OSError:
-            return ""
+    def isatty(self):
+        return True
 
-    def until(self, pattern, timeout_s=120.0):
-        """Everything said up to the first match from here on."""
-        end = time.monotonic() + timeout_s
-        while (match := re.search(pattern, self.seen)) is None:
-            assert time.monotonic() < end and (data := self.read()), self.seen
-            self.seen += data
-        said, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return said
-
-    def answer(self, question, text=""):
-        said = self.until(re.escape(question) + r".*\]: ")
-        self.press(text.encode() + b"\n")
-        return said
-
-    def press(self, key):
-        os.write(self.mine, key)
-
-    def end(self):
-        """The rest of what it says, and its exit code."""
-        while data := self.read():
-            self.seen += data
-        return self.seen, self.job.wait(60)
+    def readline(self):
+        line = super().readline()
+        if not line and self.interrupt:
+            raise KeyboardInterrupt
+        return line
 
 
-@pytest.fixture
-def terminal(tmp_path):
-    opened = []
-    yield lambda *argv: opened.append(Terminal(tmp_path, *argv)) or opened[-1]
-    for one in opened:
-        one.job.kill()
-        one.job.wait()
-        os.close(one.mine)
+def converse(monkeypatch, run_dir, *lines, **keys):
+    """The exit code of the command in a dialogue."""
+    monkeypatch.setattr(sys, "stdin", Keyboard(*lines, **keys))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    flags = [*SMALL[2:], "--device", "cpu", "--run_dir", run_dir]
+    return train_here(monkeypatch, "--interactive", *flags)
 
 
 def parsed(*argv):
     return parse_flags(SECTIONS, argv, description="", extra=add_run_flags)
 
 
-def answered(terminal):
-    """The dialogue, answered with mistakes down to its last question, and what it proposes."""
-    dialogue = terminal(*SMALL[2:], "--device", "cpu", "--run_dir", "a run")
-    assert "CPU cores" in dialogue.answer("env:")
-    dialogue.answer("data:", "nowhere.csv")
-    assert "nowhere.csv" in dialogue.answer("data:")  # the reason, then the question again
-    dialogue.answer("num_gpus:", "two")
-    assert "must be a whole number, got 'two'" in dialogue.answer("num_gpus:", "1")
-    dialogue.answer("strategy:", "sideways")
-    assert "strategy must be one of" in dialogue.answer("strategy:")
-    assert "(1..8192) [8]" in dialogue.answer("hidden_size:", "6")  # given by flag
-    dialogue.answer("num_steps:", "33")
-    assert "multiple of bptt_steps" in dialogue.answer("num_steps:")
-    dialogue.answer("batch_size:")
-    dialogue.answer("num_envs:", "3")
-    assert "try --num_envs 2 or --num_envs 4" in dialogue.answer("num_envs:")
-    dialogue.answer("total_steps:", "256")
-    command = dialogue.until(r"\n  (python .*)\n").strip().splitlines()[-1]
-    dialogue.answer("Start it?", "perhaps")
-    words = shlex.split(command)
-    assert words[:2] == ["python", "train_distributed.py"] and "--interactive" not in words
-    return dialogue, parsed(*words[2:])
-
-
-def test_answers_become_a_command_line_and_leaving_writes_nothing(terminal, tmp_path):
-    dialogue, again = answered(terminal)
-    dialogue.until(r"answer yes or no(.|\n)*\]: ")
-    dialogue.press(b"\x03")  # Ctrl-C
-    said, code = dialogue.end()
-    assert code == 128 + signal.SIGINT and "Traceback" not in said
-    assert "nothing was started or written" in said
-    config = fresh_config(again)
-    assert again.extra.run_dir == "a run"
-    found = (config.policy.hidden_size, config.train.total_steps, config.launch.num_gpus)
+def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch, capsys, tmp_path):
+    run_dir = tmp_path / "a run"
+    answers = ["", "nowhere.csv", "", "two", "1", "sideways", "", "6", "33", "", "", "3", "", "256"]
+    assert converse(monkeypatch, run_dir, *answers, "perhaps", "yes") == 0
+    said = capsys.readouterr().out
+    reasons = ["CPU cores", "nowhere.csv", "must be a whole number, got 'two'", "(1..8192) [8]"]
+    reasons += ["strategy must be one of", "multiple of bptt_steps", "answer yes or no"]
+    for reason in [*reasons, "try --num_envs 2 or --num_envs 4"]:
+        assert reason in said, reason
+    (command,) = re.findall(r"  python train_distributed.py (.*)", said)
+    saved = RunConfig.from_dict(json.loads((run_dir / "config.json").read_text()))
+    assert fresh_config(parsed(*shlex.split(command))) == saved
+    found = (saved.policy.hidden_size, saved.train.total_steps, saved.launch.num_gpus)
     assert found == (6, 256, 1)
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_the_end_of_input_and_ctrl_c_leave_and_write_nothing(
+    interrupt, monkeypatch, capsys, tmp_path
+):
+    code = converse(monkeypatch, tmp_path / "run", "CartPole-v1", interrupt=interrupt)
+    assert code == 128 + signal.SIGINT
+    assert "nothing was started or written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow  # trains
-def test_answers_become_a_training(terminal, tmp_path):
-    dialogue, again = answered(terminal)
-    assert not (tmp_path / "a run").exists()
-    assert "answer yes or no" in dialogue.answer("Start it?")
-    said, code = dialogue.end()
-    assert code == 0, said
-    saved = json.loads((tmp_path / "a run" / "config.json").read_text())
-    assert fresh_config(again) == RunConfig.from_dict(saved)
-
-
 def ask(monkeypatch, flags, *answers):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in answers)))
+    monkeypatch.setattr(sys, "stdin", Keyboard(*answers))
     return interactive.ask_for_flags(parsed(*flags), fresh_config)
 
 
@@ -157,11 +97,9 @@ def test_several_ranks_are_asked_how_they_share_and_get_a_batch_that_divides(mon
     assert "--batch_size 129" in capsys.readouterr().out
 
 
-def test_no_and_the_end_of_input_start_nothing(monkeypatch, capsys):
+def test_no_is_an_answer(monkeypatch, capsys):
     flags = ["--env", "CartPole-v1", "--device", "cpu"]
     assert ask(monkeypatch, flags, *[""] * 9, "no") is None
-    with pytest.raises(EOFError):
-        ask(monkeypatch, flags, "CartPole-v1")
 
 
 @pytest.mark.parametrize(

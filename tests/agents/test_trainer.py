@@ -156,15 +156,6 @@ def test_normalisers_hold_everything_collected_before_in_one_pass(world, tmp_pat
     torch.testing.assert_close(moments.variance, raw.var(0, correction=0), rtol=1e-9, atol=1e-12)
 
 
-def test_without_normalisation_there_is_no_warm_up_and_the_policy_sees_raw_observations(
-    world, tmp_path
-):
-    raw = {"normalize_obs": False, "normalize_rewards": False}
-    training, _ = run(make_job("trading, clstm", tmp_path, iterations=1, **raw), world)
-    assert len(training.rollouts) == 1
-    assert torch.equal(training.rollouts[0].obs, training.rollouts[0].raw_obs.double())
-
-
 def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path):
     _, writer = run(scripted(make_job("trading, clstm", tmp_path, iterations=2)), world)
     first, second = writer.records

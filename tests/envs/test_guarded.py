@@ -1,6 +1,7 @@
 """Environments that fail: named, made again, and waited for only as long as they may take."""
 
 import os
+import pickle
 import signal
 import time
 from unittest import mock
@@ -81,6 +82,9 @@ def test_an_environment_is_made_again_as_often_as_allowed():
 @pytest.mark.parametrize(
     ("third", "problem"),
     [
+        (lambda step: {}["no such\n price"], r"raised KeyError: 'no such\\n price'"),
+        (lambda step: (np.full(1, np.nan), *step[1:]), "observation is nan"),
+        (lambda step: (np.zeros(3), *step[1:]), r"observation has shape \(3,\), not \(1,\)"),
         (lambda step: step[:4], "raised ValueError: not enough values"),
         (lambda step: (step[0], "much", *step[2:]), "raised ValueError: could not convert"),
         (lambda step: (step[0], None, *step[2:]), "reward is nan"),
@@ -93,10 +97,11 @@ def test_an_environment_is_made_again_as_often_as_allowed():
     ],
 )
 def test_a_step_that_is_none_is_named_by_its_environment_and_begins_again(third, problem):
-    with pytest.raises(
-        EnvironmentFaultError, match=f"environment Ticking-v0 number 5 at its step 3: {problem}"
-    ):
+    named = f"environment Ticking-v0 number 5 at its step 3: {problem}"
+    with pytest.raises(EnvironmentFaultError, match=named) as fault:
         play(ticking(lambda: Ticking(third)), 3)
+    assert "\n" not in str(fault.value)
+    assert str(pickle.loads(pickle.dumps(fault.value))) == str(fault.value)
     env = ticking(lambda: Ticking(third), env_restarts=1)
     assert play(env, 3)[3].tolist() == [[False, False], [False, False], [False, True]]
     assert env.restarts == [0, 1]
