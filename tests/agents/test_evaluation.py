@@ -63,13 +63,6 @@ def idle(env, obs, episode_start):
     return torch.zeros(env.num_envs, 1)
 
 
-def test_a_record_holds_every_day_of_every_market():
-    record = run_markets(Paths([[100, 110, 99], [100, 90, 80]]), idle)
-    assert record.values.tolist() == [[100, 110, 99], [100, 90, 80]]
-    for name in ACCOUNTS:
-        assert getattr(record, name).tolist() == [[1, 2], [1, 2]]
-
-
 def test_ruin_freezes_the_value_and_ends_trading():
     record = run_markets(Paths([[100, 5, 100, 200], [100, 90, 80, 70]]), idle)
     # ruined on day 1, for good

@@ -3,7 +3,7 @@
 import pytest
 from train_runs import SIZES, SMALL, records, train_here
 
-from agents.run.metric_table import GPU, METRICS, MONITORED, OTHER_TASKS, TRADING
+from agents.run.metric_table import METRICS, MONITORED, OTHER_TASKS, TRADING
 
 CARTPOLE = [
     *("--env", "CartPole-v1", "--total_steps", "256", "--eval_episodes", "2"),
@@ -22,14 +22,3 @@ def test_a_run_writes_exactly_the_metrics_of_the_table(flags, task, tmp_path, mo
     }
     assert set(last) == {name for name, metric in written.items() if metric.overall}
     assert set(last["ranks"][0]) == {name for name, metric in written.items() if metric.per_rank}
-
-
-def test_conditions_of_the_table_are_known():
-    assert {metric.when for metric in METRICS.values()} == {
-        "",
-        TRADING,
-        OTHER_TASKS,
-        MONITORED,
-        GPU,
-        "fp16",
-    }

@@ -43,15 +43,6 @@ def test_noise_of_boxes_is_standard_normal():
         assert abs((np.abs(noise) > bound).mean() - share) < 0.004
 
 
-def test_noise_of_boxes_is_uncorrelated_over_actions_environments_and_steps():
-    noise = action_noise(box(4), 11, 0, 20, 0, 2500).numpy()
-    over_actions = np.corrcoef(noise.reshape(-1, 4).T) - np.eye(4)
-    over_environments = np.corrcoef(noise[:, :, 0].T) - np.eye(20)
-    assert np.abs(over_actions).max() < 0.02
-    assert np.abs(over_environments).max() < 0.1
-    assert abs((noise[1:] * noise[:-1]).mean()) < 0.01
-
-
 def test_the_largest_logit_plus_noise_samples_the_softmax():
     logits = np.log([0.5, 0.3, 0.15, 0.05])
     noise = action_noise(spaces.Discrete(4), 5, 0, 50, 0, 2000).numpy()

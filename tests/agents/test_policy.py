@@ -75,20 +75,6 @@ def test_entropy_is_that_of_known_distributions():
     assert entropy.flatten().tolist() == pytest.approx([math.log(3)] * 55)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_policy_stores_no_state_and_changes_none(form):
-    policy = make_policy(FORMS[form])
-    obs, state, starts, noise = make_inputs(policy)
-    before = state.clone()
-    first = policy.act(obs[0], state, starts[0], noise[0])
-    policy.act(obs[5], state * 3, starts[5], noise[5])
-    policy(obs, noise, state, starts)
-    second = policy.act(obs[0], state, starts[0], noise[0])
-    assert torch.equal(state, before)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert not any(tensor.requires_grad for tensor in first)
-
-
 def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
     policy = make_policy(FORMS["window of 4"])
     window = torch.randn(1, 1, 4 * NUM_OBS, dtype=torch.float64)

@@ -95,15 +95,6 @@ def test_diagnostics_are_the_share_of_clipped_ratios_and_the_k3_estimate():
     assert loss_of((1.0,)).approx_kl.item() == 0.0
 
 
-def test_no_gradient_flows_where_the_ratio_is_clipped():
-    logprobs = row(math.log(1.5), math.log(1.1)).requires_grad_()
-    nothing = row(0.0, 0.0)
-    evaluation = Evaluation(logprobs, nothing, nothing)
-    config = PPOConfig(clip_coef=0.2)
-    ppo_loss(evaluation, nothing, nothing, row(1.0, 1.0), nothing, config).total.backward()
-    assert logprobs.grad.tolist() == [[0.0, pytest.approx(-1.1 / 2)]]
-
-
 def test_advantages_are_normalised_to_mean_0_and_deviation_1(world):
     advantages = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
     deviation = math.sqrt(3.5)  # of the whole population: squares 4 + 1 + 0 + 9 over 4

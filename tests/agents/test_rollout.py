@@ -146,18 +146,6 @@ def test_bootstrap_values_leave_no_trace_in_the_recurrent_state(policy, normaliz
         torch.testing.assert_close(carry.lstm_state[column], state)
 
 
-def test_initial_states_are_the_states_before_every_sequence(policy, normalizer):
-    (first, second), _, _ = collect_some(policy, normalizer, count=2)
-    assert first.initial_states.shape == (2, 4, 6, 8)
-    assert first.initial_states[0].abs().max() == 0
-    (whole,), _, _ = collect_some(policy, normalizer, num_steps=16)
-    for column in range(len(SCRIPTS)):
-        after = states_after(policy, whole, column)
-        torch.testing.assert_close(first.initial_states[1, column], after[3])
-        torch.testing.assert_close(second.initial_states[0, column], after[7])
-        torch.testing.assert_close(second.initial_states[1, column], after[11])
-
-
 def test_a_window_looks_at_the_final_observation_through_its_own_episode():
     policy = make_policy(feature_window=3)
     normalizer = make_normalizer()
@@ -171,16 +159,6 @@ def test_a_window_looks_at_the_final_observation_through_its_own_episode():
         collect_some(policy, normalizer, count, steps)[0] for count, steps in ((2, 8), (1, 16))
     )
     assert torch.equal(torch.cat([half.obs for half in halves]), whole[0].obs)
-
-
-def test_collecting_leaves_the_normaliser_frozen_and_needs_no_gradient(policy):
-    normalizer = make_normalizer()
-    before = {name: value.clone() for name, value in normalizer.state_dict().items()}
-    (rollout,), carry, _ = collect_some(policy, normalizer)
-    assert all(torch.equal(value, before[name]) for name, value in normalizer.state_dict().items())
-    assert not any(
-        tensor.requires_grad for tensor in [*vars(rollout).values(), *carry.tensors().values()]
-    )
 
 
 def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():

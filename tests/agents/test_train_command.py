@@ -263,7 +263,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(flags, expected, tmp_path, mon
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
-        ("logs/mine.txt", "cannot be written"),
         ("logs/mine.txt/below", "cannot be written"),
         (".", "holds other files"),
     ],
@@ -305,9 +304,3 @@ def test_a_fresh_start_does_not_touch_another_run(finished, monkeypatch, capsys)
         assert train_here(monkeypatch, *flags) == 2
         assert expected in only_error(capsys.readouterr().err)
     assert before == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-
-
-def test_a_directory_without_checkpoint_is_not_called_resumable(tmp_path, monkeypatch, capsys):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert train_here(monkeypatch, *SMALL, "--run_dir", tmp_path) == 2
-    assert "it has no checkpoint: remove it" in only_error(capsys.readouterr().err)

@@ -121,18 +121,6 @@ def test_prices_drift_by_the_edge_where_the_truth_says_so(worlds):
     np.testing.assert_allclose(planted, worlds.moves[:, 1:] * CONFIG.market_edge * 1e-4, atol=1e-4)
 
 
-def test_an_event_says_nothing_about_the_days_before_newer_news(worlds):
-    events = worlds.events.astype(float)
-    moves = worlds.moves.astype(float)
-    for ahead in range(1, DELAY_DAYS - DENIAL_DAYS + 1):
-        product = (events[:, :-ahead] * moves[:, ahead:])[events[:, :-ahead] != 0]
-        error = product.std() / np.sqrt(len(product))
-        assert abs(product.mean()) < 4.0 * error, ahead
-    then = events[:, : -DELAY_DAYS - 2]
-    # the same test finds the meaning where it is
-    assert (then * moves[:, DELAY_DAYS + 2 :])[then != 0].mean() > 0.3
-
-
 def test_filter_uses_no_future_bars():
     market = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 1))[0]
     changed = scaled(market, 1951, 3.0)
@@ -163,16 +151,3 @@ def test_memory_earns_what_a_rule_on_event_and_holdings_cannot(worlds):
     gap = reference.mean() - equal.mean()
     assert 6.0 < reference.mean() < 9.0
     assert equal.mean() < memoryless.mean() < equal.mean() + 0.4 * gap
-
-
-def test_equal_weight_buys_as_the_limit_permits_and_then_holds():
-    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "test", 3))
-    span = Span(first=1890, last=1960)
-    _, limited = sharpe_of(markets, EqualWeight(), span)
-    np.testing.assert_allclose(limited[0], 0.05, atol=0.006)
-    np.testing.assert_allclose(limited[5], 0.2, atol=0.03)
-    _, at_once = sharpe_of(markets, EqualWeight(), span, max_order=1.0)
-    np.testing.assert_allclose(at_once[0], 0.2, atol=0.03)
-    held = np.stack([market.close[1891:1960] for market in markets], axis=1) / at_once
-    shares = held / held[:, :, :1]  # constant ratios of price to weight: nothing is traded any more
-    assert np.abs(shares[10:] / shares[10] - 1.0).max() < 1e-6
