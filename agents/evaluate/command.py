@@ -43,26 +43,24 @@ EPILOG = """examples:
 exit codes: 0 done, 1 failed, 2 bad usage"""
 
 
-def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTask, Span]:
-    """The run's trading task with other worlds, data or days, as the command line asks."""
+def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTask, Span, str]:
+    """The run's trading task with other worlds, data or days, as asked; the days; a warning."""
     from envs.trading.features import first_tradable_day
     from envs.trading.market_data import Span
     from envs.trading.task import prepare_task
 
     # the run's own dates may not exist in other data, of which every day is unseen
-    elsewhere = args.data is not None and not _same_data(args.data, config.data.data)
+    own = config.data.data
+    elsewhere = Path(args.data or own).resolve() != Path(own).resolve()
     data = DataConfig(data=args.data) if elsewhere else config.data
-    market = config.market
     if data.data != "simulated":
         worlds = ("num_worlds", "market_seed", "market_edge")
         _refuse_useless(args, worlds, f"data {data.data}")
-    if args.market_seed is not None:
-        market = replace(market, market_seed=args.market_seed)
-    if args.market_edge is not None:
-        market = replace(market, market_edge=args.market_edge)
-    task = prepare_task(data, market, config.trading)
+    asked = {name: getattr(args, name) for name in ("market_seed", "market_edge")}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    task = prepare_task(data, replace(config.market, **given), config.trading)
     if not (args.start or args.end or elsewhere):
-        return task, task.spans.test
+        return task, task.spans.test, ""
 
     # the days asked for, as far as they can be traded
     sample = task.markets("test", 1)[0]
@@ -76,26 +74,10 @@ def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTas
             f"--start {first} --end {last} holds fewer than 2 tradable days: the data has "
             f"{dates[tradable]} to {dates[-1]}"
         )
-    return task, Span(int(days[0]), int(days[-1]))
-
-
-def _same_data(left: str, right: str) -> bool:
-    """Return True if two --data name the same file, however they are spelled."""
-    return left == right or (
-        "simulated" not in (left, right) and Path(left).resolve() == Path(right).resolve()
-    )
-
-
-def _overlap_warning(config: RunConfig, task: TradingTask, span: Span) -> str:
-    """One line if the days are among those of the run's own training or validation."""
-    train, valid = task.spans.train, task.spans.valid
-    last = max(train.last, valid.last if valid else 0)
-    if task.real is None or not _same_data(task.data.data, config.data.data) or span.first > last:
-        return ""
-    return (
-        "WARNING: these days INCLUDE days the policy was trained or chosen on; "
-        "this is no held-out result\n"
-    )
+    chosen_on = task.spans.valid or task.spans.train
+    warning = "WARNING: the policy was trained or chosen on some of these days: no held-out result"
+    is_seen = task.real is not None and not elsewhere and days[0] <= chosen_on.last
+    return task, Span(int(days[0]), int(days[-1])), f"{warning}\n" if is_seen else ""
 
 
 def _refuse_useless(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
@@ -134,7 +116,7 @@ def _evaluate_trading(
 ) -> tuple[dict, str]:
     first = agents["policy"]
     check_layout(first.run_dir)
-    task, span = _asked_task(first.config, args)
+    task, span, warning = _asked_task(first.config, args)
     markets = task.markets("test", args.num_worlds or 50)
     if (num_stocks := len(markets[0].tickers)) != first.policy.num_actions:
         raise UserError(
@@ -143,7 +125,7 @@ def _evaluate_trading(
         )
     dates = markets[0].dates
     if world.is_main_process:
-        print(f"{_overlap_warning(first.config, task, span)}{task.describe()}")
+        print(f"{warning}{task.describe()}")
         print(f"evaluated from {dates[span.first]} to {dates[span.last]}\n")
     plot = Path(args.plot or first.run_dir / "plots" / "evaluation.png")
     plot = plot if plot.suffix else plot.with_suffix(".png")

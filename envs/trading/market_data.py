@@ -76,10 +76,6 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
     Raises: MarketDataError for dates outside the data or spans that are too short.
     """
-    if first_tradable >= len(dates):
-        raise MarketDataError(
-            f"no tradable day: the indicators need {first_tradable} days, got {len(dates)}"
-        )
     given = {
         name: _day_of(name, getattr(config, name), dates, first_tradable)
         for name in SPAN_DATES

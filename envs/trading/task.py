@@ -90,14 +90,13 @@ class TradingTask:
                 f"of profit): {config.num_worlds} worlds train, {NUM_VALID_WORLDS} others "
                 f"validate, {NUM_TEST_WORLDS} others test"
             )
-        days = "; ".join(
+        days = [
             f"{name} {market.dates[span.first]} to {market.dates[span.last]}"
-            if span
-            else f"{name} none"
             for name, span in vars(self.spans).items()
-        )
+            if span
+        ]
         first = market.dates[first_tradable_day(market, self.trading)]
-        return f"{data}\ndays: {days} (indicators are warm from {first} on)"
+        return f"{data}\ndays: {'; '.join(days)} (indicators are warm from {first} on)"
 
 
 def prepare_task(

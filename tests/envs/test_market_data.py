@@ -255,8 +255,6 @@ def test_days_without_trading_move_inward():
 def test_spans_outside_the_data_or_too_short_are_refused(given, words):
     with pytest.raises(MarketDataError, match=words):
         split_spans(DATES, DataConfig(**given), first_tradable=10)
-    with pytest.raises(MarketDataError, match="no tradable day: the indicators need 240 days"):
-        split_spans(DATES, DataConfig(), first_tradable=240)
 
 
 @pytest.mark.parametrize(
