@@ -73,6 +73,15 @@ def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
     return alone / name
 
 
+@pytest.fixture(scope="module")
+def world():
+    """A process group of size 1 in this process."""
+    from agents_ranks import world_of_one
+
+    with world_of_one() as opened:
+        yield opened
+
+
 @pytest.fixture
 def limits():
     """Lets the system refuse this process's longer files (None: no more): a real error, no root."""

@@ -6,7 +6,6 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from agents_ranks import world_of_one
 from gymnasium import spaces
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
@@ -22,12 +21,6 @@ from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from rl_dist.process_group.world import World
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 class Paths:

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import JOBS, Recording, make_job, world_of_one
+from agents_ranks import JOBS, Recording, make_job
 from torch import nn
 
 from agents.policy import Evaluation
@@ -24,12 +24,6 @@ from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import NullWriter
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 def row(*values):

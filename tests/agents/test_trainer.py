@@ -14,7 +14,6 @@ from agents_ranks import (
     make_env,
     make_job,
     parameters_of,
-    world_of_one,
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
@@ -25,12 +24,6 @@ from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 class Listening(NullWriter):

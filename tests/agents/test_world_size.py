@@ -19,7 +19,6 @@ from agents_ranks import (
     WITH_FILES,
     Recording,
     make_job,
-    world_of_one,
 )
 
 from agents.trainer import train
@@ -54,12 +53,6 @@ TRAINED = [
 ]
 DOUBLE = [case for case in TRAINED if CASES[case.values[1]].dtype == torch.float64]
 on_every_number_of_ranks = pytest.mark.parametrize(("plan", "name", "num_ranks"), TRAINED)
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
