@@ -142,7 +142,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
     Args:
         saved_num_envs: environments of all ranks in the run to resume, 0 for a fresh one. With weak
-            scaling it tells how many ranks the run began with: their totals and rate are kept.
+            scaling it says how many ranks the run began with: their totals and rate are kept.
 
     Raises:
         UserError: names the nearest sizes that divide; or batch_size is still to be measured.

@@ -63,7 +63,7 @@ def restart_job(run_dir, env_id="Misbehaving-v0", at=20, env_restarts=1, iterati
 
 
 def restarts(world, folder):
-    """Environments misbehave and begin anew."""
+    """Environments misbehave and begin again."""
     training, records, error = run(restart_job(folder), world)
     counts = [record["env/restarts"] for record in records]
     rollout = training.rollouts[2]  # the first only fills the normalisers

@@ -226,7 +226,7 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
     if not getattr(training.env, "can_snapshot", False):
         writer.say(
             f"{env} cannot be snapshot: after --resume its episodes begin again "
-            "(envs/vector/snapshots.py tells how an environment takes part)"
+            "(envs/vector/snapshots.py says how an environment takes part)"
         )
     return writer
 

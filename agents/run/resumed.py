@@ -100,7 +100,7 @@ def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
-    """Return the sizes that may change together, as a gradient step still takes as many slots."""
+    """Return the sizes that may change together: a gradient step takes as many sequences."""
     sizes = {"batch_size", "grad_accumulation"}
     new = {name: getattr(parsed.configs["train"], name) for name in sizes & parsed.given}
     if new.get("batch_size") == AUTO:

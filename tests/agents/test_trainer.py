@@ -27,7 +27,7 @@ from rl_dist.telemetry.metrics import NullWriter
 
 
 class Listening(NullWriter):
-    """Keeps what a writer is told; with `stop_at` n, a stop signal arrives during iteration n."""
+    """Keeps what a writer gets; with `stop_at` n, a stop signal arrives during iteration n."""
 
     def __init__(self, stop_at=0):
         self.stop, self.stop_at = StopFlag(), stop_at
@@ -41,7 +41,7 @@ class Listening(NullWriter):
 
 
 def run(job, world, stop_at=0, restore_from=None):
-    """Train a job (from a checkpoint); returns the training and what its writer was told."""
+    """Train a job (from a checkpoint); returns the training and what its writer got."""
     training, writer = Recording(job, world), Listening(stop_at)
     if restore_from is not None:
         training.restore(load_checkpoint(restore_from))

@@ -114,7 +114,7 @@ def test_two_batches_of_four_are_one_batch_of_eight(env_id):
         env = make_vector_env(env_id, count, env_offset=first)
         start, _ = env.reset(seed=stream_seeds(3, ENVIRONMENT_STREAM, first, count))
         generator = torch.Generator().manual_seed(0)
-        whole = make_vector_env(env_id, 8)  # only tells the shape of the actions of all eight
+        whole = make_vector_env(env_id, 8)  # only shows the shape of the actions of all eight
         columns = [start]
         for _ in range(60):
             obs, rewards, *_ = env.step(random_actions(whole, generator)[first : first + count])
