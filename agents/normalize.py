@@ -25,7 +25,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Additive [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
+        """Sums [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
         deviations = samples.flatten(0, -2).double() - self.mean
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])

@@ -150,10 +150,11 @@ class Policy(nn.Module):
         return outputs, after.to(state.dtype)
 
     def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """First half of the cascade, without resets: obs [L, N, F], or [L, N, n * F] with a window.
+        """First half of the cascade, without resets.
 
-        `state` is (h, c) of the feature LSTM before them, [2, N, H], or [0, N, H] with a window.
-        Returns features [L, N, H] of the parameters' type, and the state after them.
+        Takes obs [L, N, F], or [L, N, n * F] with a window, and (h, c) of the feature LSTM before
+        them, [2, N, H], or [0, N, H] with a window. Returns features [L, N, H] of the parameters'
+        type, and the state after them.
         """
         with autocast(self.low_precision, obs.device):
             if self.config.feature_window:
@@ -164,10 +165,10 @@ class Policy(nn.Module):
     def decisions(
         self, features: Tensor, state: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-        """Second half of the cascade, without resets: features [L, N, H].
+        """Second half of the cascade, without resets.
 
-        `state` is (h, c) of the actor's and of the critic's LSTM before them, [4, N, H]. Returns
-        (actor [L, N, A], values [L, N]) and the state after them.
+        Takes features [L, N, H], and (h, c) of the actor's and of the critic's LSTM before them,
+        [4, N, H]. Returns (actor [L, N, A], values [L, N]) and the state after them.
         """
         with autocast(self.low_precision, features.device):
             actor, actor_state = _run_lstm(self.actor_core, features, state[0:2])

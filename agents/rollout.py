@@ -96,7 +96,7 @@ class Rollout:
 def policy_input(
     normalizer: Normalizer, history: Tensor, obs: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Normalise `obs` [B, F]; with a window of n, the n-1 before it come first: [B, n*F]."""
+    """Normalise `obs` [B, F]; a window's n-1 observations come first: [B, n*F]."""
     seen = normalizer(obs.to(dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 

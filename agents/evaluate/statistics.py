@@ -48,7 +48,7 @@ def annual_growth(returns: np.ndarray) -> np.ndarray:
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Figures of each market, each [M]; fractions, turnover per year of the mean value."""
+    """Figures of each market, each [M]; turnover is per year of the mean value."""
     returns, values = record.returns, record.values
     years = returns.shape[1] / TRADING_DAYS
     growth = values[:, -1] / values[:, 0]

@@ -180,7 +180,7 @@ def fresh_directory(runs: Path) -> Path:
 
 
 def save_config(config: Any, run_dir: Path) -> None:
-    """Write the `to_dict` of a configuration to config.json, in place: a training locks it."""
+    """Write `config.to_dict()` to config.json, in place: a training locks it."""
     path = run_dir / "config.json"
     text = json.dumps(config.to_dict(), indent=2).encode() + b"\n"
     before = b""

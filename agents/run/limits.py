@@ -31,7 +31,7 @@ def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
 
 
 def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> str:
-    """Check, before environments are made, that rollouts of the smallest kind can fit.
+    """Check, before environments are made, that the smallest rollouts can fit.
 
     Returns:
         A warning in one line; "" where they may fit.

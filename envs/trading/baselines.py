@@ -1,4 +1,4 @@
-"""Rules that trade without learning: equal weight, a reference, a memoryless rule.
+"""Rules that trade without learning: equal weight, a reference, a rule.
 
 Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n].
 """
@@ -113,7 +113,7 @@ def news_model() -> NewsModel:
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Return log volume [D, k] against its median of the LEVEL_DAYS days before; 0 until warm."""
+    """Return log volume [D, k] against its median of LEVEL_DAYS before; 0 until warm."""
     log_volume = np.log(np.maximum(volume, 1.0))
     windows = np.lib.stride_tricks.sliding_window_view(log_volume[:-1], LEVEL_DAYS, axis=0)
     surprise = np.zeros_like(log_volume)

@@ -17,7 +17,7 @@ MIN_STD = 1e-12  # daily returns with a smaller deviation are rounding noise aro
 
 
 def macd(close: np.ndarray) -> np.ndarray:
-    """Return the MACD line: 12-day minus 26-day exponential mean, warm from day 25 on."""
+    """Return the 12-day minus the 26-day exponential mean, warm from day 25 on."""
     return _by_column(talib.EMA, 12, close) - _by_column(talib.EMA, 26, close)
 
 

@@ -55,10 +55,10 @@ class TrainingRewards:
         return torch.add(plain, credit, alpha=REWARD_SCALE)
 
     def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, ruin_usd: float) -> Tensor:
-        """Return the price [B] of the risk held for all days to come; its change is charged.
+        """Return the price [B] of the risk held for ever; its change is charged.
 
         A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the
-        covariance of the span; "this risk for ever" is 1 / (1 - discount) of it. Takes positions
+        covariance of the span; for all days to come it is 1 / (1 - discount) of it. Takes positions
         [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
         """
         if len(self._covariance) == 1:

@@ -16,7 +16,7 @@ _LOW_64_BITS = (1 << 64) - 1
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, which Gymnasium gives each environment, [6] int64."""
+    """Pack the state of a PCG64 generator, which Gymnasium uses, as [6] int64."""
     state: Mapping[str, Any] = generator.bit_generator.state
     if state["bit_generator"] != "PCG64":
         raise ValueError(f"generator must be PCG64 to be saved, got {state['bit_generator']}")
