@@ -130,7 +130,7 @@ def _ask(question: Question, parsed: ParsedFlags, compose: Compose) -> ParsedFla
 def _command_of(parsed: ParsedFlags) -> str:
     """Return the command line that gives these flags, quoted for a shell."""
     extra = {name: value for name, value in vars(parsed.extra).items() if value}
-    del extra["interactive"]
+    extra.pop("interactive", None)
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in extra.items()]
     return shlex.join(["python", "train_distributed.py", *words, *parsed.words()])
 

@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from train_runs import SMALL, only_error, train_here
+from train_runs import SIZES, only_error, train_here
 
 from agents.run import interactive
 from agents.run.choice import add_run_flags, fresh_config
@@ -37,7 +37,8 @@ def converse(monkeypatch, run_dir, *lines, **keys):
     """The exit code of the command in a dialogue."""
     monkeypatch.setattr(sys, "stdin", Keyboard(*lines, **keys))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    flags = [*SMALL[2:], "--device", "cpu", "--run_dir", run_dir]
+    flags = ["--env", "CartPole-v1", "--eval_episodes", "2", *SIZES[2:], "--device", "cpu"]
+    flags += ["--run_dir", run_dir]
     return train_here(monkeypatch, "--interactive", *flags)
 
 
@@ -47,12 +48,12 @@ def parsed(*argv):
 
 def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch, capsys, tmp_path):
     run_dir = tmp_path / "a run"
-    answers = ["", "nowhere.csv", "", "two", "1", "sideways", "", "6", "33", "", "", "3", "", "256"]
+    answers = ["Nope-v9", "", "two", "1", "sideways", "", "6", "33", "", "", "3", "", "256"]
     assert converse(monkeypatch, run_dir, *answers, "perhaps", "yes") == 0
     said = capsys.readouterr().out
-    reasons = ["CPU cores", "nowhere.csv", "must be a whole number, got 'two'", "(1..8192) [8]"]
+    reasons = ["unknown environment 'Nope-v9'", "must be a whole number, got 'two'", "CPU cores"]
     reasons += ["strategy must be one of", "multiple of bptt_steps", "answer yes or no"]
-    for reason in [*reasons, "try --num_envs 2 or --num_envs 4"]:
+    for reason in [*reasons, "(1..8192) [8]", "try --num_envs 2 or --num_envs 4"]:
         assert reason in said, reason
     (command,) = re.findall(r"  python train_distributed.py (.*)", said)
     saved = RunConfig.from_dict(json.loads((run_dir / "config.json").read_text()))
@@ -65,7 +66,7 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
 def test_the_end_of_input_and_ctrl_c_leave_and_write_nothing(
     interrupt, monkeypatch, capsys, tmp_path
 ):
-    code = converse(monkeypatch, tmp_path / "run", "CartPole-v1", interrupt=interrupt)
+    code = converse(monkeypatch, tmp_path / "run", "", interrupt=interrupt)
     assert code == 128 + signal.SIGINT
     assert "nothing was started or written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
