@@ -98,7 +98,7 @@ def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
     out = capsys.readouterr().out
     chosen = chosen_in(tmp_path / "auto")
     assert chosen in (8, 16, 32) and f"batch_size auto: {chosen} slots, " in out
-    assert f"minibatch, slots of 8 steps{chosen:>19}" in out and "--learning_rate" in out
+    assert f"minibatch, sequences of 8 steps{chosen:>15}" in out and "--learning_rate" in out
     assert train(monkeypatch, tmp_path / "number", f"--batch_size {chosen}") == 0
     assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "number")
     capsys.readouterr()
