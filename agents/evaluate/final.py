@@ -42,9 +42,10 @@ def evaluate_and_finish(
     world = training.world
     world.set_phase(EVALUATING)
     # several ranks may wait for each other where Python sees no signal; their launcher does
+    before = {}
     for each in STOP_SIGNALS if world.size == 1 else ():
         if signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, _stop)
+            before[each] = signal.signal(each, _stop)
     try:
         # one may have come when training had just ended
         if signum := all_reduce_max(stop_flag.signum, world):
@@ -60,6 +61,9 @@ def evaluate_and_finish(
                 f"saved: python -m agents.evaluate {run_dir} repeats it"
             )
         return 128 + signum
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.run_lock import RunLock, hold_new
 from rl_dist.config import parse_flags
-from rl_dist.errors import explained, print_error_once, report_to_caller
+from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
 from rl_dist.hardware.plain_files import leads_to
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, restart_count
 from rl_dist.process_group.process_ends import report
@@ -122,6 +123,8 @@ def _record(
     print(f"run directory: {run_dir}{going_on}", flush=True)
     if extra.quick:
         print("--quick shows the whole path; it is too short to learn anything", flush=True)
+    if not os.access(run_dir, os.W_OK):
+        raise UserError(f"{run_dir}: Permission denied")
     save_config(config, run_dir)
     truncate_metrics(run_dir, found.state["iteration"] if found else 0)
     start_state(run_dir, config, resolved, found)

@@ -69,8 +69,8 @@ class HangWatch:
         self._can_interrupt = self._thread is threading.main_thread()
         self.problem = f"did not come back within {timeout_s:g} s (--env_timeout)"
         if timeout_s:
-            if self._can_interrupt and signal.getsignal(signal.SIGALRM) is not _on_alarm:
-                signal.signal(signal.SIGALRM, _on_alarm)
+            if self._can_interrupt:
+                _alarm.install()
             _watches.add(self)
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
@@ -128,6 +128,7 @@ class HangWatch:
             elif now_s - since_s >= self._timeout_s and self._suspect != call:
                 self._suspect = call
                 if self._can_interrupt and self._thread.ident:
+                    _alarm.is_ours = True
                     signal.pthread_kill(self._thread.ident, signal.SIGALRM)
         faulthandler.cancel_dump_traceback_later()
 
@@ -137,6 +138,23 @@ class HangWatch:
             raise HungError(self.problem)
 
 
-def _on_alarm(signum: int, frame: FrameType | None) -> Any:
-    for watch in list(_watches):
-        watch._raise_if_due()
+class _Alarm:
+    """The handler of SIGALRM; passes on what others sent, such as the time limit of a test."""
+
+    is_ours = False  # the one under way
+    before: Any = None  # the handler of others
+
+    def install(self) -> None:
+        if signal.getsignal(signal.SIGALRM) is not self:
+            self.before = signal.signal(signal.SIGALRM, self)
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        was_ours, self.is_ours = self.is_ours, False
+        if was_ours:
+            for watch in list(_watches):
+                watch._raise_if_due()
+        elif callable(self.before):
+            self.before(signum, frame)
+
+
+_alarm = _Alarm()

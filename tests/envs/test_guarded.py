@@ -249,6 +249,18 @@ def test_a_long_call_says_that_work_goes_on_as_long_as_it_may_take(native):
     env.close()
 
 
+def test_an_alarm_of_others_reaches_them_while_environments_are_watched():
+    arrived = []
+    before = signal.signal(signal.SIGALRM, lambda signum, frame: arrived.append(signum))
+    try:
+        env = make_vector_env("Recall-v0", 1, env_timeout=60.0)
+        signal.raise_signal(signal.SIGALRM)
+        env.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert arrived == [signal.SIGALRM]
+
+
 def test_restarts_of_a_native_batch_are_refused():
     with pytest.raises(
         ValueError, match="env_restarts 1: Recall-v0 is a native vector environment.*sync"
