@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from agents.policy import Policy
@@ -45,21 +44,22 @@ ENDS = {
 }
 
 
+def saved_section(name: str, run_dir: Path, world: World) -> dict[str, Any]:
+    """Return a section of config.json; all ranks call and get what the main process reads."""
+    saved: Any = None
+    if world.is_main_process:
+        saved = json.loads((run_dir / "config.json").read_text())[name]
+    return all_gather_json(saved, world)[0]
+
+
 def resolve_batch_size(
     config: RunConfig, make_env: MakeEnv, run_dir: Path, world: World
 ) -> RunConfig:
-    """Return the configuration with batch_size measured, if auto; all ranks call.
+    """Return the configuration with batch_size auto measured; all ranks call.
 
     The number is written to config.json, and taken from there by ranks that start again.
     """
-    if config.train.batch_size != AUTO:
-        return config
-    saved = (
-        json.loads((run_dir / "config.json").read_text())
-        if world.is_main_process
-        else config.to_dict()
-    )
-    batch_size = all_gather_json(saved["train"]["batch_size"], world)[0]
+    batch_size = saved_section("train", run_dir, world)["batch_size"]
     reason = ""
     if batch_size == AUTO:
         batch_size, reason = choose_batch_size(config.job(make_env, run_dir), world)
@@ -85,8 +85,7 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
     ranks = world.size if job.train.scaling == "strong" else 1
     sizes = [size // ranks for size in allowed_batch_sizes(job.train, world.size)]
     free = free_for_each_rank(world.device, world.size)
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(job.train.seed)
         update = UpdateDryRun(job, world, free)
         try:
@@ -101,8 +100,7 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
     del update
     clear_gpu_memory()
     world.set_phase(before)
-    memory = f"{used / GIB:.2g} of {free / GIB:.3g} GiB free{' of each rank' * (world.size > 1)}"
-    return choice.size * ranks, _describe(job, choice, world.size, memory)
+    return choice.size * ranks, _describe(job, choice, world.size, used / GIB, free / GIB)
 
 
 def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
@@ -118,14 +116,13 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
         small = [number for number in range(1, math.isqrt(slots) + 1) if slots % number == 0]
         wanted = {*small, *(slots // number for number in small)}
     else:  # also such that environments are whole
-        powers = [2**power for power in range(LARGEST.bit_length())]
-        steps = {power * (PER_DOUBLING + step) for power in powers for step in range(PER_DOUBLING)}
-        wanted = {ranks * sequences_per_env * number for number in steps | set(range(PER_DOUBLING))}
-        wanted |= {ranks * power for power in powers}
+        powers, steps = range(LARGEST.bit_length()), range(PER_DOUBLING, 2 * PER_DOUBLING)
+        numbers = {*range(1, PER_DOUBLING), *(step << power for power in powers for step in steps)}
+        wanted = {ranks * number * times for number in numbers for times in (1, sequences_per_env)}
     found = [
         size
         for size in sorted(wanted)
-        if 0 < size <= LARGEST and shares_out(replace(train, batch_size=size), num_ranks)
+        if size <= LARGEST and shares_out(replace(train, batch_size=size), num_ranks)
     ]
     if not found:
         raise UserError(
@@ -139,16 +136,11 @@ class UpdateDryRun:
     """Gradient steps of one rank with any number of slots; called with that number."""
 
     def __init__(self, job: Job, world: World, free_bytes: int) -> None:
-        self.job = job
-        self.device = world.device
-        self.free_bytes = free_bytes
+        self.job, self.device, self.free_bytes = job, world.device, free_bytes
         self.num_ranks = world.size
         self.shapes = observe_shapes(job.make_env)
-        number = self.shapes.num_actions
-        space = (
-            spaces.Discrete(number) if self.shapes.discrete else spaces.Box(-1.0, 1.0, (number,))
-        )
-        self.policy = Policy(job.policy, self.shapes.num_obs, space).to(world.device, job.dtype)
+        policy = Policy(job.policy, self.shapes.num_obs, self.shapes.action_space)
+        self.policy = policy.to(world.device, job.dtype)
         alone = replace(world, rank=0, size=1, watchdog=None)
         strategy = Strategy(StrategyConfig(mode="none", precision=job.strategy.precision), alone)
         self.ppo = PPO(self.policy, job.ppo, strategy, speed=job.speed)
@@ -165,12 +157,11 @@ class UpdateDryRun:
             raise MemoryError(
                 f"{need.peak / GIB:.1f} GiB are needed, {self.free_bytes / GIB:.1f} GiB are free"
             )
-        lengths = self.shapes.episode_lengths
-        mean_length = statistics.mean(lengths) if lengths else math.inf
-        minibatch = random_minibatch(self.policy, self.job.train.bptt_steps, slots, mean_length)
+        length, episode = self.job.train.bptt_steps, self.shapes.episode_length
+        minibatch = random_minibatch(self.policy, length, slots, episode)
         num_bytes = sum(getattr(minibatch, item.name).nbytes for item in fields(Minibatch))
         waiting = (self.job.train.grad_accumulation - 1) * num_bytes  # the step's other parts
-        held = need.environment + need.rollout + waiting
+        held = need.parts["environment"] + need.parts["rollout"] + waiting
         placeholder = torch.empty(held, dtype=torch.uint8, device=self.device)
         self.ppo.step(minibatch)
         del placeholder
@@ -205,10 +196,9 @@ def random_minibatch(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=like.dtype, device=like.device)
 
+    actions = normal(*cells, policy.num_actions)
     if policy.discrete:
         actions = torch.randint(policy.num_actions, cells, device=like.device)
-    else:
-        actions = normal(*cells, policy.num_actions)
     return Minibatch(
         obs=normal(*cells, policy.num_obs * max(policy.config.feature_window, 1)),
         actions=actions,
@@ -221,7 +211,7 @@ def random_minibatch(
     )
 
 
-def _describe(job: Job, choice: Choice, num_ranks: int, memory: str) -> str:
+def _describe(job: Job, choice: Choice, num_ranks: int, used_gib: float, free_gib: float) -> str:
     """Return why this size, and what it means for the learning rate."""
     train = job.train
     ranks = num_ranks if train.scaling == "strong" else 1
@@ -229,7 +219,8 @@ def _describe(job: Job, choice: Choice, num_ranks: int, memory: str) -> str:
         f"{p.size * ranks}: {p.samples_per_s * train.bptt_steps:,.0f}" for p in choice.points
     )
     text = (
-        f"batch_size auto: {choice.size * ranks} slots, {ENDS[choice.ended_by]} ({memory}; "
+        f"batch_size auto: {choice.size * ranks} slots, {ENDS[choice.ended_by]} "
+        f"({used_gib:.2g} of {free_gib:.3g} GiB free{' of each rank' * (num_ranks > 1)}; "
         f"environment steps/s through forward and backward by size: {pace})"
     )
     step = choice.size * num_ranks * train.grad_accumulation
@@ -238,7 +229,6 @@ def _describe(job: Job, choice: Choice, num_ranks: int, memory: str) -> str:
         return text
     rate = job.ppo.learning_rate * learning_rate_factor(growth, "sqrt")
     return (
-        f"{text}\n  a gradient step takes {step} slots, {growth:.3g} times the default: if the "
-        "learning rate was chosen for that, the square-root rule gives "
-        f"--learning_rate {rate:.3g} (not applied)"
+        f"{text}\n  a gradient step takes {step} slots, {growth:.3g} times the default; the "
+        f"square-root rule gives --learning_rate {rate:.3g} (not applied)"
     )

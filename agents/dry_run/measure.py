@@ -6,7 +6,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,9 @@ from gymnasium.vector import VectorEnv
 
 from agents.run.config import RunConfig
 from agents.run.memory import (
-    KINDS,
     MemoryNeed,
     Shapes,
     compute_memory,
-    count_actions,
     count_parameters,
     dry_run,
     largest_sizes,
@@ -90,10 +90,8 @@ class PlannedTraining:
 
 def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
     """Return the bytes of the gradient of a policy for this environment."""
-    space = env.single_action_space
     num_obs = math.prod(env.single_observation_space.shape or ())
-    discrete = hasattr(space, "n")
-    numbers = count_parameters(config.policy, num_obs, count_actions(space), discrete)
+    numbers = count_parameters(config.policy, num_obs, env.single_action_space)
     return numbers * config.launch.dtype.itemsize
 
 
@@ -130,112 +128,106 @@ class MemoryDryRun:
     """Memory of a training, computed and measured, once."""
 
     def __init__(self, planned: PlannedTraining, make_env: MakeEnv, facts: Facts) -> None:
-        self._parts = planned, make_env, facts
-        self._found: tuple[Shapes, MemoryFigures] | None = None
-        self._error: Exception | None = None
+        self._work = partial(measure_memory, planned, make_env, facts)
+        self._done: Future[tuple[Shapes, MemoryFigures]] = Future()
 
     def run(self) -> None:
         """Do it, unless that has been done; errors wait for `result`."""
-        if self._found or self._error:
+        if self._done.done():
             return
-        planned, make_env, facts = self._parts
         try:
-            shapes = observe_shapes(make_env)
-            figures = measure_memory(planned, make_env, compute_figures(planned, shapes, facts))
-            self._found = shapes, add_largest(planned, shapes, figures)
-            clear_gpu_memory()  # ranks and short runs need it
+            self._done.set_result(self._work())
         except Exception as error:
-            self._error = error
+            self._done.set_exception(error)
 
     @property
     def fits(self) -> bool:
         """Return whether it was done, and there is enough memory."""
-        return self._found is not None and self._found[1].needed <= self._found[1].limit
+        if not self._done.done() or self._done.exception():
+            return False
+        figures = self._done.result()[1]
+        return figures.needed <= figures.limit
 
     def result(self) -> tuple[Shapes, MemoryFigures]:
-        """Return the findings.
-
-        Raises:
-            Exception: whatever the dry run raised.
-        """
+        """Return the findings, or raise whatever the dry run raised."""
         self.run()
-        if self._error:
-            raise self._error
-        assert self._found
-        return self._found
+        return self._done.result()
 
 
-def compute_figures(planned: PlannedTraining, shapes: Shapes, facts: Facts) -> MemoryFigures:
-    """Return the memory that is needed, computed, and what there is for one rank."""
+def measure_memory(
+    planned: PlannedTraining, make_env: MakeEnv, facts: Facts
+) -> tuple[Shapes, MemoryFigures]:
+    """Compute the memory of one rank, do a dry run of its share, and find the largest sizes."""
+    shapes = observe_shapes(make_env)
+    need = planned.compute(shapes, planned.config.train)
     process = facts.host.process_bytes  # before any tensor
     free = facts.host.memory_available_bytes / planned.num_ranks
     if planned.device_type == "cuda":
         taken = planned.gpu_ids or range(planned.num_ranks)
         usable = [gpu for gpu in facts.gpu.usable if gpu.torch_index in taken]
         process, free = GPU_RESERVE, min(gpu.memory_free_bytes or 0 for gpu in usable)
-    need = planned.compute(shapes, planned.config.train)
-    return MemoryFigures(
-        computed={kind: getattr(need, kind) for kind in KINDS},
-        moment=need.moment,
-        measured_peak=None,
-        not_measured="it does not fit",
-        process=process,
-        limit=int(MOST_OF_MEMORY * free),
-        num_ranks=planned.num_ranks,
-        largest_num_envs=0,
-        largest_batch_size=0,
-    )
-
-
-def measure_memory(
-    planned: PlannedTraining, make_env: MakeEnv, figures: MemoryFigures
-) -> MemoryFigures:
-    """Add a dry run of one rank's share, unless it would not fit or take long."""
-    if figures.needed > figures.limit:
-        return figures
-    config, reason = planned.config, ""
-    work = planned.sizes.num_envs * config.train.num_steps * planned.gradient_bytes
-    if work > LONG_WORK:
-        reason = "a dry run would take long, --full does it"
-    elif planned.device_type == "cpu" and figures.needed < figures.limit / 4 and work > QUICK_WORK:
-        share = figures.needed / figures.limit
-        reason = f"it needs {share:.0%} of what is free, --full does a dry run"
-    if reason and not planned.full:
-        return dataclasses.replace(figures, not_measured=reason)
-    job = dataclasses.replace(
-        config.job(make_env, Path()),  # the dry run has a directory of its own
-        train=planned.share,
-        strategy=StrategyConfig(precision=config.launch.precision),
-    )
-    try:
-        world = open_world(planned.device_type, gpu_ids=planned.gpu_ids)
+    limit = int(MOST_OF_MEMORY * free)
+    peak, failure = None, ""
+    skipped = _why_not_measured(planned, (process + need.peak) / max(limit, 1))
+    if not skipped:
         try:
-            peak = dry_run(job, world)
-        finally:
-            close_world(world)
-    except (RuntimeError, MemoryError) as error:  # out of memory, or the backend does not start
-        return dataclasses.replace(figures, not_measured="", failure=one_line(error, named=False))
-    return dataclasses.replace(figures, measured_peak=peak, not_measured="")
-
-
-def add_largest(planned: PlannedTraining, shapes: Shapes, figures: MemoryFigures) -> MemoryFigures:
-    """Add the largest sizes that fit, scaled to the dry run's peak."""
-    factor = max(1.0, (figures.measured_peak or 0) / sum(figures.computed.values()))
+            peak = _measured_peak(planned, make_env)
+        except (RuntimeError, MemoryError) as error:  # out of memory, or no start of the backend
+            failure = one_line(error, named=False)
+    factor = max(1.0, (peak or 0) / need.peak)
     num_envs, batch_size = largest_sizes(
         planned.config.train,
         planned.num_ranks,
         lambda other: int(factor * planned.compute(shapes, other).peak),
-        figures.limit - figures.process,
+        limit - process,
     )
-    return dataclasses.replace(figures, largest_num_envs=num_envs, largest_batch_size=batch_size)
+    clear_gpu_memory()  # ranks and short runs need it
+    return shapes, MemoryFigures(
+        computed=need.parts,
+        moment=need.moment,
+        measured_peak=peak,
+        not_measured=skipped,
+        process=process,
+        limit=limit,
+        num_ranks=planned.num_ranks,
+        largest_num_envs=num_envs,
+        largest_batch_size=batch_size,
+        failure=failure,
+    )
+
+
+def _why_not_measured(planned: PlannedTraining, share: float) -> str:
+    """Return why there is no dry run of what takes this share of the limit; "": there is one."""
+    work = planned.sizes.num_envs * planned.config.train.num_steps * planned.gradient_bytes
+    if share > 1.0:
+        return "it does not fit"
+    if not planned.full and work > LONG_WORK:
+        return "a dry run would take long, --full does it"
+    ample = planned.device_type == "cpu" and share < 0.25
+    if not planned.full and ample and work > QUICK_WORK:
+        return f"it needs {share:.0%} of what is free, --full does a dry run"
+    return ""
+
+
+def _measured_peak(planned: PlannedTraining, make_env: MakeEnv) -> int:
+    """Do a dry run of one rank's share; return the peak bytes of tensors."""
+    job = dataclasses.replace(
+        planned.config.job(make_env, Path()),  # the dry run has a directory of its own
+        train=planned.share,
+        strategy=StrategyConfig(precision=planned.config.launch.precision),
+    )
+    world = open_world(planned.device_type, gpu_ids=planned.gpu_ids)
+    try:
+        return dry_run(job, world)
+    finally:
+        close_world(world)
 
 
 # ---- time
 
 
 def short_runs(planned: PlannedTraining) -> SideBySide:
-    """Return all ranks' shares side by side, to be entered and then measured."""
-    # each copy is one rank, with nobody to share with
+    """Return all ranks' shares side by side, each alone, to be entered and then measured."""
     launch = planned.config.launch.by_default()
     share = dataclasses.replace(planned.config, train=planned.share, launch=launch)
     ranks = planned.num_ranks
@@ -261,7 +253,7 @@ def measure_time(
     own = [statistics.median(per_rank / record["time/sps"] for record in copy) for copy in copies]
     slowest = copies[own.index(max(own))]
     seen = steps_per_episode([record for copy in copies for record in copy])
-    sampled = statistics.mean(shapes.episode_lengths) if shapes.episode_lengths else None
+    sampled = shapes.episode_length if math.isfinite(shapes.episode_length) else None
     reduction_s = reductions.ddp.reduction_s if reductions and reductions.ddp else 0.0
     return TimeFigures(
         own_s=max(own),

@@ -52,7 +52,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
         smallest = Shapes(num_obs=1, num_actions=1, discrete=True)
         itemsize = config.launch.dtype.itemsize
         need = compute_memory(config.policy, train, sizes, smallest, itemsize=itemsize)
-        return need.peak - need.activations
+        return need.peak - need.parts["activations"]
 
     needed = rollout_bytes(config.train)
     if needed <= free:

@@ -11,6 +11,7 @@ import math
 import tempfile
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,21 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agents.lstm import plan_pieces
-from agents.policy import PolicyConfig
+from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train
-from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.telemetry.metrics import NullWriter
 
 LOSS_TERMS = 8  # tensors [L, N] that the loss and its gradient hold
 ACTION_TERMS = {True: 2, False: 6}  # tensors [L, N, A] of the log-probability; discrete or not
-NATIVE_FLOATS = 6  # per unit and step, that ATen's own LSTM keeps for its backward pass
-CUDNN_FLOATS = 6  # the same of cuDNN: a guess that no GPU has confirmed
+# per unit and step, that ATen's own LSTM keeps for its backward pass; of cuDNN's this is a guess
+NATIVE_FLOATS = 6
 SAMPLE_ENVS = 4
 SAMPLE_STEPS = 400
 SAMPLE_S = 1.0
-KINDS = ("parameters", "gradients", "optimizer", "environment", "rollout", "activations")
 
 
 @dataclass(frozen=True)
@@ -52,40 +51,36 @@ class Shapes:
     obs_itemsize: int = 4  # bytes of one number of the environment's observations
     env_bytes: int = 0  # tensors that the environments hold, such as market data
     env_peak_bytes: int = 0  # while they are made
-    # a sample: short episodes cut sequences into padded pieces
-    episode_lengths: tuple[int, ...] = ()
+    episode_length: float = math.inf  # mean steps: short episodes cut sequences into padded pieces
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """Return a space of as many actions."""
+        if self.discrete:
+            return spaces.Discrete(self.num_actions)
+        return spaces.Box(-1.0, 1.0, (self.num_actions,))
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of tensors on one rank at the largest moment; they add up to `peak`."""
+    """Bytes of tensors on one rank at the largest moment."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    environment: int
-    rollout: int
-    activations: int
+    parts: dict[str, int]  # parameters, gradients, optimizer, environment, rollout, activations
     moment: str  # "start", "collect", "update" or "statistics"
 
     @property
     def peak(self) -> int:
-        """Return the sum of all kinds."""
-        return sum(getattr(self, kind) for kind in KINDS)
+        """All parts together."""
+        return sum(self.parts.values())
 
 
 # ---- computed
 
 
-def count_parameters(policy: PolicyConfig, num_obs: int, num_actions: int, discrete: bool) -> int:
+def count_parameters(policy: PolicyConfig, num_obs: int, space: spaces.Space) -> int:
     """Count the numbers in a policy's parameters."""
-    size = policy.hidden_size
-    if policy.policy == "clstm":
-        cores = 4 * size * (num_obs + size + 2) + 2 * 4 * size * (2 * size + 2)
-    else:
-        cores = size * (num_obs + 1) + 2 * size * (size + 1)
-    heads = size * (size + 1) + (size + 1) * (num_actions + 1)
-    return cores + heads + (0 if discrete else num_actions)
+    with torch.device("meta"):
+        return sum(each.numel() for each in Policy(policy, num_obs, space).parameters())
 
 
 def compute_memory(
@@ -97,16 +92,14 @@ def compute_memory(
     itemsize: int = 4,
     device_type: str = "cpu",
 ) -> MemoryNeed:
-    """Compute the memory that one rank needs.
+    """Compute the memory that one rank with these sizes needs.
 
     Args:
-        sizes: this rank's share.
         itemsize: bytes of a parameter.
         device_type: "cuda" counts what cuDNN keeps in place of oneDNN, an estimate that no GPU has
             confirmed.
     """
-    numbers = count_parameters(policy, shapes.num_obs, shapes.num_actions, shapes.discrete)
-    parameters = itemsize * numbers
+    parameters = itemsize * count_parameters(policy, shapes.num_obs, shapes.action_space)
     steps = train.num_steps * sizes.num_envs
     seen, action, state = _step_bytes(policy, shapes, itemsize)
     raw = shapes.num_obs * shapes.obs_itemsize
@@ -129,15 +122,17 @@ def compute_memory(
         "statistics": (rollout + slots, statistics),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
-    return MemoryNeed(
-        parameters=parameters,
-        gradients=parameters,
-        optimizer=2 * parameters,
-        environment=shapes.env_bytes + (moments[moment][1] if moment == "start" else 0),
-        rollout=moments[moment][0],
-        activations=0 if moment == "start" else moments[moment][1],
-        moment=moment,
-    )
+    held, passing = moments[moment]
+    starting = passing if moment == "start" else 0
+    parts = {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer": 2 * parameters,
+        "environment": shapes.env_bytes + starting,
+        "rollout": held,
+        "activations": passing - starting,
+    }
+    return MemoryNeed(parts, moment)
 
 
 def _step_bytes(policy: PolicyConfig, shapes: Shapes, itemsize: int) -> tuple[int, int, int]:
@@ -172,7 +167,8 @@ def _minibatch_bytes(
         padded = num_pieces = float(cells)
         copied = 5
     else:
-        padded, num_pieces = _pieces(shapes.episode_lengths, train.bptt_steps, columns)
+        sample = _pieces(shapes.episode_length, train.bptt_steps, min(columns, 256))
+        padded, num_pieces = (columns * each for each in sample)
         copied = 3  # states in order, after each LSTM, and those stacked
     work = 2 * _lstm_bytes(padded, num_pieces, size, size, itemsize, device_type)
     if window:
@@ -188,55 +184,23 @@ def _minibatch_bytes(
     return fixed, int(work + outputs + states + copies), int(backward)
 
 
-def _pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tuple[float, float]:
-    """Return the padded steps and the pieces of a minibatch whose slots such episodes cut."""
-    if not episode_lengths:
-        return float(length * columns), float(columns)
-    sample = min(columns, 256)
-    cells, pieces = _sampled_pieces(episode_lengths, length, sample)
-    return cells * columns / sample, pieces * columns / sample
-
-
 @lru_cache(maxsize=512)
-def _sampled_pieces(episode_lengths: tuple[int, ...], length: int, columns: int) -> tuple[int, int]:
-    generator = np.random.default_rng(0)
-    lengths = np.array(episode_lengths)
-    starts = np.zeros((length, columns), dtype=bool)
-    for column in range(columns):
-        first = generator.choice(lengths, p=lengths / lengths.sum())  # long ones are met more often
-        at = int(generator.integers(first))
-        while at < length:
-            starts[at, column] = True
-            at += int(generator.choice(lengths))
+def _pieces(episode_length: float, length: int, columns: int) -> tuple[float, float]:
+    """Return padded steps and pieces of each sequence of such a sample, cut by episode starts."""
+    starts = np.random.default_rng(0).random((length, columns)) < 1.0 / episode_length
     groups = plan_pieces(starts).groups
-    return sum(group.cells.size for group in groups), sum(len(group.columns) for group in groups)
+    pieces = sum(len(group.columns) for group in groups)
+    return sum(group.cells.size for group in groups) / columns, pieces / columns
 
 
 def _lstm_bytes(
     cells: float, columns: float, num_inputs: int, size: int, itemsize: int, device_type: str
 ) -> float:
-    """Return the bytes that an LSTM keeps for its backward pass, outputs aside.
-
-    Args:
-        cells: steps of all sequences.
-        columns: sequences.
-    """
-    if device_type == "cuda":
-        return cells * CUDNN_FLOATS * size * itemsize
-    if itemsize == 8:  # oneDNN has no float64
+    """Return the bytes that an LSTM keeps for its backward pass, outputs aside."""
+    if device_type == "cuda" or itemsize == 8:  # oneDNN has no float64
         return cells * NATIVE_FLOATS * size * itemsize
-    wide = _padded(max(num_inputs, size))
-    each = 4 * (_padded(4 * size) + 6 * wide + _padded(size) + 4 * size)
-    return cells * each + columns * 4 * (6 * wide + 4 * size)
-
-
-def _padded(count: int) -> int:
-    """Pad a leading dimension as oneDNN does, in float32.
-
-    Source: get_good_ld of oneDNN, src/cpu/rnn/rnn_utils.cpp; the sum above is its workspace.
-    """
-    rounded = -(-count // 16) * 16
-    return rounded + 16 if rounded % 256 == 0 else rounded
+    wide = max(num_inputs, size)
+    return cells * 4 * (9 * size + 6 * wide) + columns * 4 * (6 * wide + 4 * size)
 
 
 # ---- measured
@@ -258,7 +222,7 @@ class TrackedTensors(TorchDispatchMode):
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage.data_ptr()
         if key in self._known or not storage.nbytes():
             return
         self._known[key] = storage.nbytes()
@@ -276,35 +240,26 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
         env: Any = make_env(SAMPLE_ENVS, 0)
         held, peak = tracked.live, tracked.peak
     space = env.single_action_space
+    discrete = isinstance(space, spaces.Discrete)
     env.action_space.seed(0)
     obs = env.reset(seed=list(range(SAMPLE_ENVS)))[0]
-    ages = np.zeros(SAMPLE_ENVS, dtype=int)
-    lengths: list[int] = []
+    num_steps = num_ended = 0
     until_s = time.monotonic() + SAMPLE_S
-    for _ in range(SAMPLE_STEPS):
+    while num_steps < SAMPLE_STEPS and time.monotonic() < until_s:
         actions = torch.as_tensor(env.action_space.sample())
         _, _, terminated, truncated, _ = env.step(actions.to(obs.device))
-        ages += 1
-        ended = (terminated | truncated).cpu().numpy()
-        lengths += ages[ended].tolist()
-        ages[ended] = 0
-        if time.monotonic() > until_s:
-            break
+        num_steps += 1
+        num_ended += int((terminated | truncated).sum())
     env.close()
     return Shapes(
         num_obs=obs.shape[1],
-        num_actions=count_actions(space),
-        discrete=isinstance(space, spaces.Discrete),
+        num_actions=int(space.n) if discrete else math.prod(space.shape),
+        discrete=discrete,
         obs_itemsize=obs.element_size(),
         env_bytes=held,
         env_peak_bytes=peak,
-        episode_lengths=tuple(lengths),
+        episode_length=SAMPLE_ENVS * num_steps / num_ended if num_ended else math.inf,
     )
-
-
-def count_actions(space: Any) -> int:
-    """Count the choices of a Discrete action space, or the numbers of another one."""
-    return int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
 
 
 def dry_run(job: Job, world: World) -> int:
@@ -346,30 +301,16 @@ def largest_sizes(
         Values of the two flags; 0: not even the smallest fits.
     """
 
-    def fits(**change: Any) -> bool:
-        try:
-            return need(replace(train, **change)) <= limit_bytes
-        except UserError:  # does not divide over the ranks
-            return False
+    def largest(step: int, flag: str, **others: Any) -> int:
+        def too_large(count: int) -> bool:
+            changed: dict[str, Any] = others | {flag: step * count}
+            return need(replace(train, **changed)) > limit_bytes
+
+        return step * bisect_left(range(1, 10**7 // step), True, key=too_large)
 
     sequences_per_env = train.num_steps // train.bptt_steps
     ranks = num_ranks if train.scaling == "strong" else 1
     step = math.lcm(ranks, train.batch_size // math.gcd(train.batch_size, sequences_per_env))
-    num_envs = step * _last_true(lambda k: fits(num_envs=step * k), 10**7 // step)
-    unit = ranks * sequences_per_env  # whole environments for every rank, two minibatches
-    batch_size = unit * _last_true(lambda k: fits(num_envs=0, batch_size=unit * k), 10**7 // unit)
-    return num_envs, batch_size
-
-
-def _last_true(holds: Callable[[int], bool], highest: int) -> int:
-    """Find nearly the largest number for which a falling condition holds; 0: none.
-
-    It is a power of two, or up to 15 sixteenths more.
-    """
-    low, power = 0, 1
-    while power <= highest and holds(power):
-        low, power = power, power * 2
-    step = low // 16
-    while step and low + step <= highest and holds(low + step):
-        low += step
-    return low
+    # whole environments for every rank, two minibatches
+    unit = ranks * sequences_per_env
+    return largest(step, "num_envs"), largest(unit, "batch_size", num_envs=0)

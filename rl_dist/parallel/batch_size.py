@@ -32,7 +32,6 @@ from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World
 
 HEADROOM = 0.9  # of the memory at most: a size is taken only if one larger by its inverse fits
-PRECISION = 0.02  # of the largest size
 TOLERANCE = 0.05  # a smaller batch within this of the fastest is as good
 PATIENCE = 2  # doublings without gain before the curve counts as flat
 MEASURE_S, MOST_REPEATS = 0.5, 10
@@ -57,7 +56,7 @@ class Choice:
     """The batch size that was chosen, and the measurements it was chosen from."""
 
     point: BatchPoint
-    points: tuple[BatchPoint, ...]  # ascending; what did not fit with head-room is not among them
+    points: tuple[BatchPoint, ...]  # ascending; each fits with head-room
     ended_by: str  # what ended the search: "memory", "flat", "time" or "sizes": there are no more
 
     @property
@@ -66,9 +65,9 @@ class Choice:
         return self.point.size
 
 
-def fits(try_step: TryStep, size: float, world: World | None = None) -> bool:
-    """Try whether one step of this size, rounded up, fits in memory on every rank."""
-    return _attempt(lambda: _seconds(try_step, math.ceil(size)), world) is not None
+def fits(try_step: TryStep, size: int, world: World | None = None) -> bool:
+    """Try whether one step of this size fits in memory on every rank, with head-room."""
+    return _attempt(lambda: _seconds(try_step, math.ceil(size / HEADROOM)), world) is not None
 
 
 def largest_batch_size(try_step: TryStep, sizes: Sequence[int], world: World | None = None) -> int:
@@ -80,28 +79,22 @@ def largest_batch_size(try_step: TryStep, sizes: Sequence[int], world: World | N
         sizes: what is allowed, ascending; a range will do.
 
     Returns:
-        One of `sizes`, at most PRECISION below the true largest; 0: not even the first fits.
+        One of `sizes`; 0: not even the first fits.
 
     Raises:
         ValueError: sizes that do not ascend.
     """
     _check_sizes(sizes)
-    # sizes[low] fits, sizes[high] does not
-    low, high = -1, len(sizes)
+    num_fitting, end = 0, len(sizes)
     for index in _doublings(sizes):
-        if not fits(try_step, sizes[index] / HEADROOM, world):
-            high = index
+        if not fits(try_step, sizes[index], world):
+            end = index
             break
-        low = index
-    while high - low > 1:
-        if low >= 0 and high < len(sizes) and sizes[high] <= (1.0 + PRECISION) * sizes[low]:
-            break
-        middle = (low + high) // 2
-        if fits(try_step, sizes[middle] / HEADROOM, world):
-            low = middle
-        else:
-            high = middle
-    return sizes[low] if low >= 0 else 0
+        num_fitting = index + 1
+    num_fitting = bisect_left(
+        range(end), True, lo=num_fitting, key=lambda index: not fits(try_step, sizes[index], world)
+    )
+    return sizes[num_fitting - 1] if num_fitting else 0
 
 
 def fastest_batch_size(
@@ -123,16 +116,19 @@ def fastest_batch_size(
     _check_sizes(sizes)
     if not sizes:
         raise ValueError("sizes must be at least one to choose from")
-    # double until more does not pay or does not fit
     points: list[BatchPoint] = []
-    ended_by, end = "sizes", len(sizes)
+    ended_by, last = "sizes", 0
     for index in _doublings(sizes):
-        point = measure(try_step, sizes[index], world)
+        point = _measure(try_step, sizes[index], world)
         if point is None:
-            ended_by, end = "memory", index
+            ended_by = "memory"
+            largest = largest_batch_size(try_step, sizes[last:index], world)
+            if points and largest > points[-1].size:
+                point = _measure(try_step, largest, world)
+                points += [point] if point else []
             break
         points.append(point)
-        end = index + 1
+        last = index
         before = [one.samples_per_s for one in points[:-PATIENCE]]
         recent = [one.samples_per_s for one in points[-PATIENCE:]]
         if point.seconds > LONGEST_STEP_S:
@@ -141,30 +137,20 @@ def fastest_batch_size(
         if before and max(recent) < (1.0 + TOLERANCE) * max(before):
             ended_by = "flat"
             break
-    # the chosen one fits with head-room if one of at least twice its size has run
-    if points:
-        chosen = fastest(points)
-        if chosen is not points[-1] or (
-            ended_by != "memory" and fits(try_step, chosen.size / HEADROOM, world)
-        ):
-            return Choice(chosen, tuple(points), ended_by)
-    largest = largest_batch_size(try_step, sizes[:end], world)
-    points = [point for point in points if point.size <= largest]
-    if largest and (not points or points[-1].size < largest):
-        last = measure(try_step, largest, world)
-        points += [last] if last else []
     if not points:
         raise MemoryError(f"not even a batch of {sizes[0]} samples a rank fits in memory")
-    return Choice(fastest(points), tuple(points), "memory")
+    enough = (1.0 - TOLERANCE) * max(point.samples_per_s for point in points)
+    chosen = next(point for point in points if point.samples_per_s >= enough)
+    return Choice(chosen, tuple(points), ended_by)
 
 
-def measure(try_step: TryStep, size: int, world: World | None = None) -> BatchPoint | None:
-    """Time steps of one size on all ranks at once; None: one of them cannot hold it."""
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-    first = _attempt(lambda: _seconds(try_step, size), world)  # it warms up, too
+def _measure(try_step: TryStep, size: int, world: World | None) -> BatchPoint | None:
+    """Time steps on all ranks at once; None: one of them cannot hold it with head-room."""
+    first = _attempt(lambda: _seconds(try_step, math.ceil(size / HEADROOM)), world)
     if first is None:
         return None
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     repeats = min(MOST_REPEATS, 1 + int(MEASURE_S / first))
     seconds = _attempt(
         lambda: statistics.median([_seconds(try_step, size) for _ in range(repeats)]), world
@@ -174,34 +160,25 @@ def measure(try_step: TryStep, size: int, world: World | None = None) -> BatchPo
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     ranks = all_gather_json([seconds, peak], world) if world else [[seconds, peak]]
     slowest = max(rank[0] for rank in ranks)
-    return BatchPoint(
-        size, slowest, size * len(ranks) / slowest, int(max(rank[1] for rank in ranks))
-    )
-
-
-def fastest(points: Sequence[BatchPoint]) -> BatchPoint:
-    """Return the smallest size whose throughput is within TOLERANCE of the best."""
-    best = max(point.samples_per_s for point in points)
-    return next(point for point in points if point.samples_per_s >= (1.0 - TOLERANCE) * best)
+    memory = int(max(rank[1] for rank in ranks))
+    return BatchPoint(size, slowest, size * len(ranks) / slowest, memory)
 
 
 def _check_sizes(sizes: Sequence[int]) -> None:
-    """Refuse sizes in another order: halving intervals would be wrong on them, without a word."""
-    if sizes and sizes[0] < 1:
-        raise ValueError(f"sizes must be whole numbers from 1 on, got {sizes[0]}")
     # a range may be too long to walk through
     looked_at = sizes[:2] if isinstance(sizes, range) else sizes
-    if any(right <= left for left, right in pairwise(looked_at)):
-        raise ValueError("sizes must ascend: sort them")
+    if any(right <= left for left, right in pairwise([0, *looked_at])):
+        raise ValueError("sizes must be whole numbers from 1 on that ascend: sort them")
 
 
 def _doublings(sizes: Sequence[int]) -> Iterator[int]:
     """Yield the places of the first size, the first at least twice as large ..., and the last."""
-    index = 0
-    while index < len(sizes):
+    index, last = 0, len(sizes) - 1
+    while index < last:
         yield index
-        following = bisect_left(sizes, 2 * sizes[index], lo=index + 1)
-        index = min(following, len(sizes) - 1) if index < len(sizes) - 1 else len(sizes)
+        index = min(bisect_left(sizes, 2 * sizes[index], lo=index + 1), last)
+    if sizes:
+        yield last
 
 
 def _attempt(call: Callable[[], T], world: World | None) -> T | None:

@@ -1,6 +1,6 @@
-"""The strategy to train with, decided by `resolve_strategy` alone.
+"""The strategy to train with: asked for, measured, or the next one that works.
 
-    found = choose_strategy(StrategyConfig(mode="auto"), Hardware(world.size), measure_one)
+    found = choose_strategy(config, Hardware(world.size), lambda mode: measure_mode(mode, ...))
     print(found.reason)  # strategy auto takes ddp, 12.3 ms a gradient step (hybrid, 30.1 ms ...
 
 Every rank makes the same calls and comes to the same choice.
@@ -13,20 +13,19 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.parallel.config import StrategyConfig, check_precision
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
 LADDER = ("hybrid", "ddp", "dp", "none")  # what --fallback steps down
 TURNS = 2  # of auto over all candidates
-WARM_UP = 2
 STEPS = 6
 CLEAR_GAIN = 0.05  # a later candidate must be faster by this, to be worth more than the noise
 logger = logging.getLogger(__name__)
@@ -59,25 +58,24 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ResolvedStrategy:
-    """A decision, or what has to be tried before there is one."""
+    """A decision, the same on all ranks."""
 
-    mode: str  # "": none yet
+    mode: str
     reason: str = ""  # in one line; "" where there was nothing to choose
-    to_try: tuple[str, ...] = ()
 
 
-def resolve_strategy(
+def choose_strategy(
     config: StrategyConfig,
     hardware: Hardware | None,
-    measured: Sequence[Measurement] = (),
+    attempt: Callable[[str], Measurement],
     *,
     fallback: bool = False,
 ) -> ResolvedStrategy:
-    """Decide the mode to train with; changes nothing.
+    """Decide the mode to train with.
 
     Args:
         hardware: None where ranks are yet to be started, and any number of them can be.
-        measured: what was asked for by `to_try` before.
+        attempt: tries a mode.
         fallback: take the next mode of LADDER where one does not work.
 
     Raises:
@@ -85,24 +83,18 @@ def resolve_strategy(
     """
     mode = check_strategy(config, hardware) if hardware else config.mode
     modes = _candidates(mode, hardware, fallback)
-    # one after the other, until one works
-    if mode != "auto" or not hardware:
-        if len(modes) == 1:
-            return ResolvedStrategy(modes[0])
-        failed = "; ".join(str(one) for one in measured if one.problem)
-        if measured and not measured[-1].problem:
-            reason = f"{failed}: fallback to strategy {measured[-1].mode}" if failed else ""
-            return ResolvedStrategy(measured[-1].mode, reason)
-        if len(measured) == len(modes):
-            raise UserError(f"no strategy works: {failed}", exit_code=1 if hardware else 2)
-        return ResolvedStrategy("", to_try=(modes[len(measured)],))
-    # all of them, in turns
+    if mode == "auto" and hardware:
+        return _fastest(modes, attempt)
     if len(modes) == 1:
-        reason = f"there is no other for {hardware.num_ranks} rank(s) here"
-        return ResolvedStrategy(modes[0], f"strategy auto takes {modes[0]}: {reason}")
-    if not measured:
-        return ResolvedStrategy("", to_try=modes * TURNS)
-    return _fastest(modes, measured)
+        return ResolvedStrategy(mode)
+    failed: list[str] = []
+    for mode in modes:
+        found = attempt(mode)
+        if not found.problem:
+            reason = f"{'; '.join(failed)}: fallback to strategy {mode}" if failed else ""
+            return ResolvedStrategy(mode, reason)
+        failed.append(str(found))
+    raise UserError(f"no strategy works: {'; '.join(failed)}", exit_code=1 if hardware else 2)
 
 
 def _candidates(mode: str, hardware: Hardware | None, fallback: bool) -> tuple[str, ...]:
@@ -118,10 +110,13 @@ def _candidates(mode: str, hardware: Hardware | None, fallback: bool) -> tuple[s
     return (mode, *(one for one in below if one in here))
 
 
-def _fastest(modes: Sequence[str], measured: Sequence[Measurement]) -> ResolvedStrategy:
+def _fastest(modes: tuple[str, ...], attempt: Callable[[str], Measurement]) -> ResolvedStrategy:
     """Take the fastest mode; an earlier one unless a later one is clearly faster."""
+    if len(modes) == 1:
+        return ResolvedStrategy(modes[0], f"strategy auto takes {modes[0]}: there is no other here")
     # A mode that fails in any turn is left out. Else the better turn counts: other load only slows.
-    turns = [[one for one in measured if one.mode == mode] for mode in modes]
+    measured = [attempt(mode) for mode in modes * TURNS]
+    turns = [measured[place :: len(modes)] for place in range(len(modes))]
     outcomes = [min(turn, key=lambda one: (not one.problem, one.step_s)) for turn in turns]
     best: Measurement | None = None
     for one in outcomes:
@@ -131,8 +126,7 @@ def _fastest(modes: Sequence[str], measured: Sequence[Measurement]) -> ResolvedS
         problems = "; ".join(map(str, outcomes))
         raise UserError(f"strategy auto found none that works: {problems}", exit_code=1)
     others = "; ".join(str(one) for one in outcomes if one is not best)
-    how = f"the better of {TURNS} turns of {STEPS} steps each"
-    return ResolvedStrategy(best.mode, f"strategy auto takes {best} ({others}), {how}")
+    return ResolvedStrategy(best.mode, f"strategy auto takes {best} ({others})")
 
 
 def check_strategy(config: StrategyConfig, hardware: Hardware) -> str:
@@ -205,75 +199,46 @@ def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A mode that is set up, as far as one rank can alone.
-
-    A rank on which `wrap` or `step` fails alone leaves the others waiting, until the watchdog ends
-    the job. What can fail on one rank belongs in the function that returns this, or in `alone`.
-    """
-
-    wrap: Callable[[], None]  # with the other ranks
-    alone: Callable[[], None]  # forward and backward of a step, to see that they fit in memory
-    step: Callable[[], None]  # a gradient step with the other ranks
-
-
-def choose_strategy(
-    config: StrategyConfig,
-    hardware: Hardware | None,
-    attempt: Callable[[str], Measurement],
-    *,
-    fallback: bool = False,
-) -> ResolvedStrategy:
-    """Measure until `resolve_strategy` comes to a decision; raises as it does."""
-    measured: list[Measurement] = []
-    while (found := resolve_strategy(config, hardware, measured, fallback=fallback)).to_try:
-        measured += [attempt(mode) for mode in found.to_try]
-    return found
-
-
 def measure_mode(
-    mode: str,
-    start: Callable[[str], Candidate],
-    world: World,
-    warm_up: int = WARM_UP,
-    steps: int = STEPS,
+    mode: str, start: Callable[[str], Iterator[None]], world: World, steps: int = STEPS
 ) -> Measurement:
-    """Try a mode on all ranks together; torch's random generators stay as they were."""
-    world.set_phase(f"trial of strategy {mode}")
+    """Try a mode on all ranks together; torch's random generators stay as they were.
+
+    Args:
+        start: a generator that sets the mode up as far as one rank can alone, wraps the module
+            with the other ranks, goes forward and backward alone, to see that this fits in memory,
+            and then takes one gradient step with the other ranks each time. A rank on which a part
+            with the others fails alone leaves them waiting, until the watchdog ends the job.
+        steps: to be timed; a third as many warm up.
+    """
+    world.set_phase(f"try of strategy {mode}")
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(world.device)
-    tried: list[Candidate] = []
+    parts = start(mode)
     seconds: list[float] = []
 
     def timed() -> None:
-        for _ in range(warm_up + steps):
+        for _ in range(steps // 3 + steps):
             started_s = time.perf_counter()
-            tried[0].step()
+            next(parts)
             if on_gpu:
                 torch.cuda.synchronize(world.device)
             seconds.append(time.perf_counter() - started_s)
 
-    stages = (
-        lambda: tried.append(start(mode)),
-        lambda: tried[0].wrap(),
-        lambda: tried[0].alone(),
-        timed,
-    )
     problem = ""
     with torch.random.fork_rng([world.device] if on_gpu else []):
-        for stage in stages:
-            problem = problem or _together(stage, world)
+        for work in (*(lambda: next(parts),) * 3, timed):
+            problem = problem or _together(work, world)
     peak_bytes = torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
     # the next candidate finds the memory of this one
-    tried.clear()
+    parts = iter(())
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
     if problem:
         return Measurement(mode, problem)
-    ranks = all_gather_json([peak_bytes, *seconds[warm_up:]], world)
+    ranks = all_gather_json([peak_bytes, *seconds[-steps:]], world)
     peak_bytes, *slowest = [max(values) for values in zip(*ranks, strict=True)]
     measurement = Measurement(mode, step_s=statistics.median(slowest), peak_bytes=peak_bytes)
     logger.info("%s", measurement)
@@ -292,8 +257,8 @@ def _together(work: Callable[[], None], world: World) -> str:
     except CollectiveError:
         raise
     except (RuntimeError, ValueError, MemoryError) as error:  # out of memory is a RuntimeError
-        logger.info("strategy trial", exc_info=True)
-        problem = " ".join(f"{error}".split())[:300] or type(error).__name__
+        logger.info("try of a strategy", exc_info=True)
+        problem = one_line(error, named=False) or type(error).__name__
     problems = all_gather_json(problem, world)
     failed = [rank for rank, one in enumerate(problems) if one]
     if not failed or world.size == 1:

@@ -159,8 +159,3 @@ def _onednn_has_lstm(dtype: torch.dtype) -> bool:
         except RuntimeError:
             return False
     return True
-
-
-def loss_scaler(precision: str, device_type: str) -> torch.amp.GradScaler | None:
-    """Return what scales losses so that fp16 gradients do not vanish, if needed."""
-    return torch.amp.GradScaler(device_type) if precision == "fp16" else None

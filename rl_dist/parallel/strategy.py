@@ -32,9 +32,9 @@ from rl_dist.parallel.config import (
     StrategyConfig,
     autocast,
     autocast_dtype,
-    loss_scaler,
     set_cuda_math,
 )
+from rl_dist.parallel.ordered_ddp import OrderedDDP
 from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import GROUP_TIMEOUT, World
 
@@ -66,7 +66,8 @@ class Strategy:
             raise UserError("strategy auto must be measured first: see rl_dist.parallel.choice")
         if device_type == "cuda":
             set_cuda_math(config.precision, config.cudnn_autotune)
-        self.scaler = loss_scaler(config.precision, device_type)
+        # scales losses so that fp16 gradients do not vanish
+        self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
         # the last step was skipped, and the loss scale may be the only reason
         self.overflowed = False
         self.module: nn.Module | None = None  # as wrapped last
@@ -210,21 +211,23 @@ class Strategy:
         known = {id(parameter) for parameter in self.parameters}
         stepped = (each for group in optimizer.param_groups for each in group["params"])
         foreign = [each for each in stepped if id(each) not in known]
-        if self.shards and foreign:
-            raise UserError(
-                "the optimizer holds parameters that strategy hybrid has replaced by shards: "
-                "make it of strategy.parameters, after wrap"
-            )
-        if self.mode != "ddp":
+        if self.shards:
+            if foreign:
+                raise UserError(
+                    "the optimizer holds parameters that strategy hybrid has replaced by shards: "
+                    "make it of strategy.parameters, after wrap"
+                )
             return
         if late := [each for each in foreign if each.grad is not None]:
             raise UserError(
                 f"the optimizer holds a parameter of shape {list(late[0].shape)} that was not "
                 "there, or frozen, when the module was wrapped: its gradient is not reduced"
             )
+        if self.config.find_unused_parameters or self.config.static_graph:
+            return
         named = self._inner.named_parameters()
         unused = [name for name, each in named if id(each) in known and each.grad is None]
-        if unused and not (self.config.find_unused_parameters or self.config.static_graph):
+        if unused:
             raise UserError(
                 f"{len(unused)} parameter(s) took no part in this step, such as {unused[0]}: use "
                 "StrategyConfig(find_unused_parameters=True), or requires_grad_(False) before wrap"
@@ -297,31 +300,6 @@ class Strategy:
         self.parameters = []
         self.shards = None
         self.group = None
-
-
-class OrderedDDP(DistributedDataParallel):
-    """DistributedDataParallel whose buckets are the same in every step.
-
-    Torch's own puts gradients elsewhere in its first step than in those after it. A gradient's
-    place decides in which order gloo's ring adds the ranks, so that a resumed run would round its
-    first step differently on three and more.
-
-    Private parts of torch are used. They were checked with torch 2.11, 2.12 and 2.13;
-    `tests/parallel/test_ordered_ddp.py` fails where another release has changed them.
-    """
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        # what torch does after its first step; it does so once
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Give the last parameters first: about the order in which gradients become ready."""
-        parameters, sparse = super()._build_params_for_reducer()
-        # torch keeps its first buckets there, and turns them itself
-        way = 1 if self.find_unused_parameters else -1
-        return parameters[::way], sparse[::way]
 
 
 def make_adam(

@@ -17,7 +17,6 @@ then means of such means, and depend on the number of ranks and the batch size.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rl_dist.config import configuration, setting
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.parallel.loaders import SharedLoader, epoch_seed, pair_of, to_device
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_reduce_max, all_reduce_sum
@@ -109,8 +108,6 @@ def fit(
 ) -> FitResult:
     """Fit a module that `strategy` wrapped; all ranks call together.
 
-        result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
-
     Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a
     resumed run goes on as if it had not stopped; a stop signal ends an epoch early, and resuming
     repeats it. Running statistics of BatchNorm are averaged over ranks after every epoch; other
@@ -135,15 +132,22 @@ def fit(
     """
     config, metrics = config or FitConfig(), metrics or {}
     validated = validation is not None
-    _check_parts(module, optimizer, strategy, validated, scheduler, config)
+    _check_parts(module, optimizer, strategy, scheduler, config.patience, validated)
     batches = _shared(loader, strategy, training=True, seed=config.seed)
     held_out = _shared(validation, strategy, training=False) if validation is not None else None
-    facts = _facts(batches, config, optimizer, scheduler)
+    facts = {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": type(scheduler).__name__ if scheduler is not None else "none",
+        "seed": config.seed,
+        "batch_size": batches.global_batch_size,
+        "grad_accumulation": config.grad_accumulation,
+        "samples": len(batches.dataset),  # type: ignore[arg-type]
+    }
     state = FitState(strategy, optimizer, scheduler, dict(extra or {}), facts)
     restore(state, run_dir, resume=resume)
-    signum = 0
+    signum, shown = 0, config.progress
     with tensorboard_of(state, run_dir) as to_tensorboard:
-        while state.epoch < config.epochs and not state.is_stale(config.patience):
+        while not signum and state.epoch < config.epochs and not state.is_stale(config.patience):
             # train, validate
             started = time.perf_counter()
             trained, signum = _train_epoch(state, module, batches, criterion, metrics, config)
@@ -154,7 +158,6 @@ def fit(
             record = {"epoch": state.epoch + 1.0}
             record |= {f"train/{name}": value for name, value in trained.items()}
             if held_out is not None:
-                shown = config.progress
                 found = evaluate(module, held_out, criterion, strategy, metrics, progress=shown)
                 record |= {f"valid/{name}": value for name, value in found.items()}
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -167,8 +170,6 @@ def fit(
             to_tensorboard(record)
             _print_epoch(record, config, strategy.world, trained["samples"] / seconds, best)
             signum = all_reduce_max(stop_flag.signum, strategy.world)
-            if signum:
-                break
     if not signum and validated:
         state.return_to_best()
     return FitResult(state.history, state.best_epoch if validated else state.epoch, signum)
@@ -178,38 +179,23 @@ def _check_parts(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
-    validated: bool,
     scheduler: Any,
-    config: FitConfig,
+    patience: int,
+    validated: bool,
 ) -> None:
     """Refuse what would fail after an epoch, or train something else."""
     known = {id(parameter) for parameter in (*strategy.parameters, *module.parameters())}
-    stepped = [each for group in optimizer.param_groups for each in group["params"]]
-    plateau = isinstance(scheduler, ReduceLROnPlateau)
-    wrapped = module is strategy.module
-    for wrong, problem in (
-        (not wrapped, "fit takes the module that strategy.wrap returned last: wrap it first"),
-        (config.patience and not validated, f"patience {config.patience} needs validation"),
-        (plateau and not validated, "ReduceLROnPlateau looks at the validation loss: give one"),
-        (known.isdisjoint(map(id, stepped)),
-         "the optimizer holds no parameter of the module: make it of strategy.parameters"),
-    ):  # fmt: skip
-        if wrong:
-            raise UserError(problem)
-
-
-def _facts(
-    loader: SharedLoader, config: FitConfig, optimizer: torch.optim.Optimizer, scheduler: Any
-) -> dict[str, Any]:
-    """Collect what a resumed fit must have as the run had it."""
-    return {
-        "optimizer": type(optimizer).__name__,
-        "scheduler": type(scheduler).__name__ if scheduler is not None else "none",
-        "seed": config.seed,
-        "batch_size": loader.global_batch_size,
-        "grad_accumulation": config.grad_accumulation,
-        "samples": len(loader.dataset),  # type: ignore[arg-type]
-    }
+    stepped = [id(each) for group in optimizer.param_groups for each in group["params"]]
+    if module is not strategy.module:
+        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
+    if patience and not validated:
+        raise UserError(f"patience {patience} needs validation")
+    if isinstance(scheduler, ReduceLROnPlateau) and not validated:
+        raise UserError("ReduceLROnPlateau looks at the validation loss: give one")
+    if known.isdisjoint(stepped):
+        raise UserError(
+            "the optimizer holds no parameter of the module: make it of strategy.parameters"
+        )
 
 
 @torch.no_grad()
@@ -224,8 +210,6 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute mean loss and metrics over all samples of all ranks, each counted once.
 
-        figures = evaluate(module, held_out, criterion, strategy, {"accuracy": accuracy})
-
     Returns:
         "loss", each metric by its name, and "samples", how many were seen.
 
@@ -238,15 +222,12 @@ def evaluate(
     sums, was_training = Sums(metrics or {}), module.training
     module.eval()
     try:
-        with _bar(len(shared), "evaluation", world, progress) as bar:
-            for number, inputs, targets in _batches(shared, "evaluation", world):
-                with _named("evaluation", number, world):
-                    with strategy.autocast():
-                        outputs = module(inputs)
-                        loss = check_loss(criterion(outputs, targets))
-                    sums.add(loss, outputs, targets, shared.lengths[number])
-                world.heartbeat()
-                bar.update()
+        for number, inputs, targets in _batches(shared, "evaluation", world, progress):
+            with _named("evaluation", number, world):
+                with strategy.autocast():
+                    outputs = module(inputs)
+                    loss = check_loss(criterion(outputs, targets))
+                sums.add(loss, outputs, targets, shared.lengths[number])
     finally:
         module.train(was_training)
     return sums.means(world)
@@ -269,29 +250,26 @@ def _train_epoch(
     torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
     module.train()
     sums = Sums(metrics)
-    with _bar(num_batches, f"{where}/{config.epochs}", world, config.progress) as bar:
-        for number, inputs, targets in _batches(loader, where, world):
-            # of the batch in its step, whose last one may have fewer
-            place = number % config.grad_accumulation
-            parts = min(config.grad_accumulation, num_batches - (number - place))
-            with _named(where, number, world):
-                if place == 0:
-                    optimizer.zero_grad(set_to_none=True)
-                with strategy.accumulating(last=place == parts - 1):
-                    with strategy.autocast():
-                        outputs = module(inputs)
-                        loss = check_loss(criterion(outputs, targets))
-                    strategy.backward(loss / parts)
-                sums.add(loss.detach(), outputs, targets, loader.lengths[number])
-                if place == parts - 1:
-                    _, stepped = strategy.step(optimizer, config.max_grad_norm)
-                    # an overflow is part of the search for a loss scale
-                    if not strategy.overflowed:
-                        _count_bad(state, stepped, config.max_bad_steps, f"{where}, batch {number}")
-            world.heartbeat()
-            bar.update()
-            if number % STOP_EVERY == 0 and (signum := all_reduce_max(stop_flag.signum, world)):
-                return {}, signum
+    for number, inputs, targets in _batches(loader, where, world, config.progress):
+        # of the batch in its step, whose last one may have fewer
+        place = number % config.grad_accumulation
+        parts = min(config.grad_accumulation, num_batches - (number - place))
+        with _named(where, number, world):
+            if place == 0:
+                optimizer.zero_grad(set_to_none=True)
+            with strategy.accumulating(last=place == parts - 1):
+                with strategy.autocast():
+                    outputs = module(inputs)
+                    loss = check_loss(criterion(outputs, targets))
+                strategy.backward(loss / parts)
+            sums.add(loss.detach(), outputs, targets, loader.lengths[number])
+            if place == parts - 1:
+                _, stepped = strategy.step(optimizer, config.max_grad_norm)
+                # an overflow is part of the search for a loss scale
+                if not strategy.overflowed:
+                    _count_bad(state, stepped, config.max_bad_steps, f"{where}, batch {number}")
+        if number % STOP_EVERY == 0 and (signum := all_reduce_max(stop_flag.signum, world)):
+            return {}, signum
     return sums.means(world), 0
 
 
@@ -318,14 +296,21 @@ def _shared(
     return loader
 
 
-def _batches(loader: SharedLoader, where: str, world: World) -> Iterator[tuple[int, Any, Any]]:
-    """Yield numbered batches, on the rank's device."""
-    with _named(where, 0, world):
-        batches = iter(loader)
-    for number in range(len(loader)):
-        with _named(where, number, world):
-            inputs, targets = to_device(pair_of(next(batches)), world.device)
-        yield number, inputs, targets
+def _batches(
+    loader: SharedLoader, where: str, world: World, progress: bool
+) -> Iterator[tuple[int, Any, Any]]:
+    """Yield numbered batches, on the rank's device, and show how far they are."""
+    hidden = not (progress and world.is_main_process and sys.stderr.isatty())
+    looks: dict[str, Any] = {"unit": " batches", "leave": False, "dynamic_ncols": True}
+    with tqdm(total=len(loader), desc=where, disable=hidden, **looks) as bar:
+        with _named(where, 0, world):
+            batches = iter(loader)
+        for number in range(len(loader)):
+            with _named(where, number, world):
+                inputs, targets = to_device(pair_of(next(batches)), world.device)
+            yield number, inputs, targets
+            world.heartbeat()
+            bar.update()
 
 
 @contextmanager
@@ -336,12 +321,9 @@ def _named(where: str, number: int, world: World) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        text = str(error)
-        problem = f"{type(error).__name__}: {' '.join(text.split())}"
-        if in_worker := re.search(r"^Caught .* (in DataLoader worker process \d+)", text):
-            # a traceback, which what the worker raised ends
-            raised = re.sub(r"^.*\n(  .*\n)*", "", text.rpartition('\n  File "')[2])
-            problem = f"{' '.join(raised.split())} ({in_worker[1]})"
+        problem = one_line(error)
+        if "in DataLoader worker process" in problem:  # a traceback, which what it raised ends
+            problem = str(error).strip().splitlines()[-1]
         raise BatchError(f"{where}, batch {number}, rank {world.rank}: {problem}") from error
 
 
@@ -366,21 +348,13 @@ def _merge_buffers(module: nn.Module, world: World) -> None:
         averaged[name].copy_(total / world.size)
 
 
-def _bar(total: int, label: str, world: World, wanted: bool) -> Any:
-    hidden = not (wanted and world.is_main_process and sys.stderr.isatty())
-    return tqdm(
-        total=total, desc=label, unit=" batches", leave=False, dynamic_ncols=True, disable=hidden
-    )
-
-
 def _print_epoch(
     record: dict[str, float], config: FitConfig, world: World, samples_per_s: float, best: bool
 ) -> None:
     figures = {name: value for name, value in record.items() if "samples" not in name}
-    epoch = figures.pop("epoch")
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-    line = f"epoch {epoch:.0f}/{config.epochs}: {shown}, {samples_per_s:,.0f} samples/s"
-    line += ", best so far" if best else ""
+    line = f"epoch {figures.pop('epoch'):.0f}/{config.epochs}: "
+    line += ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    line += f", {samples_per_s:,.0f} samples/s{', best so far' * best}"
     logger.info(line)
     if config.progress and world.is_main_process:
         tqdm.write(line, file=sys.stdout)

@@ -10,7 +10,6 @@ Everything is measured with the loader's own dataset, sampler and collate functi
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,12 +22,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from rl_dist.errors import UserError
-from rl_dist.hardware.memory import available_cores
 from rl_dist.parallel.loaders import check_loader_type, to_device
 
 LEAST_BATCHES = 3  # of a measurement, however long they take
 WORTHWHILE = 1.05  # as much faster must another number of workers be
-NOTICEABLE = 0.2  # share of the time: a loader that the step waits for longer does not keep up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +37,6 @@ class LoaderCheck:
     together: Mapping[int, float]  # loading, transfer and step, by number of workers
     transfer: float | None  # alone; None: the step works on the CPU
     step: float  # alone, on a batch that is there already
-    pinned: bool = False
-    cores: int = 1
 
     @property
     def bottleneck(self) -> str:
@@ -71,16 +66,11 @@ class LoaderCheck:
         if count != self.num_workers:
             gain = self.together[count] / self.together[self.num_workers] - 1.0
             return f"num_workers={count} makes {gain:.0%} more samples/s"
-        if self.bottleneck == "transfer":
-            pinning = "" if self.pinned else ", and pin_memory=True"
-            return f"smaller types in the batch, converted on the GPU{pinning}"
-        workers = f"workers do not help ({self.cores} CPU cores)"
-        if self.bottleneck == "loader":
-            return f"{workers}: make __getitem__ of the dataset cheaper"
-        faster = "a faster step helps: precision, batch size, ranks"
-        if self.waits < NOTICEABLE:
-            return f"the loader keeps up; only {faster}"
-        return f"{workers}; {faster}; so does a cheaper __getitem__"
+        return {
+            "loader": "workers do not help: make __getitem__ of the dataset cheaper",
+            "transfer": "smaller types in the batch, converted on the GPU, and pin_memory=True",
+            "step": "workers do not help: a faster step does (precision, batch size, ranks)",
+        }[self.bottleneck]
 
     def describe(self) -> str:
         """Format a table, then the bottleneck and its fix in a sentence."""
@@ -108,8 +98,7 @@ def check_loader(
 
         print(check_loader(loader, step, "cuda").describe())
 
-    Torch's random state, and that of the loader's generators, is afterwards as before. The dataset
-    and the step are used for real: give a step that trains a copy of the model.
+    Random states are afterwards as before. The step is real: let it train a copy of the model.
 
     Args:
         step: what is done with a batch on `device`.
@@ -145,9 +134,8 @@ def check_loader(
         for count in counts:
             with closing(_endless(with_workers(loader, count))) as batches:
                 # what workers load ahead would count as nothing
-                queued = count * (loader.prefetch_factor or 2)
-                for _ in itertools.islice(batches, queued + 1):
-                    pass
+                for _ in range(count * (loader.prefetch_factor or 2) + 1):
+                    next(batches)
                 alone[count] = _rate(lambda: num_samples(next(batches)), cpu, seconds)
                 together[count] = _rate(lambda: stepped(next(batches)), device, seconds)
     return LoaderCheck(
@@ -156,27 +144,20 @@ def check_loader(
         together=together,
         transfer=transfer,
         step=step_rate,
-        pinned=loader.pin_memory,
-        cores=available_cores(),
     )
 
 
 def _rate(work: Callable[[], int], device: torch.device, seconds: float) -> float:
     """Measure the samples/s of `work`, which returns their number; the first time is left out."""
-
-    samples, started = 0, 0.0
-    for number in itertools.count():
-        count = work()
+    samples, batches, started = 0, -1, 0.0
+    while batches < LEAST_BATCHES or time.perf_counter() - started < seconds:
+        samples += work()
+        batches += 1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        now = time.perf_counter()
-        if number == 0:
-            started = now
-            continue
-        samples += count
-        if now - started >= seconds and number >= LEAST_BATCHES:
-            break
-    return samples / (now - started)
+        if batches == 0:
+            samples, started = 0, time.perf_counter()
+    return samples / (time.perf_counter() - started)
 
 
 def with_workers(loader: DataLoader[Any], count: int) -> DataLoader[Any]:

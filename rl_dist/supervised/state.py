@@ -23,7 +23,7 @@ from rl_dist.checkpoint.folder import (
     save_checkpoint,
 )
 from rl_dist.checkpoint.seal import CheckpointError
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
 from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, Board, write_whole
@@ -93,13 +93,14 @@ class FitState:
         Raises:
             UserError: it is of another job, or another module.
         """
-        facts = state.get("facts")
-        if facts is None:
+        saved = state.get("facts")
+        if saved is None:
             raise UserError("this is no checkpoint of fit: name the run directory that fit wrote")
-        changed = [
-            name for name in self.facts if facts.get(name, self.facts[name]) != self.facts[name]
+        differing = [
+            f"{name} {now} (it has {saved[name]})"
+            for name, now in self.facts.items()
+            if saved.get(name, now) != now
         ]
-        differing = [f"{name} {self.facts[name]} (it has {facts[name]})" for name in changed]
         if differing:
             raise UserError(f"this differs from the run to resume: {', '.join(differing)}")
         try:
@@ -108,9 +109,9 @@ class FitState:
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
         except Exception as error:  # torch's of many kinds: other names, shapes and types
-            problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            message = f"the checkpoint is of another module or optimizer: {problem}"
-            raise UserError(message) from error
+            raise UserError(
+                f"the checkpoint is of another module or optimizer: {one_line(error)}"
+            ) from error
         for name in ("epoch", "best_epoch", "best_loss", "history"):
             setattr(self, name, state[name])
         self.bad_in_a_row = state.get("bad_in_a_row", 0)
@@ -137,20 +138,17 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
     folder = Path(run_dir, CHECKPOINT_DIR)
     found, problem = "", ""
     if world.is_main_process:
-        newest = latest_checkpoint(run_dir)
-        found = str(newest) if newest and resume else ""
+        found = str(latest_checkpoint(run_dir) or "") if resume else ""
         if not found and any(folder.glob("*.pt")):
             fix = "resume it, or name another run_dir"
-            if resume:
-                fix = "they are damaged: move them away"
+            fix = "they are damaged: move them away" if resume else fix
             problem = f"{run_dir} holds checkpoints already: {fix}"
     found, problem = all_gather_json([found, problem], world)[0]  # of the main process
     if problem:
         raise UserError(problem)
     if found:
         best = folder / BEST_FILE
-        newest_state = load_checkpoint(found)
-        state.load(newest_state, load_checkpoint(best) if best.exists() else None)
+        state.load(load_checkpoint(found), load_checkpoint(best) if best.exists() else None)
         logger.info("going on from %s, epoch %d", found, state.epoch)
 
 
@@ -184,10 +182,10 @@ def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) 
 def tensorboard_of(
     state: FitState, run_dir: str | Path | None
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Give a function that adds an epoch's record to TensorBoard.
+    """Give a function that adds an epoch's record to TensorBoard, in the main process.
 
-    Only the main process writes. A resumed run writes all its epochs again, so that each stands
-    there once. Where files cannot be written, fitting goes on without.
+    A resumed run writes all its epochs again, so that each stands there once. Where files cannot
+    be written, fitting goes on without.
     """
     board = None
     if run_dir is not None and state.strategy.world.is_main_process:
@@ -196,13 +194,12 @@ def tensorboard_of(
                 file.unlink()
             board = Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX)
         except OSError as error:
-            problem = error.strerror or error
-            logger.warning("%s gets no record for TensorBoard: %s", run_dir, problem)
+            logger.warning("%s gets no record for TensorBoard: %s", run_dir, error.strerror)
 
     def write(record: dict[str, float]) -> None:
         if board is not None:
-            plain = {name: value for name, value in _plain(record).items() if name != "epoch"}
-            board.write(plain, int(record["epoch"]))
+            figures = {name: value for name, value in record.items() if name != "epoch"}
+            board.write(_plain(figures), int(record["epoch"]))
             board.flush()
 
     try:

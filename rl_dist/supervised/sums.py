@@ -49,11 +49,7 @@ class Sums:
 
 
 def check_loss(loss: Any) -> Tensor:
-    """Return what a criterion returned, if it is one number.
-
-    Raises:
-        UserError: it is not, as with reduction="none", or with a loss among other things.
-    """
+    """Return what a criterion returned, if it is one number; else raise a UserError."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

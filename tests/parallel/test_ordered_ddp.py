@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from rl_dist.launch.launcher import launch
-from rl_dist.parallel.strategy import OrderedDDP
+from rl_dist.parallel.ordered_ddp import OrderedDDP
 
 pytestmark = pytest.mark.timeout(300)
 PRIVATE = (
