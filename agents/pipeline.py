@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ class PipelineStrategy(Strategy):
             for parameter in self.parameters:
                 dist.broadcast(parameter.detach(), src=0)
         self.half = (FeatureStage, DecisionStage)[self.stage](module, self.world)
-        self.module = module
+        self.module = self.bare = module
         return module
 
     def scheduled(
@@ -145,11 +146,8 @@ class PipelineStrategy(Strategy):
     ) -> Tensor:
         """Add this stage's gradient of the mean loss over all ranks' minibatches.
 
-        A loss that is not finite makes the gradient NaN, which all ranks see.
-
-        Args:
-            minibatch: of this rank, to be cut into `num_microbatches`; all ranks have equal ones.
-            loss_of: terms of the loss, `num_terms` scalars.
+        All ranks have equally many sequences, and make as many microbatches of them. A loss that is
+        not finite makes the gradient NaN, which all ranks see.
 
         Returns:
             The terms of this rank's own sequences, [num_microbatches, num_terms] float64.
@@ -209,27 +207,25 @@ class PipelineStrategy(Strategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the whole `state_dict`, of both stages; all ranks must call."""
-        self._fetch_other_stage(optimizer)
-        state = optimizer.state_dict()
-        self._forget_other_stage(optimizer)
-        return state
-
-    def _fetch_other_stage(self, optimizer: torch.optim.Optimizer) -> None:
         first = self.own[0]
-        own = optimizer.state.get(first, {})
-        if not own:  # neither stage has stepped
-            return
-        with self.world.waiting("exchange of optimizer state"):
-            for stage, parameters in enumerate(self.stages):
-                for parameter in parameters:
-                    state = optimizer.state[parameter]
-                    for name, value in own.items():
-                        if stage != self.stage:
-                            like = parameter if value.shape == first.shape else value
-                            state[name] = torch.empty_like(like, dtype=value.dtype)
-                        moved = state[name].to(self.world.device)  # Adam may count on the CPU
-                        dist.broadcast(moved, group=self.pair, group_src=stage)
-                        state[name].copy_(moved)
+        own = optimizer.state.get(first, {})  # empty as long as neither stage has stepped
+        with self.world.waiting("exchange of optimizer state") if own else nullcontext():
+            for stage, parameter in self._of_stages() if own else ():
+                state = optimizer.state[parameter]
+                for name, value in own.items():
+                    if stage != self.stage:
+                        like = parameter if value.shape == first.shape else value
+                        state[name] = torch.empty_like(like, dtype=value.dtype)
+                    moved = state[name].to(self.world.device)  # Adam may count on the CPU
+                    dist.broadcast(moved, group=self.pair, group_src=stage)
+                    state[name].copy_(moved)
+        whole = optimizer.state_dict()
+        self._forget_other_stage(optimizer)
+        return whole
+
+    def _of_stages(self) -> Iterator[tuple[int, nn.Parameter]]:
+        for stage, parameters in enumerate(self.stages):
+            yield from ((stage, parameter) for parameter in parameters)
 
     def _forget_other_stage(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in self.stages[1 - self.stage]:

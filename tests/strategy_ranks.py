@@ -1,5 +1,6 @@
 """What the ranks of the strategy tests run; spawned processes must be able to import it."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -8,27 +9,25 @@ import torch
 from rl_dist_ranks import make_module
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.choice import Candidate, Hardware, choose_strategy, measure_mode
+from rl_dist.parallel.choice import Hardware, choose_strategy, measure_mode
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import close_world, open_world
 
 
-def nothing():
-    pass
-
-
 def sleeping(seconds):
     """A mode whose gradient step takes so long."""
-    return lambda mode: Candidate(nothing, nothing, step=lambda: time.sleep(seconds))
+
+    def start(mode):
+        for number in itertools.count():
+            time.sleep(seconds if number > 2 else 0)
+            yield
+
+    return start
 
 
 def ddp_or_not(world):
     """Start ddp; "full" is out of memory on rank 1, "broken" cannot be set up on rank 0."""
-
-    def out_of_memory():
-        if world.rank == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def start(mode):
         if mode == "broken" and world.rank == 0:
@@ -41,12 +40,16 @@ def ddp_or_not(world):
             with strategy.accumulating(last):
                 strategy.backward(strategy.module(torch.ones(4, 3).double()).square().mean())
 
-        def step():
+        yield
+        strategy.wrap(module)
+        yield
+        if mode == "full" and world.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        backward(last=False)
+        while True:
+            yield
             backward(last=True)
             strategy.step(optimizer)
-
-        alone = out_of_memory if mode == "full" else lambda: backward(last=False)
-        return Candidate(lambda: strategy.wrap(module), alone, step)
 
     return start
 

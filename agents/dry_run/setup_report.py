@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agents.dry_run.measure import SHORT_RUN_S, PlannedTraining, measure_reductions, measure_time
+from agents.dry_run.measure import PlannedTraining, measure_reductions, measure_time
 from agents.run.memory import Shapes
 from agents.sizes import shares_out
 from rl_dist.errors import UserError, one_line
@@ -66,18 +66,21 @@ def decide_ranks(launch: LaunchConfig, facts: Facts) -> tuple[int, str, list[Che
         return resolved.num_ranks, resolved.device_type, [check]
     except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA does not start
         problem = one_line(error, named=False)
+    # the nearest ranks and device
+    usable, asked = len(facts.gpu.usable), launch.num_gpus
+    ranks, device_type = max(1, asked), "cpu"
+    if launch.device != "cpu" and usable and asked != 0:
+        ranks, device_type = (usable if asked < 1 else min(asked, usable)), "cuda"
     if problem == facts.host.address_error:
-        return *nearest(launch, facts), []  # it is listed under Host
-    changes = _by_default(launch)
-    if changes:
+        return ranks, device_type, []  # it is listed under Host
+    fix = f"--num_gpus {ranks}"
+    if device_type == "cpu":
+        fix = "--device cpu, or see Software and GPUs"
+    if changes := _by_default(launch):
         with suppress(ValueError, RuntimeError):
             resolved = resolve(launch.by_default())
+            ranks, device_type = resolved.num_ranks, resolved.device_type
             fix = " ".join(f"--{name} {value}" for name, value in changes.items())
-            check = Check("Plan", "ranks", PROBLEM, problem, fix)
-            return resolved.num_ranks, resolved.device_type, [check]
-    ranks, device_type = nearest(launch, facts)
-    on_gpu = device_type == "cuda"
-    fix = f"--num_gpus {ranks}" if on_gpu else "--device cpu, or see Software and GPUs"
     return ranks, device_type, [Check("Plan", "ranks", PROBLEM, problem, fix)]
 
 
@@ -87,14 +90,6 @@ def _by_default(launch: LaunchConfig) -> dict[str, str | int]:
     names = ("strategy", "hybrid_form", "shard_size", "gradient_compression")
     values = {name: getattr(default, name) for name in names}
     return {name: value for name, value in values.items() if getattr(launch, name) != value}
-
-
-def nearest(launch: LaunchConfig, facts: Facts) -> tuple[int, str]:
-    """Return ranks and device where those that were asked for cannot be."""
-    usable, asked = len(facts.gpu.usable), launch.num_gpus
-    if launch.device != "cpu" and usable and asked != 0:
-        return (usable if asked < 1 else min(asked, usable)), "cuda"
-    return max(1, asked), "cpu"
 
 
 def report_reductions(
@@ -125,15 +120,11 @@ def report_time(
     report.say("iterations of this training")
     try:
         figures = measure_time(planned, running, reductions, shapes)
-    except ShortRunTimeoutError as error:
-        problem = f"two iterations did not end within {SHORT_RUN_S:.0f} s"
-        problem = str(error) if planned.full else problem
-        fix = "--full waits ten times as long; or choose smaller sizes"
-        report.add("Time", [Check("Time", "pace", WARNING, problem, fix)])
-        return
     except ShortRunError as error:
-        fix = "train with these flags for the whole error"
-        report.add("Time", [Check("Time", "pace", PROBLEM, str(error), fix)])
+        verdict, fix = PROBLEM, "train with these flags for the whole error"
+        if isinstance(error, ShortRunTimeoutError):
+            verdict, fix = WARNING, "--full waits ten times as long; or choose smaller sizes"
+        report.add("Time", [Check("Time", "pace", verdict, str(error), fix)])
         return
     report.add("Time", time_checks(figures, planned.device_type == "cuda"))
     derived = ("iteration_s", "steps_per_second", "total_s")
@@ -149,40 +140,31 @@ def recommend(
     checks: Sequence[Check],
 ) -> str:
     """Return the command line to copy: as asked, made to work by other flags."""
-    launch = planned.config.launch
+    launch, on_gpu = planned.config.launch, planned.device_type == "cuda"
     changes: dict[str, str | int] = {}
-    broken = (
-        launch.device == "auto"
-        and launch.num_gpus
-        and any(g.torch_index is not None for g in facts.gpu.gpus)
-    )
-    if planned.device_type == "cpu" and (launch.device == "cuda" or broken):
+    with_gpus = any(gpu.torch_index is not None for gpu in facts.gpu.gpus)
+    broken = launch.device == "auto" and launch.num_gpus and with_gpus
+    if not on_gpu and (launch.device == "cuda" or broken):
         changes["device"] = "cpu"
-    if planned.device_type == "cuda" and launch.num_gpus > planned.num_ranks:
+    if on_gpu and launch.num_gpus > planned.num_ranks:
         changes["num_gpus"] = planned.num_ranks
     cores = facts.host.cores
-    if planned.device_type == "cpu" and planned.num_ranks > cores:
-        fitting = [
-            number for number in range(cores, 0, -1) if shares_out(planned.config.train, number)
-        ]
+    if not on_gpu and planned.num_ranks > cores:
+        fitting = [n for n in range(cores, 0, -1) if shares_out(planned.config.train, n)]
         changes |= {"num_gpus": fitting[0]} if fitting else {}
+    hardware = Hardware(planned.num_ranks, planned.device_type, len(facts.gpu.usable))
     try:
-        check_strategy(
-            launch.strategy_config,
-            Hardware(planned.num_ranks, planned.device_type, len(facts.gpu.usable)),
-        )
+        check_strategy(launch.strategy_config, hardware)
     except UserError:
         changes |= _by_default(launch)
-    if memory and memory.needed > memory.limit and memory.largest_num_envs:
-        changes["num_envs"] = memory.largest_num_envs
-    elif memory and memory.needed > memory.limit and memory.largest_batch_size:
-        changes |= {"num_envs": 0, "batch_size": memory.largest_batch_size}
-    unset = [
-        check.name for check in checks if check.section == "Environment" and check.verdict != OK
-    ]
+    if memory and memory.needed > memory.limit:
+        if memory.largest_num_envs:
+            changes["num_envs"] = memory.largest_num_envs
+        elif memory.largest_batch_size:
+            changes |= {"num_envs": 0, "batch_size": memory.largest_batch_size}
+    unset = [c.name for c in checks if c.section == "Environment" and c.verdict != OK]
     if facts.host.address_error:
         unset += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     script = Path(__file__).resolve().parents[2] / SCRIPT
-    return command_line(
-        given, changes, unset, SCRIPT if script.parent == Path.cwd() else str(script)
-    )
+    shown = SCRIPT if script.parent == Path.cwd() else str(script)
+    return command_line(given, changes, unset, shown)

@@ -16,6 +16,7 @@ import json
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -101,17 +102,14 @@ class PretrainRunConfig:
         return saved_form(self)
 
     def check_launch(self) -> None:
-        """Refuse what only PPO has.
-
-        Raises:
-            UserError: a strategy that is measured, may fall back, or cuts the cascade.
-        """
-        launch = self.launch
-        if launch.strategy == "auto" or launch.fallback:
-            asked = "--fallback" if launch.fallback else "--strategy auto"
-            raise UserError(f"{asked} is for train_distributed.py only: leave it out")
-        if launch.hybrid_form == "pipeline":
-            raise UserError("hybrid_form pipeline cuts a whole policy: use --hybrid_form shard")
+        """Refuse what only PPO has: strategies that are measured, fall back or cut the cascade."""
+        for asked, flag in (
+            (self.launch.strategy == "auto", "--strategy auto"),
+            (self.launch.fallback, "--fallback"),
+            (self.launch.hybrid_form == "pipeline", "--hybrid_form pipeline"),
+        ):
+            if asked:
+                raise UserError(f"{flag} is for train_distributed.py only: leave it out")
 
     def prepare_task(self) -> TradingTask:
         """Return the markets and their spans, as PPO sees them."""
@@ -200,23 +198,19 @@ def run_fit(
     strategy_config = dataclasses.replace(config.launch.strategy_config, device_ids=gpu_ids)
     strategy = Strategy(strategy_config, world)
     module: nn.Module = strategy.wrap(make_module(config, train).to(world.device))
-
-    def loader(windows: MarketWindows, shuffle: bool) -> DataLoader:
-        return DataLoader(
-            windows,
-            batch_size=settings.batch_size,
-            shuffle=shuffle,
-            collate_fn=as_batch,
-            num_workers=settings.num_workers,
-        )
-
+    loader: Any = partial(
+        DataLoader,
+        batch_size=settings.batch_size,
+        collate_fn=as_batch,
+        num_workers=settings.num_workers,
+    )
     result = fit(
         module,
         loader(train, shuffle=True),
         torch.optim.Adam(strategy.parameters, lr=settings.learning_rate),
         loss,
         strategy,
-        validation=loader(valid, shuffle=False),
+        validation=loader(valid),
         metrics=METRICS,
         config=config.fit,
         run_dir=run_dir,
@@ -263,21 +257,24 @@ def run_rank(
     setup_logging(run_dir, world.rank)
     resume = resume or restart_count() > 0
     result, summary = run_fit(config, world, run_dir, resume, resolved.gpu_ids)
-    if result.signum:
-        if world.is_main_process:
-            print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
-        return 128 + result.signum
-    if world.is_main_process:
+    code = 128 + result.signum if result.signum else 0
+    if world.is_main_process and code:
+        print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
+    elif world.is_main_process:
         write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        best, guessed = summary["best"], summary["guessed"]
-        print(
-            f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span: "
-            f"next day's sign right in {best['valid/sign_accuracy']:.1%} (always the more "
-            f"frequent: {guessed['sign_accuracy']:.1%}), square error of the log volatility "
-            f"{best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})"
-        )
+        print(_describe(summary))
         print(f"next: {next_command(config, run_dir)}", flush=True)
-    return 0
+    return code
+
+
+def _describe(summary: dict[str, Any]) -> str:
+    best, guessed = summary["best"], summary["guessed"]
+    return (
+        f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span: "
+        f"next day's sign right in {best['valid/sign_accuracy']:.1%} (always the more "
+        f"frequent: {guessed['sign_accuracy']:.1%}), square error of the log volatility "
+        f"{best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})"
+    )
 
 
 def next_command(config: PretrainRunConfig, run_dir: Path) -> str:
@@ -301,11 +298,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
-    """Return the configuration, and the run directory if one is named.
-
-    Raises:
-        UserError: flags that do nothing or differ from the run to resume.
-    """
+    """Return the configuration, and the run directory if one is named."""
     simulated = parsed.configs["data"].data == "simulated"
     check_flags(TaskConfig(), simulated, parsed.given, OWNERS)
     resume, named = parsed.extra.resume, parsed.extra.run_dir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from gymnasium import spaces
@@ -21,6 +22,7 @@ from rl_dist.errors import UserError
 
 KIND = "feature LSTM"  # in a checkpoint's "extra": what was trained
 PARTS = ("feature_core.", "feature_mlp.")
+MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
 
 
 class FeatureTraining(nn.Module):
@@ -52,9 +54,7 @@ class Pretrained:
     weights: dict[str, Tensor]  # by their names in the policy
     mean: Tensor  # [F]
     variance: Tensor  # [F]
-    observation: str
-    num_obs: int
-    hidden_size: int
+    extra: dict[str, Any]  # observation, num_obs and hidden_size
 
     def load_into(self, policy: Policy) -> None:
         """Give a fresh policy the weights; its others stay."""
@@ -84,20 +84,13 @@ def load_pretrained(path: str | Path) -> Pretrained:
     state = load_checkpoint(file)
     module = state.get("module", {})
     extra = state.get("extra", {})
-    needed = {"normalizer.moments.mean", "normalizer.moments.variance"} <= module.keys()
-    if kind_of(state) != FIT or extra.get("kind") != KIND or not needed:
+    if kind_of(state) != FIT or extra.get("kind") != KIND or not module.keys() >= set(MOMENTS):
         raise UserError(
             f"--pretrained {path} is no feature LSTM: python -m agents.pretrain writes one"
         )
-    return Pretrained(
-        path=file,
-        weights={name: value for name, value in module.items() if name.startswith(PARTS)},
-        mean=module["normalizer.moments.mean"],
-        variance=module["normalizer.moments.variance"],
-        observation=extra.get("observation"),
-        num_obs=extra.get("num_obs"),
-        hidden_size=extra.get("hidden_size"),
-    )
+    weights = {name: value for name, value in module.items() if name.startswith(PARTS)}
+    mean, variance = (module[name] for name in MOMENTS)
+    return Pretrained(file, weights, mean, variance, extra)
 
 
 def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
@@ -116,15 +109,15 @@ def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
     env = probe_env(task)
     num_obs = int(env.single_observation_space.shape[0])
     env.close()
-    compared = {
-        "observation": (config.trading.observation, found.observation),
-        "observation size": (num_obs, found.num_obs),
-        "hidden_size": (config.policy.hidden_size, found.hidden_size),
+    here = {
+        "observation": config.trading.observation,
+        "num_obs": num_obs,
+        "hidden_size": config.policy.hidden_size,
     }
     differing = ", ".join(
-        f"{name} {here} (it has {there})"
-        for name, (here, there) in compared.items()
-        if here != there
+        f"{name} {value} (it has {found.extra.get(name)})"
+        for name, value in here.items()
+        if value != found.extra.get(name)
     )
     if differing:
         raise UserError(f"--pretrained {found.path} does not fit: {differing}; use what it has")

@@ -89,9 +89,10 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
                 "torchrun --max-restarts needs --run_dir DIR: a restart must find its run again"
             )
         extra.resume = "auto"
+    named = Path(extra.run_dir) if extra.run_dir else None
     if extra.resume:
-        if extra.resume == "auto" and extra.run_dir:  # it may have no checkpoint yet
-            lock = _lock_existing(Path(extra.run_dir), held)
+        if extra.resume == "auto" and named:  # it may have no checkpoint yet
+            lock = _lock_existing(named, held)
         run_dir = _run_to_resume(parsed)
         if run_dir is not None:
             from agents.run.resumed import config_to_resume
@@ -99,17 +100,13 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
             lock = lock or _lock_existing(run_dir, held)
             newest = load_newest(run_dir) if extra.resume == "auto" else None
             found = newest or load_saved(run_dir)
-            config = config_to_resume(found, run_dir, parsed)
-            return ChosenRun(config, run_dir, found, lock)
+            return ChosenRun(config_to_resume(found, run_dir, parsed), run_dir, found, lock)
         if is_first():
             print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
-    if not extra.run_dir:
-        return ChosenRun(config, None, None, lock)
-    run_dir = Path(extra.run_dir)
-    if is_first() and not extra.resume:
-        _check_unused(run_dir)
-    return ChosenRun(config, run_dir, None, lock)
+    if named and is_first() and not extra.resume:
+        _check_unused(named)
+    return ChosenRun(config, named, None, lock)
 
 
 def _check_unused(run_dir: Path) -> None:
@@ -157,11 +154,11 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     """Return the run directory that --resume means; None: there is nothing to go on with."""
     extra = parsed.extra
-    if extra.resume == "auto" and extra.run_dir:
-        run_dir = Path(extra.run_dir)
-        return run_dir if any((run_dir / CHECKPOINT_DIR).glob("*.pt")) else None
     if extra.resume == "auto":
-        return find_latest_run(RUNS)
+        run_dir = Path(extra.run_dir)
+        if not extra.run_dir:
+            return find_latest_run(RUNS)
+        return run_dir if any((run_dir / CHECKPOINT_DIR).glob("*.pt")) else None
     given = [name for name in ("run_dir", "preset", "quick") if getattr(extra, name)]
     for name in given + ["pretrained"] * ("pretrained" in parsed.given):
         raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")

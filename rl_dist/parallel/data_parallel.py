@@ -8,6 +8,7 @@ first, and are put back inside, on each GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,9 @@ from rl_dist.errors import UserError
 
 
 class DataParallel(nn.DataParallel):
-    """torch.nn.DataParallel with a batch axis of each input.
+    """torch.nn.DataParallel with a batch axis of each input; see `StrategyConfig`.
 
-    Args:
-        module: its forward takes tensors and returns one, or a (named) tuple of them.
-        device_ids: GPUs; the first holds the module, the inputs and the outputs.
-        batch_axes: of each input; the last counts for all that follow, the first for the outputs.
+    The module's forward takes tensors and returns one, or a (named) tuple of them.
     """
 
     def __init__(
@@ -31,11 +29,6 @@ class DataParallel(nn.DataParallel):
     ) -> None:
         super().__init__(BatchFirst(module, batch_axes), list(device_ids))
         self.batch_axes = tuple(batch_axes)
-
-    @property
-    def inner(self) -> nn.Module:
-        """The module that was wrapped."""
-        return self.module.module  # type: ignore[return-value]
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return the module's outputs for the whole batch.
@@ -47,21 +40,16 @@ class DataParallel(nn.DataParallel):
         return tree_map(lambda value: value.movedim(0, self.batch_axes[0]), outputs)
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas in threads of their own, with the type of autocast.
-
-        torch passes on whether autocast is on, and leaves its type behind.
-        """
+        """Run the replicas in threads, with the type of autocast, which torch leaves behind."""
         enabled = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")
 
-        def alike(replica: nn.Module) -> Any:
-            def call(*parts: Tensor, **options: Any) -> Any:
-                with torch.autocast("cuda", dtype, enabled=enabled):
-                    return replica(*parts, **options)
+        def alike(replica: nn.Module, *parts: Tensor, **options: Any) -> Any:
+            with torch.autocast("cuda", dtype, enabled=enabled):
+                return replica(*parts, **options)
 
-            return call
-
-        return super().parallel_apply([alike(replica) for replica in replicas], inputs, kwargs)
+        alike_replicas = [partial(alike, replica) for replica in replicas]
+        return super().parallel_apply(alike_replicas, inputs, kwargs)
 
 
 class BatchFirst(nn.Module):

@@ -51,24 +51,17 @@ def epoch_seed(seed: int, epoch: int, rank: int) -> int:
 def shared_loader(
     loader: DataLoader, world: World, *, training: bool, seed: int = 0
 ) -> SharedLoader:
-    """Return this rank's share of `loader`; see `Strategy.loader`.
-
-    Raises:
-        UserError: it has no length, draws samples in a way of its own, or cannot be shared out.
-    """
+    """Return this rank's share of `loader`; see `Strategy.loader`."""
     check_loader_type(loader)
     _refuse_foreign(loader)
     batch_size, num_samples = int(loader.batch_size or 0), len(loader.dataset)  # type: ignore[arg-type]
     options: dict[str, Any]
     if training:
         own_size = _train_batch_size(batch_size, num_samples, world.size)
+        shuffle = isinstance(loader.sampler, RandomSampler)
+        ranks: dict[str, Any] = {"num_replicas": world.size, "rank": world.rank}
         sampler: DistributedSampler = DistributedSampler(
-            loader.dataset,
-            world.size,
-            world.rank,
-            shuffle=isinstance(loader.sampler, RandomSampler),
-            seed=seed,
-            drop_last=True,
+            loader.dataset, **ranks, shuffle=shuffle, seed=seed, drop_last=True
         )
         options = {"batch_size": own_size, "sampler": sampler, "drop_last": True}
         lengths = [own_size] * (len(sampler) // own_size)
@@ -77,13 +70,11 @@ def shared_loader(
         options = {"batch_sampler": batches}
         lengths = [len(batch) for batch in batches]
     workers = loader.num_workers > 0
+    for name in ("num_workers", "collate_fn", "timeout", "worker_init_fn"):
+        options[name] = getattr(loader, name)
     shared: SharedLoader = SharedLoader(
         loader.dataset,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or world.device.type == "cuda",
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor if workers else None,
         persistent_workers=workers,
@@ -110,11 +101,7 @@ def evaluation_batches(num_samples: int, batch_size: int, rank: int, num_ranks: 
     """Return a rank's batches of sample numbers: over all ranks each sample once.
 
     Every rank gets the same number of batches, none of them empty: a module that communicates in
-    its forward pass would wait for ever otherwise. Shares differ by one sample at most, and so do
-    the sizes of batches.
-
-    Raises:
-        UserError: fewer samples than ranks.
+    its forward pass would wait for ever otherwise. Shares, and batches, differ by one sample.
     """
     if num_samples < num_ranks:
         raise UserError(f"{num_samples} samples are too few to evaluate on {num_ranks} rank(s)")
@@ -161,15 +148,10 @@ def _train_batch_size(batch_size: int, num_samples: int, num_ranks: int) -> int:
 
 
 def pair_of(batch: Any) -> Any:
-    """Return a batch, if it is a pair of inputs and targets.
-
-    Raises:
-        UserError: it is something else, such as one dict of both.
-    """
+    """Return a batch, if it is a pair of inputs and targets; else raise a UserError."""
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch
-    names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    size = f" of {len(batch)}" if isinstance(batch, list | tuple) else names
+    size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
     raise UserError(
         f"a batch must be a pair (inputs, targets), got a {type(batch).__name__}{size}: give the "
         "DataLoader a collate_fn that makes one; inputs and targets may be dicts or tuples"

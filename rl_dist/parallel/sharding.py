@@ -39,8 +39,7 @@ class Shards:
     """A module whose parameters are sharded in place, those of rank 0 on every rank.
 
     Neighbouring ranks form a group of `shard_size`; ranks of equal places in their groups hold the
-    same shards.
-    The module's class changes, for good: what wants the module as it was needs a copy made before.
+    same shards. The module's class changes, for good.
     """
 
     def __init__(self, module: nn.Module, shard_size: int, world: World) -> None:
@@ -73,11 +72,7 @@ class Shards:
         self._unit.set_reshard_after_backward(last)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradient of which every rank holds a shard, with one small reduction.
-
-        Returns:
-            The norm of the whole gradient before clipping, the same on all ranks.
-        """
+        """Clip the gradient of which every rank holds a shard; return the norm of the whole."""
         grads = [p.grad for p in self.parameters]
         shards = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
         own = nn.utils.get_total_norm(shards)
@@ -127,7 +122,7 @@ class Shards:
 
 
 class _AnnouncedCollective:
-    """A collective of FSDP that the world is told of."""
+    """A collective of FSDP that the world hears of."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -139,31 +134,18 @@ class _AnnouncedCollective:
 class _NamedAllGather(_AnnouncedCollective):
     """Gather of parameters, also by a forward pass after a backward pass without a step."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         named = bool(self.world.doing.place)  # by `unshard`
         with nullcontext() if named else self.world.waiting("gather of parameters"):
-            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather(output_tensor, input_tensor, **options)
 
 
 class _AnnouncedReduceScatter(_AnnouncedCollective):
     """Reduction of gradients; waiting for others begins with it."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         self.world.gradients_ready()
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter(output_tensor, input_tensor, **options)
 
 
 def _whole(state: Any) -> Any:

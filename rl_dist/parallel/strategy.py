@@ -46,13 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Strategy:
-    """One way of training modules on the ranks of a world.
-
-        strategy = Strategy(StrategyConfig(mode="ddp"), world)
-
-    Raises:
-        UserError: it cannot work here.
-    """
+    """One way of training modules on the ranks of a world; a UserError where it cannot work."""
 
     # forward and backward of a step at once, where they have an order of their own
     scheduled: Callable[..., Tensor] | None = None
@@ -71,6 +65,7 @@ class Strategy:
         # the last step was skipped, and the loss scale may be the only reason
         self.overflowed = False
         self.module: nn.Module | None = None  # as wrapped last
+        self.bare: Any = None  # what was wrapped
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.group: dist.ProcessGroup | None = None  # of gradients alone; None: the world's
         self.shards: Shards | None = None
@@ -83,9 +78,6 @@ class Strategy:
 
         Only a loss computed through the returned module's `forward` is reduced; calling the inner
         module directly trains replicas apart without any error.
-
-        Raises:
-            UserError: it cannot be trained in this way.
         """
         if self.config.pipelined:
             raise UserError(
@@ -96,7 +88,7 @@ class Strategy:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
         logger.info("gradients of %d bytes", self.gradient_bytes)
-        self.module = module
+        self.module = self.bare = module
         if self.mode == "dp":
             from rl_dist.parallel.data_parallel import DataParallel
 
@@ -111,8 +103,8 @@ class Strategy:
         return self.module
 
     def _with_ddp(self, module: nn.Module) -> nn.Module:
-        config, device = self.config, self.world.device
-        with self.world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
+        config, device, world = self.config, self.world.device, self.world
+        with world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
             if config.backend and self.group is None:
                 self.group = dist.new_group(backend=config.backend, timeout=GROUP_TIMEOUT)
             # newer torch wants another name for it, which 2.11 does not know
@@ -128,8 +120,8 @@ class Strategy:
                 find_unused_parameters=config.find_unused_parameters,
                 bucket_cap_mb=config.bucket_mb or math.ceil(self.gradient_bytes / 2**20) + 1,
             )
-        world, group = self.world, self.group
         hook: Any = COMPRESSIONS[config.gradient_compression]
+        group = self.group
 
         # without annotations, for torch compares them with its own types
         def reduce(state, bucket):  # type: ignore[no-untyped-def]
@@ -178,10 +170,8 @@ class Strategy:
     ) -> tuple[Tensor, bool]:
         """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
 
-        A loss scale that was too large falls, and sets `overflowed`.
-
-        Returns:
-            The norm of the reduced gradient before clipping, and whether the step was taken.
+        A loss scale that was too large falls, and sets `overflowed`. Returns the norm before
+        clipping, and whether the step was taken.
 
         Raises:
             UserError: the optimizer steps other parameters than `parameters`, or one was not used.
@@ -225,7 +215,7 @@ class Strategy:
             )
         if self.config.find_unused_parameters or self.config.static_graph:
             return
-        named = self._inner.named_parameters()
+        named = self.bare.named_parameters()
         unused = [name for name, each in named if id(each) in known and each.grad is None]
         if unused:
             raise UserError(
@@ -235,7 +225,7 @@ class Strategy:
 
     def module_state(self) -> dict[str, Tensor]:
         """Return the whole `state_dict`, alike in every mode; all ranks call."""
-        return self.shards.module_state() if self.shards else self._inner.state_dict()
+        return self.shards.module_state() if self.shards else self.bare.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the whole `state_dict` of an optimizer of `parameters`; all ranks call."""
@@ -251,17 +241,8 @@ class Strategy:
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:
-            self._inner.load_state_dict(weights)
+            self.bare.load_state_dict(weights)
             optimizer.load_state_dict(optimizer_state)
-
-    @property
-    def _inner(self) -> nn.Module:
-        assert self.module is not None, "nothing was wrapped"
-        if self.mode == "dp":
-            return self.module.inner  # type: ignore[return-value]
-        if isinstance(self.module, DistributedDataParallel):
-            return self.module.module
-        return self.module
 
     def loader(self, loader: DataLoader, *, training: bool = True, seed: int = 0) -> SharedLoader:
         """Return this rank's share of a DataLoader whose batch size is a total.
@@ -288,18 +269,13 @@ class Strategy:
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Let go of the module and of a group that is its own; the world stays open.
-
-        Over NCCL ranks may wait for each other here, watched as in any collective.
-        """
+        """Let go of the module and of a group that is its own; the world stays open."""
         if self.group is not None and dist.is_initialized():  # else it went with the world
             nccl = self.config.backend == "nccl"
             with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
                 dist.destroy_process_group(self.group)
-        self.module = None
+        self.module = self.bare = self.shards = self.group = None
         self.parameters = []
-        self.shards = None
-        self.group = None
 
 
 def make_adam(

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from agents.dry_run.measure import PlannedTraining, add_largest, compute_figures
+from agents.dry_run import measure
+from agents.dry_run.measure import PlannedTraining
 from agents.run.choice import add_run_flags, choose_run
 from agents.run.config import SECTIONS, RunConfig
 from agents.run.memory import Shapes
@@ -17,7 +18,6 @@ from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.speedup.job_of_run import flags_of
 
 SHAPES = Shapes(num_obs=10, num_actions=2, discrete=True)
-GIB = 2**30
 
 
 def config_from(argv, monkeypatch):
@@ -43,20 +43,24 @@ def test_flags_of_a_configuration_make_the_same_one(flags, monkeypatch):
     assert config_from(again, monkeypatch) == config
 
 
-def test_what_fits_is_scaled_to_what_a_dry_run_took(tmp_path):
+def test_what_fits_is_scaled_to_what_a_dry_run_took(tmp_path, monkeypatch):
     train = TrainConfig(num_envs=8, batch_size=8)
     config = RunConfig(train=train, launch=LaunchConfig(device="cpu"))
     planned = PlannedTraining(config, 1, "cpu", shard_sizes(train, 0, 1), 4096, full=False)
-    figures = compute_figures(planned, SHAPES, read_facts(tmp_path))
-    figures = dataclasses.replace(figures, process=0, limit=GIB)
-    computed = sum(figures.computed.values())
+    facts = read_facts(tmp_path)
+    host = dataclasses.replace(facts.host, process_bytes=0, memory_available_bytes=2**30)
+    facts = dataclasses.replace(facts, host=host)
+    monkeypatch.setattr(measure, "observe_shapes", lambda make_env: SHAPES)
 
-    def largest(peak):
-        found = add_largest(planned, SHAPES, dataclasses.replace(figures, measured_peak=peak))
-        return found.largest_num_envs, found.largest_batch_size
+    def largest(factor):
+        peak = int(factor * planned.compute(SHAPES, train).peak)
+        monkeypatch.setattr(measure, "_measured_peak", lambda *_: peak)
+        figures = measure.measure_memory(planned, None, facts)[1]
+        assert figures.measured_peak == peak
+        return figures.largest_num_envs, figures.largest_batch_size, figures.limit
 
-    assert largest(computed // 2) == largest(None)
-    num_envs, batch_size = largest(3 * computed)
+    assert largest(0.5) == largest(1.0)
+    num_envs, batch_size, limit = largest(3.0)
     for sizes in ({"num_envs": num_envs}, {"num_envs": 0, "batch_size": batch_size}):
         needed = 3 * planned.compute(SHAPES, dataclasses.replace(train, **sizes)).peak
-        assert 0.8 * GIB < needed <= GIB
+        assert 0.8 * limit < needed <= 1.01 * limit

@@ -1,3 +1,5 @@
+"""The pipeline: two stages on pairs of ranks train as replicas do, and checkpoints pass over."""
+
 import math
 
 import pytest
@@ -112,11 +114,6 @@ def test_two_pairs_average_the_gradients_of_each_stage(tmp_path):
     check_curve(ranks, BRIEFLY[0])
 
 
-def test_one_rank_refuses_before_it_builds_anything():
-    with world_of_one() as world, pytest.raises(UserError, match="pairs of ranks"):
-        make_strategy(PIPELINE, world)
-
-
 def test_unknown_forms_and_forms_without_effect_are_refused():
     for config in (LaunchConfig, StrategyConfig):
         with pytest.raises(ValueError, match="hybrid_form must be one of"):
@@ -125,13 +122,11 @@ def test_unknown_forms_and_forms_without_effect_are_refused():
         resolve(LaunchConfig(strategy="ddp", hybrid_form="pipeline"))
     with pytest.raises(ValueError, match="shard_size 2 does nothing with hybrid_form pipeline"):
         LaunchConfig(strategy="hybrid", hybrid_form="pipeline", shard_size=2)
-    assert LaunchConfig(strategy="hybrid", hybrid_form="pipeline").strategy_config.pipelined
 
 
 @pytest.mark.parametrize(
     ("saved", "given", "form"),
     [
-        ({"shard_size": 0}, ["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
         ({"shard_size": 2}, ["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
         ({"shard_size": 0}, ["--shard_size", "2"], ("hybrid", "shard", 2)),
         ({"hybrid_form": "pipeline"}, ["--hybrid_form", "shard"], ("hybrid", "shard", 0)),
@@ -146,14 +141,6 @@ def test_the_form_of_a_resumed_hybrid_run_changes_without_naming_hybrid_again(sa
     assert resolve(resumed).num_ranks == 4
 
 
-@pytest.mark.parametrize("given", [["--hybrid_form", "pipeline"], ["--shard_size", "2"]])
-def test_the_form_of_hybrid_is_refused_where_the_resumed_run_is_none(given):
-    before = RunConfig(launch=LaunchConfig(num_gpus=4, device="cpu"))
-    resumed = resumed_config(before, parse_flags(SECTIONS, given, description=""))
-    with pytest.raises(ValueError, match="strategy hybrid"):
-        resolve(resumed.launch)
-
-
 def test_a_policy_without_a_cascade_is_refused():
     launch_config = {"strategy": "hybrid", "hybrid_form": "pipeline"}
     saved = RunConfig().to_dict()
@@ -162,8 +149,10 @@ def test_a_policy_without_a_cascade_is_refused():
         RunConfig.from_dict(saved | {"launch": launch_config, "policy": {"policy": "mlp"}})
 
 
-def test_modules_other_than_the_policy_are_refused_by_the_general_strategy(monkeypatch):
+def test_the_general_strategy_and_one_rank_are_refused(monkeypatch):
     with world_of_one() as world:
+        with pytest.raises(UserError, match="pairs of ranks"):
+            make_strategy(PIPELINE, world)
         # one rank is enough to see this
         monkeypatch.setattr("rl_dist.parallel.strategy.check_strategy", lambda *_: "hybrid")
         with pytest.raises(UserError, match="trains the cascaded policy only"):

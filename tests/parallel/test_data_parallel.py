@@ -10,10 +10,7 @@ from torch import nn
 
 from agents.policy import Evaluation, Policy, PolicyConfig
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.data_parallel import BatchFirst, DataParallel, batch_first
-from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.world import World
 
 LENGTH = 6
 SLOTS = 7
@@ -33,27 +30,26 @@ def policy_and_inputs(config, space):
     return policy, (obs, actions, state, torch.rand(LENGTH, SLOTS) < 0.2)
 
 
-def loss_and_gradients(policy, evaluation):
+def gradients(policy, evaluation):
     loss = sum(part.square().sum() for part in evaluation)
-    return loss, torch.autograd.grad(loss, list(policy.parameters()))
+    return torch.autograd.grad(loss, list(policy.parameters()))
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 3])
 @pytest.mark.parametrize("space", [BOX, DISCRETE], ids=["box", "discrete"])
 @pytest.mark.parametrize(
     "config", [{}, {"feature_window": 2}, {"policy": "mlp"}, {"memory": False}], ids=str
 )
-def test_slots_cut_into_parts_are_evaluated_as_all_together(config, space, num_microbatches):
+def test_slots_cut_into_parts_are_evaluated_as_all_together(config, space):
     policy, inputs = policy_and_inputs(PolicyConfig(hidden_size=5, **config), space)
-    chunks = [value.chunk(num_microbatches) for value in batch_first(inputs, Policy.BATCH_AXES)]
+    chunks = [value.chunk(3) for value in batch_first(inputs, Policy.BATCH_AXES)]
     part_of = BatchFirst(policy, Policy.BATCH_AXES)
     outputs = [part_of(*part) for part in zip(*chunks, strict=True)]
     gathered = Evaluation(*(torch.cat(terms) for terms in zip(*outputs, strict=True)))
     together = Evaluation(*(term.movedim(0, Policy.BATCH_AXES[0]) for term in gathered))
     whole = policy(*inputs)
     torch.testing.assert_close(together, whole, rtol=1e-12, atol=1e-12)
-    gradients = [loss_and_gradients(policy, each)[1] for each in (together, whole)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+    both = [gradients(policy, each) for each in (together, whole)]
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
 
 
 def test_the_wrapper_takes_and_gives_what_the_module_does():
@@ -64,11 +60,6 @@ def test_the_wrapper_takes_and_gives_what_the_module_does():
     assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
 
 
-def test_a_module_with_the_batch_first_needs_no_axes():
-    module, batch = nn.Linear(3, 2), torch.randn(5, 3)
-    assert torch.equal(DataParallel(module, [0, 1])(batch), module(batch))
-
-
 def test_a_state_whose_batch_is_elsewhere_is_refused_by_name_and_shape():
     policy, inputs = policy_and_inputs(PolicyConfig(hidden_size=5), BOX)
     # the states' axis 1 counts vectors, not slots
@@ -77,9 +68,3 @@ def test_a_state_whose_batch_is_elsewhere_is_refused_by_name_and_shape():
         everywhere_1(*inputs)
     with pytest.raises(UserError, match=r"axis 1 of input 0, \[5\]"):
         DataParallel(nn.Identity(), [0, 1], (1,))(torch.zeros(5))
-
-
-def test_auto_is_no_mode_to_train_with():
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
-    with pytest.raises(UserError, match="must be measured first"):
-        Strategy(StrategyConfig(mode="auto"), world)

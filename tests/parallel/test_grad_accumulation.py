@@ -1,6 +1,7 @@
 """--grad_accumulation n, fused Adam, compressed gradients: one rank, and two in two_ranks.py."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,12 +13,7 @@ from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.parallel.strategy import keep_options, make_adam
 
 PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
-FORMS = [
-    ("recall, clstm", PARTS[0]),
-    ("recall, clstm", PARTS[1]),
-    ("recall, window, strata of 2", PARTS[1]),
-    ("trading, mlp", PARTS[0]),
-]
+FORMS = [("recall, clstm", PARTS[0]), ("recall, window, strata of 2", PARTS[1])]
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +59,6 @@ def test_in_single_precision_the_first_gradient_is_that_of_the_whole_batch_to_1e
     assert first_gradient(**PARTS[0]) == pytest.approx(first_gradient(batch_size=16), rel=1e-6)
 
 
-def test_parts_are_not_the_same_as_smaller_batches(once):
-    parts = once("recall, clstm", **PARTS[0])
-    small = once("recall, clstm", batch_size=8)
-    assert len(small.hashes) == 2 * len(parts.hashes)
-    assert (last(parts) - last(small)).abs().max() > 1e-3
-
-
 ON_TWO_RANKS = ("one batch", "two parts", "four parts")
 
 
@@ -80,9 +69,8 @@ def test_two_ranks_accumulate_to_the_same_training(name, ranks, once):
         torch.testing.assert_close(parameters, last(once()), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_gradients_travel_once_per_step_however_many_parts_it_has(name, ranks):
-    for rank in ranks:
+def test_gradients_travel_once_per_step_however_many_parts_it_has(ranks):
+    for rank, name in itertools.product(ranks, ON_TWO_RANKS):
         sent, steps = rank[name]["sent"], len(rank[name]["record"]["hashes"])
         assert steps == 8  # 2 iterations of 2 epochs of 2 steps
         assert (sent["calls"], sent["bytes"]) == (steps, steps * rank[name]["gradient_bytes"])
@@ -140,14 +128,10 @@ def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_alike(rank
     assert compressed[0]["sent"]["bytes"] * 2 == plain[0]["sent"]["bytes"]
     assert compressed[0]["sent"]["torch.bfloat16"] == compressed[0]["sent"]["calls"]
     assert compressed[0]["record"]["hashes"] == compressed[1]["record"]["hashes"]
-
-
-def test_compression_rounds_gradients_and_no_more(ranks):
-    plain, compressed = (ranks[0][name]["record"]["losses"] for name in ("single", "compressed"))
-    norms = [[losses["optim/grad_norm"] for losses in each] for each in (plain, compressed)]
-    assert norms[0] != norms[1]
-    assert norms[1] == pytest.approx(norms[0], rel=2**-7)
-    assert compressed[0]["loss/value"] == pytest.approx(plain[0]["loss/value"], rel=1e-3)
+    # rounded, and no more
+    losses = [each[0]["record"]["losses"] for each in (plain, compressed)]
+    norms = [[one["optim/grad_norm"] for one in each] for each in losses]
+    assert norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=2**-7)
 
 
 # ---- a group of their own
@@ -168,16 +152,10 @@ def test_a_group_is_left_without_waiting_for_the_other_rank_and_the_world_goes_o
 # ---- fused Adam
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_fused_adam_steps_like_adam(dtype, tolerance, once):
-    plain, fused = (once(dtype=dtype, iterations=1, fused_adam=choice) for choice in ("off", "on"))
+def test_fused_adam_steps_like_adam_and_on_a_cpu_only_if_asked(once):
+    plain, fused = (once(iterations=1, fused_adam=choice) for choice in ("auto", "on"))
     assert (plain.ppo.optimizer.defaults["fused"], fused.ppo.optimizer.defaults["fused"]) == (0, 1)
-    torch.testing.assert_close(last(fused), last(plain), rtol=tolerance, atol=tolerance)
-
-
-def test_adam_is_not_fused_on_a_cpu_unless_asked(once):
-    off = once(dtype=torch.float64, iterations=1, fused_adam="off")
-    assert once(dtype=torch.float64, iterations=1, fused_adam="auto").hashes == off.hashes
+    torch.testing.assert_close(last(fused), last(plain), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("saved", "now"), [("on", "off"), ("off", "on")])

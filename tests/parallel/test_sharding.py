@@ -13,7 +13,6 @@ from rl_dist.checkpoint.folder import load_latest
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
 from rl_dist.parallel.choice import resolve_shard_size
-from rl_dist.parallel.config import StrategyConfig
 from rl_dist.process_group.collectives import parameter_hash, tensor_hash
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks' work, on any machine
@@ -99,7 +98,6 @@ def test_going_on_from_saved_states_is_going_on(ranks):
         (0, 1, "several ranks, got 1"),
         (1, 4, "groups of one rank .* or --shard_size 2, 4"),
         (3, 4, "shard_size 3 does not divide 4 ranks: use --shard_size 2, 4"),
-        (8, 4, "shard_size 8 does not divide 4 ranks"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_with_what_can(shard_size, num_ranks, words):
@@ -111,16 +109,11 @@ def test_groups_are_the_ranks_of_a_machine_unless_told_otherwise(monkeypatch):
     assert resolve_shard_size(0, 4) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert resolve_shard_size(0, 4) == 2
-    with pytest.raises(UserError, match="shard_size must be at least 0, got -1"):
-        StrategyConfig(shard_size=-1)
 
 
-def test_an_optimizer_whose_steps_would_change_nothing_is_refused_with_the_fix(ranks):
-    assert all("make it of strategy.parameters" in rank["refused optimizer"] for rank in ranks)
-
-
-def test_a_rank_that_makes_another_call_while_gradients_are_reduced_is_named(ranks):
+def test_an_optimizer_whose_steps_would_change_nothing_and_another_call_are_refused(ranks):
     for rank in ranks:
+        assert "make it of strategy.parameters" in rank["refused optimizer"]
         assert "rank 0 in 'gradient reduction'" in rank["other calls"]
         assert "rank 1 in 'agreement on a number'" in rank["other calls"]
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
 from agents_ranks import world_of_one
-from strategy_ranks import nothing
 from train_runs import SIZES, only_error, records, train_here
 
-from agents.dry_run.strategy import StrategyDryRun, resolve_training_strategy
-from agents.policy import Policy, PolicyConfig
+from agents.dry_run.strategy import gradient_steps, resolve_training_strategy
+from agents.policy import PolicyConfig
+from agents.ppo import PPO
 from agents.run.config import SECTIONS, RunConfig, save_config
 from agents.run.resumed import resumed_config
 from agents.sizes import TrainConfig
@@ -21,13 +22,7 @@ from rl_dist.launch.all_reduce_bench import BenchError
 from rl_dist.launch.fallback import resolve_launch, try_ranks
 from rl_dist.launch.launcher import LaunchConfig, resolve
 from rl_dist.parallel import choice
-from rl_dist.parallel.choice import (
-    Candidate,
-    Hardware,
-    Measurement,
-    measure_mode,
-    resolve_strategy,
-)
+from rl_dist.parallel.choice import Hardware, Measurement, choose_strategy, measure_mode
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.resume_check.comparison import differences, result_of
 
@@ -47,62 +42,68 @@ def world():
 # ---- the decision
 
 
-def decide(mode, hardware, *measured, fallback=False, **options):
-    return resolve_strategy(
-        StrategyConfig(mode=mode, **options), hardware, measured, fallback=fallback
-    )
+def decide(mode, hardware, outcomes=(), *, fallback=False, **options):
+    """Decide with these outcomes of modes, in the order of their tries."""
+    left = [Measurement(mode, problem) for mode, problem in outcomes]
+
+    def attempt(mode):
+        found = left.pop(0)
+        assert found.mode == mode
+        return found
+
+    config = StrategyConfig(mode=mode, **options)
+    found = choose_strategy(config, hardware, attempt, fallback=fallback)
+    assert not left
+    return found
 
 
-def auto(ddp_s, hybrid_s):
-    times = (("ddp", ddp_s), ("hybrid", hybrid_s), ("ddp", 9.0), ("hybrid", 9.0))
-    return decide("auto", TWO, *(Measurement(mode, step_s=seconds) for mode, seconds in times))
+def auto(**seconds):
+    """What auto decides on two ranks where modes take so long in their better turn."""
+    turns = {mode: iter([9.0, best]) for mode, best in seconds.items()}
+
+    def attempt(mode):
+        step_s = next(turns[mode])
+        return Measurement(mode, "out of memory" if step_s < 0 else "", step_s)
+
+    return choose_strategy(StrategyConfig(mode="auto"), TWO, attempt)
 
 
 @pytest.mark.parametrize(
-    ("mode", "hardware", "fallback", "decided", "to_try"),
+    ("mode", "hardware", "outcomes", "decided"),
     [
-        ("auto", TWO, False, "", ("ddp", "hybrid", "ddp", "hybrid")),
-        ("auto", Hardware(1, "cuda", 4), False, "", ("none", "dp", "none", "dp")),
-        ("auto", Hardware(1), True, "none", ()),
-        ("auto", None, True, "", ("auto",)),
-        ("hybrid", TWO, True, "", ("hybrid",)),
-        ("hybrid", TWO, False, "hybrid", ()),
-        ("dp", Hardware(1, "cuda", 4), True, "", ("dp",)),
-        ("default", Hardware(1), True, "none", ()),
-        ("default", TWO, True, "ddp", ()),
-        ("none", None, True, "none", ()),
+        ("auto", Hardware(1), [], "none"),
+        ("default", Hardware(1), [], "none"),
+        ("none", None, [], "none"),
+        ("auto", None, [("auto", "")], "auto"),
+        ("default", TWO, [], "ddp"),
+        ("hybrid", TWO, [("hybrid", "")], "hybrid"),
+        ("hybrid", TWO, [("hybrid", "broken"), ("ddp", "")], "ddp"),
+        ("dp", Hardware(1, "cuda", 4), [("dp", "broken"), ("none", "")], "none"),
     ],
 )
-def test_a_mode_is_decided_or_what_has_to_be_tried(mode, hardware, fallback, decided, to_try):
-    found = decide(mode, hardware, fallback=fallback)
-    assert (found.mode, found.to_try) == (decided, to_try)
+def test_fallback_tries_one_mode_after_the_other_until_one_works(mode, hardware, outcomes, decided):
+    found = decide(mode, hardware, outcomes, fallback=True)
+    assert found.mode == decided
+    assert (f"fallback to strategy {decided}" in found.reason) == (len(outcomes) > 1)
+    assert mode == "auto" or decide(mode, hardware).mode == (decided if not outcomes else mode)
 
 
-def test_the_fastest_is_taken_and_a_later_one_only_if_it_is_clearly_faster():
-    found = auto(0.05, 0.001)
-    assert found.mode == "hybrid"
-    assert "takes hybrid, 1 ms a gradient step (ddp, 50 ms a gradient step)" in found.reason
-    assert auto(0.1, 0.0999).mode == auto(0.001, 0.05).mode == "ddp"
-
-
-def test_what_failed_in_any_turn_is_left_out():
-    problem = Measurement("hybrid", "out of memory")
-    measured = Measurement("ddp", step_s=1.0), Measurement("hybrid", step_s=0.1), problem
-    found = decide("auto", TWO, *measured)
-    assert found.mode == "ddp" and "hybrid does not work here (out of memory)" in found.reason
+def test_where_no_mode_works_all_problems_are_named():
+    failed = [(mode, "broken") for mode in ("hybrid", "ddp", "dp", "none")]
+    with pytest.raises(UserError, match="no strategy works: hybrid.*; none does not work"):
+        decide("hybrid", None, failed, fallback=True)
     with pytest.raises(UserError, match="none that works") as error:
-        decide("auto", TWO, Measurement("ddp", "x"), Measurement("hybrid", "y"))
+        auto(ddp=-1.0, hybrid=-1.0)
     assert error.value.exit_code == 1
 
 
-def test_fallback_goes_on_from_mode_to_mode_until_one_works():
-    failed = [Measurement(mode, "broken") for mode in ("hybrid", "ddp", "dp", "none")]
-    assert decide("hybrid", TWO, failed[0], fallback=True).to_try == ("ddp",)
-    found = decide("hybrid", TWO, failed[0], Measurement("ddp"), fallback=True)
-    assert found.mode == "ddp" and found.reason.endswith(": fallback to strategy ddp")
-    assert decide("hybrid", TWO, Measurement("hybrid"), fallback=True).reason == ""
-    with pytest.raises(UserError, match="no strategy works: hybrid"):
-        decide("hybrid", None, *failed, fallback=True)
+def test_auto_takes_the_fastest_and_a_later_one_only_if_it_is_clearly_faster():
+    found = auto(ddp=0.05, hybrid=0.001)
+    assert found.mode == "hybrid"
+    assert "hybrid, 1 ms a gradient step (ddp, 50 ms a gradient step)" in found.reason
+    assert auto(ddp=0.1, hybrid=0.0999).mode == auto(ddp=0.001, hybrid=0.05).mode == "ddp"
+    found = auto(ddp=1.0, hybrid=-1.0)  # it failed in one turn
+    assert found.mode == "ddp" and "hybrid does not work here (out of memory)" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_fallback_goes_on_from_mode_to_mode_until_one_works():
 )
 def test_what_cannot_be_or_has_no_effect_is_refused(options, hardware, words):
     with pytest.raises(UserError, match=words):
-        resolve_strategy(StrategyConfig(**options), hardware)
+        choose_strategy(StrategyConfig(**options), hardware, pytest.fail)
 
 
 # ---- measuring
@@ -137,6 +138,7 @@ def test_what_cannot_be_or_has_no_effect_is_refused(options, hardware, words):
 def test_an_error_in_the_program_is_not_taken_for_a_mode_that_does_not_work(world):
     def start(mode):
         raise TypeError("a bug")
+        yield
 
     with pytest.raises(TypeError, match="a bug"):
         measure_mode("ddp", start, world)
@@ -144,7 +146,7 @@ def test_an_error_in_the_program_is_not_taken_for_a_mode_that_does_not_work(worl
 
 def test_random_numbers_go_on_as_if_nothing_had_been_tried(world):
     before = torch.get_rng_state()
-    measure_mode("ddp", lambda mode: Candidate(nothing, nothing, lambda: torch.rand(9)), world)
+    assert not measure_mode("ddp", lambda mode: (torch.rand(9) for _ in range(99)), world).problem
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -161,24 +163,25 @@ def test_two_ranks_choose_alike_when_a_mode_fails_on_one_of_them(ranks_folder):
 # ---- the job's own gradient steps
 
 
-def trial_of(world, env="Recall-v0", **sizes):
+def steps_of(world, env="Recall-v0", **sizes):
     given = {"num_envs": 8, "batch_size": 8, "num_steps": 16, "bptt_steps": 8} | sizes
     train, policy, task = TrainConfig(**given), PolicyConfig(hidden_size=8), TaskConfig(env=env)
     config = RunConfig(train=train, policy=policy, task=task, launch=LaunchConfig(device="cpu"))
-    return StrategyDryRun(config, resolve(config.launch), config.prepare_task(), world)
+    return gradient_steps(config, (), config.prepare_task(), world)
 
 
 @pytest.mark.parametrize("env", ["Recall-v0", "StockTrading-v0"])
 def test_the_jobs_gradient_steps_are_tried_with_its_shapes(world, env):
-    trial = trial_of(world, env, grad_accumulation=2)
-    shapes = trial._minibatch(Policy(trial.config.policy, trial.num_obs, trial.action_space))
-    assert shapes.obs.shape == (8, 16, trial.num_obs) and shapes.lstm_state.shape[0] == 16
-    assert not any(measure_mode(mode, trial.start, world).problem for mode in ("none", "ddp"))
+    steps, seen = steps_of(world, env, grad_accumulation=2), []
+    with mock.patch.object(PPO, "update", lambda ppo, minibatch, *_, **__: seen.append(minibatch)):
+        assert not measure_mode("none", steps, world).problem
+    assert seen[0].obs.shape[:2] == (8, 16) and seen[0].lstm_state.shape[0] == 16
+    assert not measure_mode("ddp", steps, world).problem
 
 
 def test_rollouts_that_do_not_fit_beside_the_steps_are_a_problem_of_the_mode(world):
-    trial = trial_of(world, num_envs=800_000, num_steps=1_000_000)  # hundreds of TB
-    assert "allocate" in measure_mode("none", trial.start, world).problem
+    steps = steps_of(world, num_envs=800_000, num_steps=1_000_000)  # hundreds of TB
+    assert "allocate" in measure_mode("none", steps, world).problem
 
 
 def test_a_run_with_auto_is_bit_for_bit_the_one_with_the_strategy_it_chose(
@@ -233,8 +236,8 @@ def test_a_resumed_run_with_other_flags_of_strategies_chooses_again(flags):
 def test_ranks_that_start_again_find_their_choice_in_the_configuration(
     world, tmp_path, monkeypatch
 ):
-    measured = "agents.dry_run.strategy._choose"
-    monkeypatch.setattr(measured, lambda *_: pytest.fail("measured again"))
+    measured = "agents.dry_run.strategy.choose_strategy"
+    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("measured again"))
     config = RunConfig(launch=LaunchConfig(device="cpu", strategy="auto"))
     chosen = dataclasses.replace(config.launch, chosen_strategy="ddp", chosen_on="1 rank on cpu")
     save_config(dataclasses.replace(config, launch=chosen), tmp_path)
