@@ -51,11 +51,8 @@ def trained(training):
 
     training.update = remember
     train(training, NullWriter(), StopFlag())
-    return {
-        "parameters": parameters_of(training),
-        "losses": losses,
-        "hash": parameter_hash(training.policy),
-    }
+    hashed = parameter_hash(training.policy)
+    return {"parameters": parameters_of(training), "losses": losses, "hash": hashed}
 
 
 def first_minibatch(training):
@@ -89,10 +86,7 @@ def gradient_of(form, world):
 
 
 def resumed_curves(world):
-    """Parameters after 2 iterations.
-
-    In one go, and resumed after the first with the same form or the other one.
-    """
+    """Parameters after 2 iterations: in one go, and resumed after the first in either form."""
     found = {"whole": trained(training_of("trading, clstm", "pipeline", world))["parameters"]}
     states = {}
     for form in FORMS:
@@ -124,17 +118,12 @@ def share(state, world):
     """The main process's state on every rank."""
     buffer = io.BytesIO()
     torch.save(state if world.is_main_process else None, buffer)
-    data = [buffer.getvalue().hex() if world.is_main_process else ""]
-    return torch.load(
-        io.BytesIO(bytes.fromhex(all_gather_json(data, world)[0][0])), weights_only=True
-    )
+    data = all_gather_json(buffer.getvalue().hex() if world.is_main_process else "", world)[0]
+    return torch.load(io.BytesIO(bytes.fromhex(data)), weights_only=True)
 
 
 def poisoned(world):
-    """A loss that is inf on one rank only.
-
-    Who stepped, before and after it, and the parameters' hashes.
-    """
+    """Who stepped at a loss that is inf on one rank, and after it; the parameters' hashes."""
     training = training_of("trading, clstm", "pipeline", world, ppo=UNCLIPPED)
     minibatch = first_minibatch(training)
     hashes, stepped = [parameter_hash(training.policy)], []
@@ -149,10 +138,7 @@ def poisoned(world):
 
 
 def exercise(out_dir, labels, everything):
-    """Train the curves of these labels.
-
-    With `everything` also what else the tests judge, to SIZE_rank_N.pt.
-    """
+    """Train the curves of these labels, or do everything, and write SIZE_rank_N.pt."""
     world = open_world("cpu", timeout_s=60)
     results = {}
     for label in labels:

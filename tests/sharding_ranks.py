@@ -1,7 +1,6 @@
 """What the ranks of the sharding tests run; spawned processes must be able to import it."""
 
 import copy
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -26,19 +25,13 @@ HALF = "iteration_00000001.pt"
 
 
 def make_policy(seed=0):
-    """A small cascade whose sizes no number of ranks divides.
-
-    The critic's head has fewer rows than ranks.
-    """
+    """A small cascade whose sizes no number of ranks divides; its critic has one row."""
     torch.manual_seed(seed)
     return Policy(PolicyConfig(hidden_size=5), 3, Box(-1.0, 1.0, (3,))).double()
 
 
 def batch(rank=0, size=1, number=0):
-    """A rank's share of slots.
-
-    Episode starts fall so that ranks call their LSTMs differently often.
-    """
+    """A rank's share of slots, cut so that ranks call their LSTMs differently often."""
     generator = torch.Generator().manual_seed(number)
     normal = {"dtype": torch.float64, "generator": generator}
     obs = torch.randn(LENGTH, NUM_SLOTS, 3, **normal)
@@ -52,10 +45,8 @@ def batch(rank=0, size=1, number=0):
 
 
 def loss_of(module, parts):
-    evaluation = module(*parts)
-    return (
-        evaluation.values.square() - 0.1 * evaluation.logprobs + 0.01 * evaluation.entropy
-    ).mean()
+    found = module(*parts)
+    return (found.values.square() - 0.1 * found.logprobs + 0.01 * found.entropy).mean()
 
 
 def whole(tensor):
@@ -70,11 +61,9 @@ def train_steps(strategy, module, optimizer, place, count=3, first=0, parts=1):
         obs, actions, state, starts = batch(*place, number)
         for part in range(parts):
             mine = slice(part * obs.shape[1] // parts, (part + 1) * obs.shape[1] // parts)
+            inputs = obs[:, mine], actions[:, mine], state[mine], starts[:, mine]
             with strategy.accumulating(last=part == parts - 1):
-                loss = loss_of(
-                    module, (obs[:, mine], actions[:, mine], state[mine], starts[:, mine])
-                )
-                strategy.backward(loss / parts)
+                strategy.backward(loss_of(module, inputs) / parts)
         gradient = gradient or [whole(parameter.grad) for parameter in strategy.parameters]
         norm, stepped = strategy.step(optimizer, MAX_GRAD_NORM)
         assert stepped
@@ -106,7 +95,7 @@ def trained(mode, world, parts=1, **options):
 
 
 def probe(out_dir, shard_size=0):
-    """Use mode hybrid beside ddp; the results go to rank_N.pt for the tests to judge."""
+    """Use mode hybrid beside ddp; the results go to rank_N.pt."""
     world = open_world("cpu", timeout_s=60)
     ddp, _ = trained("ddp", world)
     hybrid, parts = trained("hybrid", world, shard_size=shard_size)
@@ -140,16 +129,18 @@ def skip(world, strategy, policy, module, optimizer):
 def resume(world, hybrid, shard_size):
     """Two more steps: going on, from whole states in hybrid, and from the same states in ddp."""
     results = {}
-    for name, mode in (("again", "hybrid"), ("as ddp", "ddp"), ("uninterrupted", "hybrid")):
-        size, first = (shard_size if mode == "hybrid" else 0), (0 if name == "uninterrupted" else 3)
-        strategy, policy, module, optimizer = prepared(
-            mode, world, seed=99 if first else 0, shard_size=size
-        )
+    sharded = {"mode": "hybrid", "shard_size": shard_size}
+    for name, options, first in (
+        ("again", sharded, 3),
+        ("as ddp", {"mode": "ddp"}, 3),
+        ("uninterrupted", sharded, 0),
+    ):
+        strategy, policy, module, optimizer = prepared(world=world, seed=33 * first, **options)
         if first:
             weights, state = copy.deepcopy((hybrid["module"], hybrid["optimizer"]))
             strategy.load(weights, optimizer, state)
-        steps = {"count": 5 - first, "first": first}
-        train_steps(strategy, module, optimizer, (world.rank, world.size), **steps)
+        place = world.rank, world.size
+        train_steps(strategy, module, optimizer, place, count=5 - first, first=first)
         results[name] = [parameter.detach().clone() for parameter in policy.parameters()]
     return results
 
@@ -172,20 +163,6 @@ def other_calls(world, shard_size):
     except UserError as error:
         return str(error)
     return ""
-
-
-def hang(place):
-    """Rank 1 does not come to a second reduction, or to a forward pass that has to gather."""
-    world = open_world("cpu", timeout_s=6)
-    strategy, _, module, optimizer = prepared("hybrid", world)
-    world.set_phase("update")
-    mine = batch(world.rank, world.size)
-    with strategy.accumulating():
-        strategy.backward(loss_of(module, mine))
-    if place == "gradient reduction":
-        strategy.step(optimizer)
-    time.sleep(1000.0 * world.rank)
-    strategy.backward(loss_of(module, mine))
 
 
 def optimizer_refusal(world):

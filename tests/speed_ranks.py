@@ -66,9 +66,8 @@ def overflowing_once(rank):
     def loss(*args):
         calls[0] += 1
         parts = original(*args)
-        return (
-            parts._replace(total=parts.total * torch.inf) if rank == 1 and calls[0] == 3 else parts
-        )
+        factor = torch.inf if rank == 1 and calls[0] == 3 else 1.0
+        return parts._replace(total=parts.total * factor)
 
     original = agents.ppo.ppo_loss
     return mock.patch("agents.ppo.ppo_loss", loss)

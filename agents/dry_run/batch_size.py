@@ -76,9 +76,6 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
     """Measure the fastest batch_size that fits, together on all ranks.
 
     Changes no random state. Returns the value of the flag, and why, in words.
-
-    Raises:
-        UserError: no size divides over the ranks, or not even the smallest fits.
     """
     before = world.doing.phase
     world.set_phase("choice of the batch size")
@@ -104,11 +101,7 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
 
 
 def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
-    """Return the values of the flag that divide over the ranks, ascending.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the values of the flag that divide over the ranks, ascending."""
     sequences_per_env = train.num_steps // train.bptt_steps
     ranks = num_ranks if train.scaling == "strong" else 1
     if train.num_envs:  # whole minibatches: divisors of all slots
@@ -146,12 +139,7 @@ class UpdateDryRun:
         self.ppo = PPO(self.policy, job.ppo, strategy, speed=job.speed)
 
     def __call__(self, slots: int) -> None:
-        """Take one step, while as much is allocated as training holds besides.
-
-        Raises:
-            MemoryError: the host has less memory than is computed. Linux would grant it and end a
-                process later.
-        """
+        """Take one step, while as much is allocated as training holds besides."""
         need = self.need(slots)
         if self.device.type == "cpu" and need.peak > self.free_bytes:
             raise MemoryError(

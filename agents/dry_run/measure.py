@@ -239,11 +239,7 @@ def short_runs(planned: PlannedTraining) -> SideBySide:
 def measure_time(
     planned: PlannedTraining, running: SideBySide, reductions: Measured | None, shapes: Shapes
 ) -> TimeFigures:
-    """Return the pace of the `short_runs`, from a few iterations.
-
-    Raises:
-        ShortRunError: they failed or took too long.
-    """
+    """Return the pace of the `short_runs`, from a few iterations."""
     train, sizes = planned.config.train, planned.sizes
     timeout_s = FULL_SHORT_RUN_S if planned.full else SHORT_RUN_S
     if planned.full:

@@ -70,11 +70,7 @@ class Pretrained:
 
 
 def load_pretrained(path: str | Path) -> Pretrained:
-    """Read a checkpoint file of pre-training, or the best one of its run directory.
-
-    Raises:
-        UserError, CheckpointError: there is nothing valid, or it is something else.
-    """
+    """Read a checkpoint file of pre-training, or the best one of its run directory."""
     file: Path | None = Path(path)
     if Path(path).is_dir():
         best = Path(path, CHECKPOINT_DIR, BEST_FILE)
@@ -94,11 +90,7 @@ def load_pretrained(path: str | Path) -> Pretrained:
 
 
 def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
-    """Compare --pretrained with the run, before anything is written.
-
-    Raises:
-        UserError, CheckpointError: it does not fit, or is none.
-    """
+    """Compare --pretrained with the run, before anything is written."""
     if not isinstance(task, TradingTask):
         raise UserError(f"--pretrained is of markets and does nothing with --env {config.task.env}")
     found = load_pretrained(config.train.pretrained)

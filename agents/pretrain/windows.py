@@ -29,9 +29,6 @@ class MarketWindows(Dataset):
         days: length of a window.
         stride: days from the start of one window to that of the next.
         volatility_scale: mean and deviation that standardise; None: this data's own.
-
-    Raises:
-        ValueError: the span is shorter than a window.
     """
 
     def __init__(

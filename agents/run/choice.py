@@ -77,9 +77,6 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     """Find the run to start; `held` closes its lock.
 
     The lock is taken before the checkpoint is chosen: no other training saves one meanwhile.
-
-    Raises:
-        ValueError, OSError: there is no such run, or these flags cannot go together.
     """
     extra = parsed.extra
     lock: RunLock | None = None
@@ -130,11 +127,7 @@ def _lock_existing(run_dir: Path, held: ExitStack) -> RunLock | None:
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
-    """Return the configuration of a new run, with defaults of task and presets.
-
-    Raises:
-        ValueError: flags that cannot take effect.
-    """
+    """Return the configuration of a new run, with defaults of task and presets."""
     extra = parsed.extra
     task = parsed.configs["task"]
     check_flags(task, parsed.configs["data"].data == "simulated", parsed.given, OWNERS)

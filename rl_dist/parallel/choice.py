@@ -77,9 +77,6 @@ def choose_strategy(
         hardware: None where ranks are yet to be started, and any number of them can be.
         attempt: tries a mode.
         fallback: take the next mode of LADDER where one does not work.
-
-    Raises:
-        UserError: the configuration cannot be on this hardware, or nothing that was tried works.
     """
     mode = check_strategy(config, hardware) if hardware else config.mode
     modes = _candidates(mode, hardware, fallback)
@@ -130,11 +127,7 @@ def _fastest(modes: tuple[str, ...], attempt: Callable[[str], Measurement]) -> R
 
 
 def check_strategy(config: StrategyConfig, hardware: Hardware) -> str:
-    """Return the mode that a configuration means on this hardware.
-
-    Raises:
-        UserError: it cannot work there, or part of it has no effect; names the fix.
-    """
+    """Return the mode that a configuration means on this hardware."""
     ranks, device_type, mode = hardware.num_ranks, hardware.device_type, config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
@@ -178,11 +171,7 @@ def check_strategy(config: StrategyConfig, hardware: Hardware) -> str:
 
 
 def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
-    """Return how many ranks share one copy in mode hybrid; 0: this machine's.
-
-    Raises:
-        UserError: it does not divide the ranks, or there is nothing to share out.
-    """
+    """Return how many ranks share one copy in mode hybrid; 0: this machine's."""
     if num_ranks == 1:
         raise UserError("strategy hybrid needs several ranks, got 1: use --strategy none")
     size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))

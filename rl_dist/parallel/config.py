@@ -33,11 +33,7 @@ COMPRESSIONS = {"none": allreduce_hook, "bf16": bf16_compress_hook}
 
 @configuration
 class StrategyConfig:
-    """How several ranks train one module: StrategyConfig(mode="ddp").
-
-    Raises:
-        UserError: an unknown choice, or a size out of range.
-    """
+    """How several ranks train one module: StrategyConfig(mode="ddp")."""
 
     mode: Mode = "default"
     """none: one rank only; dp: one process, several GPUs, see data_parallel.py; ddp; hybrid: see
@@ -102,11 +98,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 def check_precision(precision: str, device_type: str) -> None:
-    """Refuse a precision that the device does not have.
-
-    Raises:
-        UserError: tf32 on a CPU; tf32 or bf16 on a GPU that only emulates them.
-    """
+    """Refuse a precision that the device does not have."""
     if precision == "tf32" and device_type == "cpu":
         raise UserError(
             "precision tf32 is a mode of NVIDIA GPUs and does nothing on a CPU: use fp32"

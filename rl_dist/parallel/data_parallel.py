@@ -31,11 +31,7 @@ class DataParallel(nn.DataParallel):
         self.batch_axes = tuple(batch_axes)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return the module's outputs for the whole batch.
-
-        Raises:
-            UserError: the inputs are not equally long on their batch axes.
-        """
+        """Return the module's outputs for the whole batch."""
         outputs = super().forward(*batch_first(inputs, self.batch_axes))
         return tree_map(lambda value: value.movedim(0, self.batch_axes[0]), outputs)
 
@@ -67,12 +63,7 @@ class BatchFirst(nn.Module):
 
 
 def batch_first(inputs: Sequence[Tensor], batch_axes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Move the batch axes of inputs to the front.
-
-    Raises:
-        UserError: an input has no such axis, or another length there than the first one: cutting it
-            there would mix samples up.
-    """
+    """Move the batch axes of inputs to the front."""
     axes = _axis_of_each(len(inputs), batch_axes)
     for number, (value, axis) in enumerate(zip(inputs, axes, strict=True)):
         if value.ndim <= axis or value.shape[axis] != inputs[0].shape[axes[0]]:

@@ -212,9 +212,6 @@ def evaluate(
 
     Returns:
         "loss", each metric by its name, and "samples", how many were seen.
-
-    Raises:
-        BatchError: a batch raised.
     """
     world = strategy.world
     world.set_phase("evaluation")

@@ -88,11 +88,7 @@ class FitState:
         }
 
     def load(self, state: dict[str, Any], best: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint's content, and from that of the best epoch.
-
-        Raises:
-            UserError: it is of another job, or another module.
-        """
+        """Go on from a checkpoint's content, and from that of the best epoch."""
         saved = state.get("facts")
         if saved is None:
             raise UserError("this is no checkpoint of fit: name the run directory that fit wrote")
@@ -125,11 +121,7 @@ class FitState:
 
 
 def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> None:
-    """Take up the newest valid checkpoint, if there is one; all ranks must call.
-
-    Raises:
-        UserError: nothing to resume from is named, or a fresh start would overwrite checkpoints.
-    """
+    """Take up the newest valid checkpoint, if there is one; all ranks must call."""
     if run_dir is None:
         if resume:
             raise UserError("resume needs a run_dir with checkpoints: name it")

@@ -1,19 +1,15 @@
 """Mode hybrid on real ranks over gloo, started once; the tests judge what they brought back."""
 
-import json
-
 import pytest
 import sharding_ranks
 import torch
 from agents_ranks import world_of_one
 from sharding_ranks import HALF, MAX_GRAD_NORM, job, make_policy, run, trained
-from train_runs import SIZES, records, start_training
 
-from rl_dist.checkpoint.folder import load_latest
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
 from rl_dist.parallel.choice import resolve_shard_size
-from rl_dist.process_group.collectives import parameter_hash, tensor_hash
+from rl_dist.process_group.collectives import parameter_hash
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks' work, on any machine
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}
@@ -118,15 +114,6 @@ def test_an_optimizer_whose_steps_would_change_nothing_and_another_call_are_refu
         assert "rank 1 in 'agreement on a number'" in rank["other calls"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["gather of parameters", "gradient reduction"])
-def test_a_rank_that_does_not_come_is_named_with_the_place(place, tmp_path, capfd):
-    assert launch(sharding_ranks.hang, (place,), num_ranks=2) == 1
-    error = capfd.readouterr().err
-    assert f"in '{place}'" in error
-    assert "for rank 1, which made no progress in update, outside any collective" in error
-
-
 @pytest.fixture(scope="module")
 def trained_ranks(ranks):
     return [rank["trainings"] for rank in ranks]
@@ -155,25 +142,3 @@ def test_checkpoints_of_hybrid_and_ddp_stand_for_each_other(trained_ranks, folde
     with world_of_one() as world:
         single = run(job(tmp_path, "none"), world, folder / "hybrid" / "checkpoints" / HALF)
     torch.testing.assert_close(single["parameters"], trained_ranks[0]["ddp"]["parameters"], **CLOSE)
-
-
-@pytest.mark.slow
-def test_the_command_trains_in_hybrid_and_goes_on_with_one_rank(tmp_path):
-    run_dir = tmp_path / "run"
-
-    def command(*flags):
-        process = start_training(*flags, "--device", "cpu")
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        return out
-
-    hybrid = ["--env", "Recall-v0", *SIZES, "--num_gpus", "2", "--strategy", "hybrid"]
-    command(*hybrid, "--run_dir", run_dir)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    state = load_latest(run_dir).state
-    assert json.loads(state["config"])["launch"]["strategy"] == "hybrid"
-    assert summary["parameter_sha256"] == tensor_hash(*state["policy"].values())
-    one_rank = ["--num_episodes", "16", "--strategy", "default", "--num_gpus", "1"]
-    assert "going on from" in command("--resume", run_dir, *one_rank)
-    numbers = [record["iteration"] for record in records(run_dir)]
-    assert numbers == list(range(1, len(numbers) + 1))
