@@ -189,7 +189,7 @@ def job(run_dir, mode="hybrid", **options):
 
 
 def run(job, world, resume_from=""):
-    """Train, from a checkpoint if one is named; the end's parameters, with what training told."""
+    """Train, from a checkpoint if one is named; the end's parameters, with its records."""
     training, writer = Training(job, world), Keeping()
     if resume_from:
         training.restore(load_checkpoint(resume_from))

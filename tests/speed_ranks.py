@@ -30,7 +30,7 @@ def job_of(
     backend="",
     **options,
 ):
-    """A small job of `agents_ranks`, two iterations long unless told otherwise."""
+    """A small job of `agents_ranks`, two iterations long by default."""
     job = make_job(name, **{"iterations": 2} | options)
     strategy = StrategyConfig(
         precision=precision, gradient_compression=compression, backend=backend

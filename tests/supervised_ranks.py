@@ -111,7 +111,7 @@ class Fitted:
 def exercise(out_dir):
     """Fit, resume, evaluate and fail on this rank.
 
-    The results go to rank_N.pt for the tests to judge.
+    The results go to rank_N.pt.
     """
     world = open_world("cpu", timeout_s=30)
     out_dir = Path(out_dir)

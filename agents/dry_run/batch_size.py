@@ -33,7 +33,7 @@ from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
-SMALLEST = 8  # slots of a rank to begin with, if more are allowed
+SMALLEST = 8  # sequences of a rank to begin with, if more are allowed
 LARGEST, PER_DOUBLING = 2**19, 16  # of the sizes that are allowed
 DEFAULT_BATCH = TrainConfig().sequences_per_step  # what learning_rate's default was chosen for
 ENDS = {
@@ -104,10 +104,9 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
     """Return the values of the flag that divide over the ranks, ascending."""
     sequences_per_env = train.num_steps // train.bptt_steps
     ranks = num_ranks if train.scaling == "strong" else 1
-    if train.num_envs:  # whole minibatches: divisors of all slots
-        slots = train.num_envs * sequences_per_env
-        small = [number for number in range(1, math.isqrt(slots) + 1) if slots % number == 0]
-        wanted = {*small, *(slots // number for number in small)}
+    if train.num_envs:  # whole minibatches: divisors of all sequences
+        sequences = train.num_envs * sequences_per_env
+        wanted = {size for size in range(1, sequences + 1) if sequences % size == 0}
     else:  # also such that environments are whole
         powers, steps = range(LARGEST.bit_length()), range(PER_DOUBLING, 2 * PER_DOUBLING)
         numbers = {*range(1, PER_DOUBLING), *(step << power for power in powers for step in steps)}
@@ -126,7 +125,7 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
 
 
 class UpdateDryRun:
-    """Gradient steps of one rank with any number of slots; called with that number."""
+    """Gradient steps of one rank with any number of sequences; called with that number."""
 
     def __init__(self, job: Job, world: World, free_bytes: int) -> None:
         self.job, self.device, self.free_bytes = job, world.device, free_bytes
@@ -138,15 +137,15 @@ class UpdateDryRun:
         strategy = Strategy(StrategyConfig(mode="none", precision=job.strategy.precision), alone)
         self.ppo = PPO(self.policy, job.ppo, strategy, speed=job.speed)
 
-    def __call__(self, slots: int) -> None:
+    def __call__(self, sequences: int) -> None:
         """Take one step, while as much is allocated as training holds besides."""
-        need = self.need(slots)
+        need = self.need(sequences)
         if self.device.type == "cpu" and need.peak > self.free_bytes:
             raise MemoryError(
                 f"{need.peak / GIB:.1f} GiB are needed, {self.free_bytes / GIB:.1f} GiB are free"
             )
         length, episode = self.job.train.bptt_steps, self.shapes.episode_length
-        minibatch = random_minibatch(self.policy, length, slots, episode)
+        minibatch = random_minibatch(self.policy, length, sequences, episode)
         num_bytes = sum(getattr(minibatch, item.name).nbytes for item in fields(Minibatch))
         waiting = (self.job.train.grad_accumulation - 1) * num_bytes  # the step's other parts
         held = need.parts["environment"] + need.parts["rollout"] + waiting
@@ -154,16 +153,16 @@ class UpdateDryRun:
         self.ppo.step(minibatch)
         del placeholder
 
-    def need(self, slots: int) -> MemoryNeed:
-        """Compute the memory of a rank whose minibatches have so many slots."""
+    def need(self, sequences: int) -> MemoryNeed:
+        """Compute the memory of a rank whose minibatches have so many sequences."""
         train = self.job.train
         sequences_per_env = train.num_steps // train.bptt_steps
         ranks = self.num_ranks if train.scaling == "strong" else 1
-        step_slots = slots * train.grad_accumulation
+        step_sequences = sequences * train.grad_accumulation
         sizes = Sizes(
-            num_envs=-(-train.num_envs // ranks) or -(-2 * step_slots // sequences_per_env),
+            num_envs=-(-train.num_envs // ranks) or -(-2 * step_sequences // sequences_per_env),
             env_offset=0,
-            batch_size=step_slots,
+            batch_size=step_sequences,
             sequences_per_env=sequences_per_env,
             num_minibatches=2,
             global_num_envs=0,
@@ -175,10 +174,10 @@ class UpdateDryRun:
 
 
 def random_minibatch(
-    policy: Policy, length: int, slots: int, episode_length: float = math.inf
+    policy: Policy, length: int, sequences: int, episode_length: float = math.inf
 ) -> Minibatch:
     """Make up a minibatch of a policy's shapes, cut by episodes of such a length."""
-    cells = (length, slots)
+    cells = (length, sequences)
     like = next(policy.parameters())
 
     def normal(*shape: int) -> Tensor:
@@ -195,7 +194,7 @@ def random_minibatch(
         advantages=normal(*cells),
         returns=normal(*cells),
         episode_start=torch.rand(cells, device=like.device) < 1.0 / episode_length,
-        lstm_state=normal(slots, policy.num_states, policy.config.hidden_size),
+        lstm_state=normal(sequences, policy.num_states, policy.config.hidden_size),
     )
 
 
@@ -207,7 +206,7 @@ def _describe(job: Job, choice: Choice, num_ranks: int, used_gib: float, free_gi
         f"{p.size * ranks}: {p.samples_per_s * train.bptt_steps:,.0f}" for p in choice.points
     )
     text = (
-        f"batch_size auto: {choice.size * ranks} slots, {ENDS[choice.ended_by]} "
+        f"batch_size auto: {choice.size * ranks} sequences, {ENDS[choice.ended_by]} "
         f"({used_gib:.2g} of {free_gib:.3g} GiB free{' of each rank' * (num_ranks > 1)}; "
         f"environment steps/s through forward and backward by size: {pace})"
     )
@@ -217,6 +216,6 @@ def _describe(job: Job, choice: Choice, num_ranks: int, used_gib: float, free_gi
         return text
     rate = job.ppo.learning_rate * learning_rate_factor(growth, "sqrt")
     return (
-        f"{text}\n  a gradient step takes {step} slots, {growth:.3g} times the default; the "
+        f"{text}\n  a gradient step takes {step} sequences, {growth:.3g} times the default; the "
         f"square-root rule gives --learning_rate {rate:.3g} (not applied)"
     )

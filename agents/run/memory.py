@@ -110,7 +110,7 @@ def compute_memory(
     successors = raw + state + shapes.num_actions * itemsize  # while collecting, and the noise
     # the last rollout is still there
     collecting = rollout + steps * (listed + successors) + rollout
-    slots = steps * (seen + action + 4 * itemsize + 1 + 8 + 2 * itemsize)
+    picked = steps * (seen + action + 4 * itemsize + 1 + 8 + 2 * itemsize)
     kept = _minibatch_bytes(policy, train, sizes, shapes, itemsize, device_type)
     minibatch, forward, backward = kept
     forward += max(0, backward - parameters)  # the last gradients are gone by then
@@ -118,8 +118,8 @@ def compute_memory(
     moments = {
         "start": (0, shapes.env_peak_bytes - shapes.env_bytes - 4 * parameters),
         "collect": (collecting, 0),
-        "update": (rollout + slots, minibatch + forward),
-        "statistics": (rollout + slots, statistics),
+        "update": (rollout + picked, minibatch + forward),
+        "statistics": (rollout + picked, statistics),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     held, passing = moments[moment]
@@ -163,21 +163,28 @@ def _minibatch_bytes(
     fixed += cells * itemsize * (LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions)
     if policy.policy == "mlp":
         return fixed, cells * itemsize * 4 * size, cells * itemsize * 3 * size
-    if policy.stateless:  # every step is a sequence of its own
-        padded = num_pieces = float(cells)
-        copied = 5
-    else:
+    # every step of a stateless policy is a sequence of its own; others are cut by episode starts
+    padded = num_pieces = float(cells)
+    copied = 5
+    if not policy.stateless:
         sample = _pieces(shapes.episode_length, train.bptt_steps, min(columns, 256))
         padded, num_pieces = (columns * each for each in sample)
         copied = 3  # states in order, after each LSTM, and those stacked
-    work = 2 * _lstm_bytes(padded, num_pieces, size, size, itemsize, device_type)
-    if window:
-        work += _lstm_bytes(padded * window, padded, shapes.num_obs, size, itemsize, device_type)
-        # every step of a window is kept, and its states
+
+    def lstm(cells: float, columns: float, num_inputs: int) -> float:
+        """Return what an LSTM keeps for its backward pass, outputs aside."""
+        if device_type == "cuda" or itemsize == 8:  # oneDNN has no float64
+            return cells * NATIVE_FLOATS * size * itemsize
+        wide = max(num_inputs, size)
+        return cells * 4 * (9 * size + 6 * wide) + columns * 4 * (6 * wide + 4 * size)
+
+    work = 2 * lstm(padded, num_pieces, size)
+    outputs = padded * 4 * size * itemsize
+    if window:  # every step of a window is kept, and its states
+        work += lstm(padded * window, padded, shapes.num_obs)
         outputs = padded * (window + 3 + 4) * size * itemsize
     else:
-        work += _lstm_bytes(padded, num_pieces, shapes.num_obs, size, itemsize, device_type)
-        outputs = padded * 4 * size * itemsize
+        work += lstm(padded, num_pieces, shapes.num_obs)
     states = num_pieces * copied * state
     copies = padded * seen if num_pieces > columns else 0
     backward = padded * size * itemsize + 8 * size * size * itemsize
@@ -191,16 +198,6 @@ def _pieces(episode_length: float, length: int, columns: int) -> tuple[float, fl
     groups = plan_pieces(starts).groups
     pieces = sum(len(group.columns) for group in groups)
     return sum(group.cells.size for group in groups) / columns, pieces / columns
-
-
-def _lstm_bytes(
-    cells: float, columns: float, num_inputs: int, size: int, itemsize: int, device_type: str
-) -> float:
-    """Return the bytes that an LSTM keeps for its backward pass, outputs aside."""
-    if device_type == "cuda" or itemsize == 8:  # oneDNN has no float64
-        return cells * NATIVE_FLOATS * size * itemsize
-    wide = max(num_inputs, size)
-    return cells * 4 * (9 * size + 6 * wide) + columns * 4 * (6 * wide + 4 * size)
 
 
 # ---- measured

@@ -115,7 +115,7 @@ def check_precision(precision: str, device_type: str) -> None:
 def set_cuda_math(precision: str, cudnn_autotune: bool) -> None:
     """Round fp32 products to TF32 only if asked for; set cuDNN's autotuner.
 
-    torch allows cuDNN, and so LSTMs, TF32 unless told otherwise; here fp32 means fp32.
+    torch allows cuDNN, and so LSTMs, TF32 by default; here fp32 means fp32.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

@@ -85,7 +85,7 @@ def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
     assert train(monkeypatch, tmp_path / "auto", "--batch_size auto") == 0
     out = capsys.readouterr().out
     chosen = chosen_in(tmp_path / "auto")
-    assert chosen in (8, 16, 32) and f"batch_size auto: {chosen} slots, " in out
+    assert chosen in (8, 16, 32) and f"batch_size auto: {chosen} sequences, " in out
     assert f"minibatch, sequences of 8 steps{chosen:>15}" in out and "--learning_rate" in out
     assert train(monkeypatch, tmp_path / "number", f"--batch_size {chosen}") == 0
     assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "number")
@@ -120,7 +120,7 @@ def test_auto_avoids_sizes_that_do_not_fit(tmp_path, monkeypatch, capsys, briefl
 
     monkeypatch.setattr(PPO, "step", of_a_small_gpu)
     assert train(monkeypatch, tmp_path / "run", "--batch_size auto") == 0
-    assert "auto: 8 slots, the fastest that fits with 10 % to spare" in capsys.readouterr().out
+    assert "auto: 8 sequences, the fastest that fits with 10 % to spare" in capsys.readouterr().out
     monkeypatch.setattr(PPO, "step", lambda *_: fail())
     assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
     assert "not even a batch of 8 samples a rank fits" in only_error(capsys.readouterr().err)
@@ -142,7 +142,7 @@ def test_auto_on_two_ranks_trains_as_its_number_would(tmp_path):
 
     out, parameters = trained("auto", tmp_path / "auto")
     chosen = chosen_in(tmp_path / "auto")
-    assert f"batch_size auto: {chosen} slots" in out and "of each rank" in out
+    assert f"batch_size auto: {chosen} sequences" in out and "of each rank" in out
     assert trained(chosen, tmp_path / "number")[1] == parameters
 
 

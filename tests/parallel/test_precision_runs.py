@@ -45,7 +45,7 @@ def test_flags_that_are_gone_are_ignored_in_older_runs_and_named_if_they_were_se
     assert capsys.readouterr().out.count("this run had --compile") == 1
 
 
-def test_a_run_in_bf16_trains_is_judged_and_goes_on_in_bf16(monkeypatch, capsys, tmp_path):
+def test_a_run_in_bf16_is_evaluated_and_goes_on_in_bf16(monkeypatch, capsys, tmp_path):
     run_dir = tmp_path / "run"
     begun = ["--total_steps", "256", "--precision", "bf16", "--run_dir", run_dir]
     assert train_here(monkeypatch, *RECALL, *begun) == 0

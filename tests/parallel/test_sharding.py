@@ -1,4 +1,4 @@
-"""Mode hybrid on real ranks over gloo, started once; the tests judge what they brought back."""
+"""Mode hybrid on real ranks over gloo, started once; and what they brought back."""
 
 import pytest
 import sharding_ranks

@@ -27,5 +27,5 @@ def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(
 
 @pytest.mark.slow  # starts two processes
 def test_the_command_tells_of_two_ranks_what_they_found(ranks_folder, tmp_path, monkeypatch):
-    told = classified(tmp_path / "two.json", monkeypatch, "--num_gpus", "2")
-    assert told == json.loads((ranks_folder / "figures.json").read_text())
+    found = classified(tmp_path / "two.json", monkeypatch, "--num_gpus", "2")
+    assert found == json.loads((ranks_folder / "figures.json").read_text())

@@ -1,4 +1,4 @@
-"""What users of `fit` and `evaluate` do wrong is told in one line, or works."""
+"""What users of `fit` and `evaluate` do wrong is refused in one line, or works."""
 
 import pytest
 import torch
