@@ -45,7 +45,7 @@ ENDS = {
 
 
 def saved_section(name: str, run_dir: Path, world: World) -> dict[str, Any]:
-    """Return a section of config.json; all ranks call and get what the main process reads."""
+    """Return what the main process reads in config.json; all ranks call."""
     saved: Any = None
     if world.is_main_process:
         saved = json.loads((run_dir / "config.json").read_text())[name]
@@ -125,7 +125,7 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
 
 
 class UpdateDryRun:
-    """Gradient steps of one rank with any number of sequences; called with that number."""
+    """Gradient steps of one rank; called with a number of sequences."""
 
     def __init__(self, job: Job, world: World, free_bytes: int) -> None:
         self.job, self.device, self.free_bytes = job, world.device, free_bytes

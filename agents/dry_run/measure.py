@@ -157,7 +157,7 @@ class MemoryDryRun:
 def measure_memory(
     planned: PlannedTraining, make_env: MakeEnv, facts: Facts
 ) -> tuple[Shapes, MemoryFigures]:
-    """Compute the memory of one rank, do a dry run of its share, and find the largest sizes."""
+    """Compute one rank's memory, do a dry run of its share, find the largest sizes."""
     shapes = observe_shapes(make_env)
     need = planned.compute(shapes, planned.config.train)
     process = facts.host.process_bytes  # before any tensor
@@ -198,14 +198,12 @@ def measure_memory(
 
 def _why_not_measured(planned: PlannedTraining, share: float) -> str:
     """Return why there is no dry run of what takes this share of the limit; "": there is one."""
-    work = planned.sizes.num_envs * planned.config.train.num_steps * planned.gradient_bytes
     if share > 1.0:
         return "it does not fit"
-    if not planned.full and work > LONG_WORK:
-        return "a dry run would take long, --full does it"
+    work = planned.sizes.num_envs * planned.config.train.num_steps * planned.gradient_bytes
     ample = planned.device_type == "cpu" and share < 0.25
-    if not planned.full and ample and work > QUICK_WORK:
-        return f"it needs {share:.0%} of what is free, --full does a dry run"
+    if not planned.full and work > (QUICK_WORK if ample else LONG_WORK):
+        return "a dry run would take long, --full does it"
     return ""
 
 
@@ -227,7 +225,7 @@ def _measured_peak(planned: PlannedTraining, make_env: MakeEnv) -> int:
 
 
 def short_runs(planned: PlannedTraining) -> SideBySide:
-    """Return all ranks' shares side by side, each alone, to be entered and then measured."""
+    """Return all ranks' shares side by side, to be entered and then measured."""
     launch = planned.config.launch.by_default()
     share = dataclasses.replace(planned.config, train=planned.share, launch=launch)
     ranks = planned.num_ranks

@@ -66,7 +66,7 @@ def resolve_training_strategy(
 def gradient_steps(
     config: RunConfig, gpu_ids: tuple[int, ...], task: Any, world: World
 ) -> Callable[[str], Iterator[None]]:
-    """Return what tries a mode with steps of the job on made-up sequences; see `measure_mode`."""
+    """Return what `measure_mode` tries a mode with: steps of the job."""
     env = probe_env(task)
     num_obs, space = int(env.single_observation_space.shape[0]), env.single_action_space
     env.close()

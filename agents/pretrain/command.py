@@ -102,7 +102,7 @@ class PretrainRunConfig:
         return saved_form(self)
 
     def check_launch(self) -> None:
-        """Refuse what only PPO has: strategies that are measured, fall back or cut the cascade."""
+        """Refuse strategies that are measured, fall back or cut the cascade."""
         for asked, flag in (
             (self.launch.strategy == "auto", "--strategy auto"),
             (self.launch.fallback, "--fallback"),

@@ -36,7 +36,7 @@ class DataParallel(nn.DataParallel):
         return tree_map(lambda value: value.movedim(0, self.batch_axes[0]), outputs)
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas in threads, with the type of autocast, which torch leaves behind."""
+        """Run the replicas in threads, with autocast's type, which torch forgets."""
         enabled = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")
 

@@ -72,7 +72,7 @@ class Shards:
         self._unit.set_reshard_after_backward(last)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradient of which every rank holds a shard; return the norm of the whole."""
+        """Clip the sharded gradient; return the norm of the whole."""
         grads = [p.grad for p in self.parameters]
         shards = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
         own = nn.utils.get_total_norm(shards)

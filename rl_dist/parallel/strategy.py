@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Strategy:
-    """One way of training modules on the ranks of a world; a UserError where it cannot work."""
+    """One way of training modules on the ranks of a world."""
 
     # forward and backward of a step at once, where they have an order of their own
     scheduled: Callable[..., Tensor] | None = None

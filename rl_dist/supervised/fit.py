@@ -116,14 +116,12 @@ def fit(
     Args:
         module: what `strategy.wrap` returned.
         loader: of training; its batch_size is the total over ranks.
-        optimizer: of `strategy.parameters`, made after `strategy.wrap`.
         criterion: mean loss of a batch over its samples; see above for weighted means.
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
-        scheduler: a torch learning-rate scheduler, stepped after every epoch; ReduceLROnPlateau
-            sees the validation loss.
-        run_dir: gets checkpoints/ (the best one as best.pt), metrics.jsonl and TensorBoard's.
-        resume: go on from the newest valid checkpoint in `run_dir`, if there is one.
+        scheduler: torch's, stepped after every epoch; ReduceLROnPlateau sees the validation loss.
+        run_dir: gets checkpoints/ (the best one as best.pt), metrics.jsonl and TensorBoard's; with
+            `resume` fitting goes on from its newest valid checkpoint, if there is one.
         extra: plain values and tensors to store in checkpoints as "extra".
 
     Raises:

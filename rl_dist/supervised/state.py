@@ -174,7 +174,7 @@ def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) 
 def tensorboard_of(
     state: FitState, run_dir: str | Path | None
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Give a function that adds an epoch's record to TensorBoard, in the main process.
+    """Give a function that adds an epoch's record to TensorBoard.
 
     A resumed run writes all its epochs again, so that each stands there once. Where files cannot
     be written, fitting goes on without.
