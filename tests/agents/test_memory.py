@@ -21,7 +21,6 @@ from agents.sizes import TrainConfig, shard_sizes
 from envs.task import TaskConfig
 from envs.trading_config import SimulatedMarketConfig
 from rl_dist.launch.launcher import LaunchConfig
-from rl_dist.process_group.world import close_world, open_world
 
 SIZES = {"num_envs": 16, "num_steps": 32, "bptt_steps": 16, "batch_size": 16}
 CARTPOLE = TaskConfig(env="CartPole-v1")
@@ -52,16 +51,6 @@ def job_of(name):
     )
     make_env = functools.partial(config.prepare_task().training_env, device="cpu")
     return config.job(make_env, Path())
-
-
-@pytest.fixture
-def world():
-    threads = torch.get_num_threads()
-    world = open_world("cpu")
-    torch.set_num_threads(1)
-    yield world
-    close_world(world)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from agents_ranks import world_of_one
 from speed_ranks import SINGLE, job_of, trained
 
 from agents.run.memory import dry_run
@@ -14,12 +13,6 @@ from rl_dist.parallel.strategy import keep_options, make_adam
 
 PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
 FORMS = [("recall, clstm", PARTS[0]), ("recall, window, strata of 2", PARTS[1])]
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

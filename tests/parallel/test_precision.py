@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import Recording, world_of_one
+from agents_ranks import Recording
 from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy
 from speed_ranks import SINGLE, job_of, trained
 
@@ -20,12 +20,6 @@ from rl_dist.telemetry.metrics import NullWriter
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # of one number
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 def last(training):

@@ -9,18 +9,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
-from rl_dist.process_group.world import close_world, open_world
-from rl_dist.supervised.fit import FitConfig, evaluate, fit
+from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 CRITERION = nn.CrossEntropyLoss()
 QUIET = FitConfig(epochs=2, progress=False)
-
-
-@pytest.fixture(scope="module")
-def world():
-    opened = open_world("cpu")
-    yield opened
-    close_world(opened)
 
 
 def samples(count=20):
@@ -45,25 +37,67 @@ def fitted(world, batches, criterion=CRITERION, config=QUIET, optimizer=torch.op
     return fit(module, batches, stepping, criterion, strategy, config=config, **options)
 
 
-def with_targets(make):
-    return lambda rows: (torch.stack([row[0] for row in rows]), make(rows))
-
-
 def as_dict(rows):
     images, labels = (torch.stack(column) for column in zip(*rows, strict=True))
     return {"image": images, "label": labels}
 
 
-@pytest.mark.parametrize(
-    ("batches", "got"),
-    [
-        (loader(collate=as_dict), "a dict"),
-        (loader(TensorDataset(*samples().tensors, torch.ones(20))), "a list of 3"),
-    ],
+def evaluated(world, batches, criterion=CRITERION, **metrics):
+    strategy, module, _ = parts(world)
+    return evaluate(module, batches, criterion, strategy, metrics)
+
+
+def shared(world, training):
+    return parts(world)[0].loader(loader(), training=training)
+
+
+def of_another_module(parameters, lr):
+    return torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=lr)
+
+
+def unwrapped(world):
+    strategy, _, optimizer = parts(world)
+    return fit(nn.Linear(6, 3), loader(), optimizer, CRITERION, strategy, config=QUIET)
+
+
+def waits_for_a_plateau(world):
+    strategy, module, optimizer = parts(world)
+    scheduler = ReduceLROnPlateau(optimizer)
+    return fit(module, loader(), optimizer, CRITERION, strategy, scheduler=scheduler, config=QUIET)
+
+
+NO_PAIR, ONE_NUMBER = (
+    r"a pair \(inputs, targets\), got ",
+    "mean loss of a batch as one number, got ",
 )
-def test_a_batch_that_is_no_pair_is_refused_by_what_it_is(world, batches, got):
-    with pytest.raises(UserError, match=rf"pair \(inputs, targets\), got {got}: .*collate_fn"):
-        fitted(world, batches)
+EACH = nn.CrossEntropyLoss(reduction="none")
+THREE = TensorDataset(*samples().tensors, torch.ones(20))
+MISTAKES = {
+    f"{NO_PAIR}a dict: .*collate_fn": lambda world: fitted(world, loader(collate=as_dict)),
+    f"{NO_PAIR}a list of 3": lambda world: fitted(world, loader(THREE)),
+    rf"{ONE_NUMBER}shape \[6\]": lambda world: fitted(world, loader(), EACH),
+    rf"{ONE_NUMBER}shape \[[65]\]": lambda world: evaluated(world, loader(), EACH),
+    f"{ONE_NUMBER}a float": lambda world: fitted(world, loader(), lambda o, t: 0.5),
+    "metric right must return a tensor": lambda world: evaluated(
+        world, loader(), right=lambda o, t: (o.argmax(-1) == t).float().mean()
+    ),
+    "no metric can be called loss": lambda world: evaluated(world, loader(), loss=accuracy),
+    "ReduceLROnPlateau looks at the validation loss": waits_for_a_plateau,
+    "made with training=True is given": lambda world: evaluated(world, shared(world, True)),
+    "made with training=False is given": lambda world: fitted(world, shared(world, False)),
+    "0 samples are too few": lambda world: evaluated(world, DataLoader(samples(0), batch_size=6)),
+    "the optimizer holds no parameter of the module": lambda world: fitted(
+        world, loader(), optimizer=of_another_module
+    ),
+    "wrap it first": unwrapped,
+    "patience 2": lambda world: fitted(world, loader(), config=FitConfig(patience=2)),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_in_a_call_is_refused_by_name(words, world):
+    with pytest.raises(UserError, match=words):
+        MISTAKES[words](world)
 
 
 @pytest.mark.parametrize(
@@ -76,34 +110,10 @@ def test_a_batch_that_is_no_pair_is_refused_by_what_it_is(world, batches, got):
     ids=["words", "time-major", "list of dicts"],
 )
 def test_samples_are_counted_whatever_the_targets_are(world, make):
-    batches = loader(collate=with_targets(make))
+    batches = loader(collate=lambda rows: (torch.stack([row[0] for row in rows]), make(rows)))
     criterion = lambda outputs, targets: outputs.square().mean()  # noqa: E731
     record = fitted(world, batches, criterion, validation=batches).history[-1]
     assert record["train/samples"] == 18 and record["valid/samples"] == 20
-
-
-@pytest.mark.parametrize(
-    ("criterion", "got"),
-    [
-        (nn.CrossEntropyLoss(reduction="none"), r"shape \[[65]\]"),
-        (lambda outputs, targets: 0.5, "a float"),
-        (lambda outputs, targets: (CRITERION(outputs, targets), outputs), "a tuple"),
-    ],
-)
-def test_a_criterion_must_return_one_number(world, criterion, got):
-    strategy, module, _ = parts(world)
-    for call in (
-        lambda: fitted(world, loader(), criterion),
-        lambda: evaluate(module, loader(), criterion, strategy),
-    ):
-        with pytest.raises(UserError, match=f"mean loss of a batch as one number, got {got}"):
-            call()
-
-
-def test_a_metric_that_is_a_mean_already_is_refused(world):
-    for mean in (lambda o, t: 1.0, lambda o, t: (o.argmax(-1) == t).float().mean()):
-        with pytest.raises(UserError, match="metric right must return a tensor"):
-            fitted(world, loader(), metrics={"right": mean})
 
 
 def test_a_scheduler_that_waits_for_a_plateau_sees_the_validation_loss(world):
@@ -113,26 +123,6 @@ def test_a_scheduler_that_waits_for_a_plateau_sees_the_validation_loss(world):
     result = fit(*given, validation=loader(), scheduler=scheduler, config=QUIET)
     assert scheduler.best == result.history[0]["valid/loss"]
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    with pytest.raises(UserError, match="ReduceLROnPlateau looks at the validation loss"):
-        fit(*given, scheduler=scheduler, config=QUIET)
-
-
-def test_a_loader_for_the_other_purpose_and_an_empty_one_are_refused(world):
-    strategy, module, _ = parts(world)
-    with pytest.raises(UserError, match="made with training=True is given"):
-        evaluate(module, strategy.loader(loader()), CRITERION, strategy)
-    with pytest.raises(UserError, match="made with training=False is given"):
-        fitted(world, strategy.loader(loader(), training=False))
-    with pytest.raises(UserError, match="0 samples are too few"):
-        evaluate(module, DataLoader(samples(0), batch_size=6), CRITERION, strategy)
-
-
-def test_an_optimizer_of_another_module_is_refused(world):
-    def other(parameters, lr):
-        return torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=lr)
-
-    with pytest.raises(UserError, match="the optimizer holds no parameter of the module"):
-        fitted(world, loader(), optimizer=other)
 
 
 def test_a_resumed_fit_has_the_optimizer_and_scheduler_of_the_run(world, tmp_path):

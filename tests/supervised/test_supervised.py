@@ -315,14 +315,3 @@ def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             Fitted(world, run_dir, **{"resume": True} | options)
-
-
-def test_mistakes_in_a_call_are_refused(world):
-    module, *given, strategy = wrapped(world)
-    loader = DataLoader(blobs(16), batch_size=8)
-    with pytest.raises(UserError, match="patience 2"):
-        fit(module, loader, *given, strategy, config=FitConfig(patience=2))
-    with pytest.raises(UserError, match="wrap it first"):
-        fit(make_net(), loader, *given, strategy)
-    with pytest.raises(UserError, match="no metric can be called loss"):
-        evaluate(module, loader, CRITERION, strategy, {"loss": METRICS["accuracy"]})
