@@ -34,7 +34,7 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
 SMALLEST = 8  # sequences of a rank to begin with, if more are allowed
-LARGEST, PER_DOUBLING = 2**19, 16  # of the sizes that are allowed
+LARGEST = 2**19
 DEFAULT_BATCH = TrainConfig().sequences_per_step  # what learning_rate's default was chosen for
 ENDS = {
     "flat": "the smallest within 5 % of the fastest",
@@ -93,7 +93,7 @@ def choose_batch_size(job: Job, world: World) -> tuple[int, str]:
                 "lower --num_envs, --hidden_size or --num_steps",
                 exit_code=1,
             ) from None
-        used = choice.point.memory_bytes or update.need(choice.size).peak
+        used = update.need(choice.size).peak
     del update
     clear_gpu_memory()
     world.set_phase(before)
@@ -108,9 +108,8 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> list[int]:
         sequences = train.num_envs * sequences_per_env
         wanted = {size for size in range(1, sequences + 1) if sequences % size == 0}
     else:  # also such that environments are whole
-        powers, steps = range(LARGEST.bit_length()), range(PER_DOUBLING, 2 * PER_DOUBLING)
-        numbers = {*range(1, PER_DOUBLING), *(step << power for power in powers for step in steps)}
-        wanted = {ranks * number * times for number in numbers for times in (1, sequences_per_env)}
+        powers = [ranks << power for power in range(LARGEST.bit_length())]
+        wanted = {*powers, *(power * sequences_per_env for power in powers)}
     found = [
         size
         for size in sorted(wanted)

@@ -1,8 +1,7 @@
 """The memory of a training, computed and measured, and the sizes that fit.
 
-Computed figures count the tensors that `agents.trainer` holds at the three moments that can be the
-largest: at the end of a rollout, between forward and backward of a minibatch, and when the
-normalisers take their statistics.
+Computed figures count the tensors that `agents.trainer` holds at the moments that can be the
+largest: at the end of a rollout, and between forward and backward of a minibatch.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class MemoryNeed:
     """Bytes of tensors on one rank at the largest moment."""
 
     parts: dict[str, int]  # parameters, gradients, optimizer, environment, rollout, activations
-    moment: str  # "start", "collect", "update" or "statistics"
+    moment: str  # "start", "collect" or "update"
 
     @property
     def peak(self) -> int:
@@ -114,12 +113,10 @@ def compute_memory(
     kept = _minibatch_bytes(policy, train, sizes, shapes, itemsize, device_type)
     minibatch, forward, backward = kept
     forward += max(0, backward - parameters)  # the last gradients are gone by then
-    statistics = steps * 16 * shapes.num_obs
     moments = {
         "start": (0, shapes.env_peak_bytes - shapes.env_bytes - 4 * parameters),
         "collect": (collecting, 0),
         "update": (rollout + picked, minibatch + forward),
-        "statistics": (rollout + picked, statistics),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     held, passing = moments[moment]
@@ -176,7 +173,8 @@ def _minibatch_bytes(
         if device_type == "cuda" or itemsize == 8:  # oneDNN has no float64
             return cells * NATIVE_FLOATS * size * itemsize
         wide = max(num_inputs, size)
-        return cells * 4 * (9 * size + 6 * wide) + columns * 4 * (6 * wide + 4 * size)
+        # four gates, cell, states, and what oneDNN pads them to
+        return cells * 4 * (10 * size + 6 * wide) + columns * 4 * (6 * wide + 4 * size)
 
     work = 2 * lstm(padded, num_pieces, size)
     outputs = padded * 4 * size * itemsize

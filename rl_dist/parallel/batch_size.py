@@ -48,7 +48,6 @@ class BatchPoint:
     size: int  # samples of one rank
     seconds: float  # of one step on the slowest rank, in the median
     samples_per_s: float  # of all ranks
-    memory_bytes: int  # by tensors on the fullest GPU, at most; 0 on CPU: not counted
 
 
 @dataclass(frozen=True)
@@ -149,19 +148,14 @@ def _measure(try_step: TryStep, size: int, world: World | None) -> BatchPoint | 
     first = _attempt(lambda: _seconds(try_step, math.ceil(size / HEADROOM)), world)
     if first is None:
         return None
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
     repeats = min(MOST_REPEATS, 1 + int(MEASURE_S / first))
     seconds = _attempt(
         lambda: statistics.median([_seconds(try_step, size) for _ in range(repeats)]), world
     )
     if seconds is None:
         return None
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-    ranks = all_gather_json([seconds, peak], world) if world else [[seconds, peak]]
-    slowest = max(rank[0] for rank in ranks)
-    memory = int(max(rank[1] for rank in ranks))
-    return BatchPoint(size, slowest, size * len(ranks) / slowest, memory)
+    ranks = all_gather_json(seconds, world) if world else [seconds]
+    return BatchPoint(size, max(ranks), size * len(ranks) / max(ranks))
 
 
 def _check_sizes(sizes: Sequence[int]) -> None:

@@ -8,7 +8,6 @@ Every rank makes the same calls and comes to the same choice.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import statistics
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError, one_line
+from rl_dist.hardware.memory import clear_gpu_memory
 from rl_dist.parallel.config import StrategyConfig, check_precision
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
@@ -47,13 +47,11 @@ class Measurement:
     mode: str
     problem: str = ""  # why it does not work here
     step_s: float = 0.0  # median over gradient steps of the slowest rank's
-    peak_bytes: int = 0  # most GPU memory of a rank; 0: not measured, on the CPU
 
     def __str__(self) -> str:
         if self.problem:
             return f"{self.mode} does not work here ({self.problem})"
-        memory = f", {self.peak_bytes / 2**30:.2f} GiB" if self.peak_bytes else ""
-        return f"{self.mode}, {1e3 * self.step_s:.3g} ms a gradient step{memory}"
+        return f"{self.mode}, {1e3 * self.step_s:.3g} ms a gradient step"
 
 
 @dataclass(frozen=True)
@@ -202,8 +200,6 @@ def measure_mode(
     """
     world.set_phase(f"try of strategy {mode}")
     on_gpu = world.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(world.device)
     parts = start(mode)
     seconds: list[float] = []
 
@@ -219,17 +215,14 @@ def measure_mode(
     with torch.random.fork_rng([world.device] if on_gpu else []):
         for work in (*(lambda: next(parts),) * 3, timed):
             problem = problem or _together(work, world)
-    peak_bytes = torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
     # the next candidate finds the memory of this one
     parts = iter(())
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
+    clear_gpu_memory()
     if problem:
         return Measurement(mode, problem)
-    ranks = all_gather_json([peak_bytes, *seconds[-steps:]], world)
-    peak_bytes, *slowest = [max(values) for values in zip(*ranks, strict=True)]
-    measurement = Measurement(mode, step_s=statistics.median(slowest), peak_bytes=peak_bytes)
+    ranks = all_gather_json(seconds[-steps:], world)
+    slowest = [max(values) for values in zip(*ranks, strict=True)]
+    measurement = Measurement(mode, step_s=statistics.median(slowest))
     logger.info("%s", measurement)
     return measurement
 

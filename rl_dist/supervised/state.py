@@ -58,10 +58,7 @@ class FitState:
         return 0 < patience <= self.epoch - self.best_epoch
 
     def add(self, record: dict[str, float]) -> bool:
-        """Take an epoch's record; return True if it is the best; all ranks must call.
-
-        A validation loss of NaN is never the best.
-        """
+        """Take an epoch's record; return True if it is the best; all ranks must call."""
         self.epoch += 1
         self.history.append(record)
         improved = record.get("valid/loss", math.inf) < self.best_loss
@@ -145,12 +142,7 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
 
 
 def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) -> None:
-    """Write a checkpoint and the records so far; all ranks must call.
-
-    Raises:
-        DesyncError: the ranks drifted apart.
-        UserError: on all ranks: it cannot be written.
-    """
+    """Write a checkpoint and the records so far; all ranks must call, and fail together."""
     if run_dir is None:
         return
     world = state.strategy.world
