@@ -28,7 +28,6 @@ TRADING = TaskConfig()
 SHAPES = Shapes(num_obs=10, num_actions=2, discrete=True)
 RECALL = TaskConfig(env="Recall-v0")
 CONFIGS = {
-    "cartpole, clstm": (CARTPOLE, {"hidden_size": 64}),
     "cartpole, small clstm, long rollout": (CARTPOLE, {"hidden_size": 16}),
     "cartpole, mlp": (CARTPOLE, {"policy": "mlp", "hidden_size": 256}),
     "trading, large clstm": (TRADING, {"hidden_size": 256}),
