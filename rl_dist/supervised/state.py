@@ -142,7 +142,7 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
 
 
 def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) -> None:
-    """Write a checkpoint and the records so far; all ranks must call, and fail together."""
+    """Write a checkpoint and the records so far; all ranks call and fail together."""
     if run_dir is None:
         return
     world = state.strategy.world
