@@ -27,7 +27,6 @@ from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.errors import explains_errors, outlive_readers
 from rl_dist.launch.launcher import ResolvedLaunch, launch
-from rl_dist.launch.rank import mark_failure
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
 from rl_dist.process_group.world import open_world, stop_flag
@@ -94,11 +93,7 @@ def run_rank(
             set_results_aside(run_dir)
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
-        try:
-            signum = train(training, writer, stop_flag)
-        except BaseException:
-            mark_failure()  # before anything is closed
-            raise
+        signum = train(training, writer, stop_flag)
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         if signum:

@@ -26,50 +26,20 @@ def parse_gpu_ids(text: str) -> tuple[int, ...]:
 
 
 def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
-    """Compare ids with the GPUs there are and with the number asked for.
-
-    Args:
-        ids: of --gpu_ids; none: nothing to check.
-        num_gpus: the flag; -1: as many as there are ids.
-        visible: GPUs that torch sees.
+    """Compare ids with the GPUs that torch sees and with the number asked for (-1: any).
 
     Raises:
-        UserError: there is no GPU, no such GPU, or another number of them is asked for.
+        UserError: there is no such GPU, or another number of them is asked for.
     """
-    if not ids:
-        return
-    if not visible:
-        raise UserError(
-            f"gpu_ids is {','.join(map(str, ids))}, but torch sees no CUDA GPU on this machine: "
-            "leave it out"
-        )
     unknown = [number for number in ids if number >= visible]
     if unknown:
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")
         counted = f" in CUDA_VISIBLE_DEVICES={limit}, whose entries are counted from 0"
-        there = "only 0" if visible == 1 else f"0..{visible - 1}"
+        there = f"0..{visible - 1}" if visible else "no CUDA GPU"
         raise UserError(
             f"gpu_ids has {unknown[0]}, but torch sees {there}{counted if limit else ''}"
         )
-    if num_gpus not in (-1, len(ids)):
+    if ids and num_gpus not in (-1, len(ids)):
         raise UserError(
             f"gpu_ids names {len(ids)} GPU(s), but num_gpus is {num_gpus}: leave num_gpus out"
-        )
-
-
-def check_adopted(ids: tuple[int, ...], local_ranks: int, *, several_each: bool) -> None:
-    """Check that ranks of torchrun can take one GPU each, or a single one all.
-
-    Args:
-        ids: of --gpu_ids.
-        local_ranks: that torchrun started on this machine.
-        several_each: the strategy may use several GPUs in one process.
-
-    Raises:
-        UserError: another number of them.
-    """
-    if ids and len(ids) != local_ranks and not (several_each and local_ranks == 1):
-        raise UserError(
-            f"gpu_ids names {len(ids)} GPU(s), but the launcher started {local_ranks} rank(s) on "
-            "this machine: name one for each"
         )

@@ -35,7 +35,7 @@ from rl_dist.hardware.addresses import (
     check_variables,
     elastic_count,
 )
-from rl_dist.launch.gpu_ids import check_adopted, check_gpu_ids, parse_gpu_ids
+from rl_dist.launch.gpu_ids import check_gpu_ids, parse_gpu_ids
 from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_guarded
 from rl_dist.parallel.choice import Hardware, check_strategy
 from rl_dist.parallel.config import (
@@ -114,20 +114,14 @@ class LaunchConfig:
         """Refuse flags of strategy hybrid beside another one.
 
         Not when the flags are read: a run to resume may bring the strategy.
-
-        Raises:
-            ValueError: names the flag and the cure.
         """
+        other = f"with strategy {self.strategy}: use --strategy hybrid"
         if self.shard_size and self.strategy not in ("hybrid", "auto"):
             raise ValueError(
-                f"shard_size {self.shard_size} does nothing with strategy {self.strategy}: "
-                "use --strategy hybrid, or --shard_size 0"
+                f"shard_size {self.shard_size} does nothing {other}, or --shard_size 0"
             )
         if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
-            raise ValueError(
-                f"hybrid_form pipeline needs strategy hybrid, got {self.strategy}: "
-                "add --strategy hybrid"
-            )
+            raise ValueError(f"hybrid_form pipeline does nothing {other}")
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -142,13 +136,14 @@ class LaunchConfig:
 
     def by_default(self) -> LaunchConfig:
         """The same with the default strategy and without the flags of others."""
-        others = {
-            "hybrid_form": "shard",
-            "shard_size": 0,
-            "fallback": False,
-            "gradient_compression": "none",
-        }
-        return replace(self, strategy="default", **others)  # type: ignore[arg-type]
+        return replace(
+            self,
+            strategy="default",
+            hybrid_form="shard",
+            shard_size=0,
+            fallback=False,
+            gradient_compression="none",
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,9 +191,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     gpu_ids = parse_gpu_ids(config.gpu_ids)
     check_gpu_ids(gpu_ids, config.num_gpus, gpus)
     if adopted:
-        num_ranks = _adopted_ranks(config.num_gpus)
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        check_adopted(gpu_ids, local_ranks, several_each=mode in ("dp", "auto"))
+        num_ranks = _adopted_ranks(config, gpu_ids)
     elif on_gpu:
         num_ranks = len(gpu_ids) or (gpus if config.num_gpus == -1 else config.num_gpus)
         if num_ranks > gpus:
@@ -212,15 +205,9 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
         num_ranks = num_ranks if adopted else 1
     check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
-    # where they meet
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
-    if adopted:
-        if config.max_restarts:
-            raise ValueError(
-                f"max_restarts is {config.max_restarts}, but the ranks were started elsewhere: "
-                "give --max_restarts 0 here and --max-restarts to torchrun"
-            )
-    elif num_ranks > 1 and (address := asked_for_address()):
+    # where they meet
+    if not adopted and num_ranks > 1 and (address := asked_for_address()):
         check_address(*address, hosted_here=True)
         message += (
             f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
@@ -234,12 +221,24 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number > 1)
 
 
-def _adopted_ranks(num_gpus: int) -> int:
-    """Return the world size of torchrun's environment; `--num_gpus` may repeat it only."""
+def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
+    """Return the world size of torchrun's environment; flags may repeat it only."""
     size = int(os.environ["WORLD_SIZE"])
-    if num_gpus not in (-1, size, int(os.environ.get("LOCAL_WORLD_SIZE", size))):
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if config.num_gpus not in (-1, size, local_size):
         raise ValueError(
-            f"num_gpus is {num_gpus}, but the launcher started {size} ranks; leave it out"
+            f"num_gpus is {config.num_gpus}, but the launcher started {size} ranks; leave it out"
+        )
+    if config.max_restarts:
+        raise ValueError(
+            f"max_restarts is {config.max_restarts}, but the ranks were started elsewhere: "
+            "give --max_restarts 0 here and --max-restarts to torchrun"
+        )
+    several_each = config.strategy_config.mode in ("dp", "auto") and local_size == 1
+    if gpu_ids and len(gpu_ids) != local_size and not several_each:
+        raise ValueError(
+            f"gpu_ids names {len(gpu_ids)} GPU(s), but the launcher started {local_size} rank(s) "
+            "on this machine: name one for each"
         )
     return size
 
@@ -286,25 +285,25 @@ def launch(
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
 
     Raises:
-        ValueError: torchrun's variables are no counts.
+        ValueError: variables of the environment are no counts or no port.
     """
     check_counts()
+    restarts = restart_count()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
-        restarts = restart_count()
     else:
         from rl_dist.launch.rank_group import RankGroup
 
         group = RankGroup(fn, args, num_ranks, max_restarts, run_dir)
         report = group.run()
         restarts = group.restarts
-    if "\n" in report.message:  # a traceback of this rank
-        sys.stderr.write(report.message + "\n")
+    line = f"error: {report.summary}" if report.failed else report.summary
+    if report.traceback:  # of one rank only: nobody else prints it
+        sys.stderr.write(f"{report.traceback}{line}\n")
         sys.stderr.flush()
-    elif report.message:
-        print_error_once(report.message)
-    if report.message:
         report_to_caller(error=report.summary)
+    elif line:
+        print_error_once(line)
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
         record_exit(run_dir, launcher_pid(), report.exit_code, report.summary)
     _notify_end(report, restarts)
@@ -338,5 +337,5 @@ def _notify_end(report: RankReport, restarts: int) -> None:
         event, message = "failed", f"ended with code {code}"
         facts["rank"] = report.rank
     events.notify(event, report.summary or message, **facts)
-    pressed_twice = code == 128 + signal.SIGINT and report.message
+    pressed_twice = code == 128 + signal.SIGINT and report.summary
     events.close(2.0 if pressed_twice else events.LIMIT_S)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
-from rl_dist.hardware.addresses import asked_for_address
+from rl_dist.hardware.addresses import ADDRESS_VARIABLES, RESTART_COUNT, asked_for_address
 from rl_dist.hardware.plain_files import leads_to, plain_file
-from rl_dist.launch.rank import RankFunction, RankPlace, RankReport, run_as_rank
+from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
@@ -29,6 +29,7 @@ from rl_dist.process_group.process_ends import (
     StopRelay,
     how_it_ended,
 )
+from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.telemetry import events
 from rl_dist.telemetry.state_file import update_state
@@ -64,7 +65,7 @@ class RankGroup:
         self.restarts = 0
         self.relay = StopRelay()
         self.job_dir = ""
-        self.address: tuple[str, int] | None = None  # where the ranks meet; None: in `job_dir`
+        self.address = asked_for_address()  # where the ranks meet; None: in `job_dir`
         self.processes: list[BaseProcess] = []  # in rank order
         self.pages: list[ReportPage] = []  # theirs
         # ranks that had ended when one was first seen to have failed
@@ -72,10 +73,6 @@ class RankGroup:
 
     def run(self) -> RankReport:
         """Start the ranks, again where that may help; return how the last ones ended."""
-        try:
-            self.address = asked_for_address()
-        except ValueError as error:
-            return RankReport(exit_code=2, message=f"error: {error}", summary=str(error))
         with job_directory() as self.job_dir:
             self.relay.install()
             try:
@@ -94,8 +91,8 @@ class RankGroup:
             self._start()
             self._wait()
         except OSError as error:  # no memory, no more processes or descriptors
-            words = f"the ranks cannot be started: {error}"
-            return RankReport(exit_code=1, message=f"error: {words}", summary=words)
+            problem = f"the ranks cannot be started: {error}"
+            return RankReport(1, failed=True, summary=problem, by_user=True)
         finally:
             self._kill(signal.SIGKILL)
             for process in self.processes:
@@ -108,14 +105,21 @@ class RankGroup:
         with _signals_blocked(), _threads_limited(threads_per_rank(self.num_ranks)):
             for rank in range(self.num_ranks):
                 page = ReportPage()
-                group = self.num_ranks, self.restarts, self.job_dir
-                place = RankPlace(rank, *group, page, os.getpid(), self.address)
+                place = self._variables(rank), page, os.getpid()
                 process = spawn.Process(
-                    target=run_as_rank, args=(self.fn, self.args, place), name=f"rank {rank}"
+                    target=run_as_rank, args=(self.fn, self.args, *place), name=f"rank {rank}"
                 )
                 process.start()
                 self.processes.append(process)
                 self.pages.append(page)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """Return the environment of a rank, in torchrun's words."""
+        found = {JOB_DIR_VARIABLE: self.job_dir, RESTART_COUNT: str(self.restarts)}
+        found |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        found |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
+        address = map(str, self.address or ())
+        return found | dict(zip(ADDRESS_VARIABLES, address, strict=False))
 
     def _wait(self) -> None:
         """Wait for all ranks; pass a stop signal on, and kill those that a failure left behind."""
@@ -169,26 +173,25 @@ class RankGroup:
         """Return the report of the group: a silent death explains the complaints of other ranks."""
         reports = self._reports()
         signum = self._stop_signal()
-        words = ""
         if self.relay.insists:
             words = "stopped at once, nothing saved since the last checkpoint"
-        elif signum and any(process.exitcode == -signum for process in self.processes):
+            return RankReport(128 + signum, summary=words)
+        if signum and any(process.exitcode == -signum for process in self.processes):
             # during the final evaluation
             words = f"stopped by {signal.Signals(signum).name} after training was saved"
-        if words:
-            return RankReport(exit_code=128 + signum, message=words, summary=words)
-        failed = sorted((one for one in reports.values() if one.failed), key=lambda one: one.at_ns)
+            return RankReport(128 + signum, summary=words)
+        failed = [one for _, one in sorted(reports.items()) if one.failed]
         causes = [one for one in failed if not one.consequence]
         silent = [rank for rank in self.first_dead if rank not in reports]
         if silent and not causes:
-            rank = silent[0]
-            end = how_it_ended(self.processes[rank].exitcode or 0)
-            words = f"rank {rank} (process {self.processes[rank].pid}) {end}"
-            return RankReport(1, f"error: {words}", rank=rank, summary=words, at_ns=1)
+            process = self.processes[silent[0]]
+            end = how_it_ended(process.exitcode or 0)
+            words = f"rank {silent[0]} (process {process.pid}) {end}"
+            return RankReport(1, silent[0], failed=True, summary=words)
         if failed:
             return (causes or failed)[0]
         codes = (report.exit_code for _, report in sorted(reports.items()))
-        return RankReport(exit_code=next((code for code in codes if code), 0))
+        return RankReport(next((code for code in codes if code), 0))
 
     def _may_restart(self, report: RankReport) -> bool:
         """Decide to start all ranks again or not; print why and from where."""
@@ -201,13 +204,9 @@ class RankGroup:
         if self.run_dir is not None:
             newest = latest_checkpoint(self.run_dir)
             facts["iteration"] = iteration_in_name(newest) if newest else 0
-            message += (
-                f", going on from iteration {facts['iteration']}"
-                if newest
-                else " from the beginning, without checkpoint"
-            )
+            message += f", going on from iteration {facts['iteration']}"
             update_state(self.run_dir, phase="restarting", restarts=self.restarts)
-        say(message)
+        print(message, file=sys.stderr, flush=True)
         events.notify("restarted", message, **facts)
         # a cleaner of temporary files may have taken it
         Path(self.job_dir).mkdir(mode=0o700, exist_ok=True)
@@ -234,11 +233,6 @@ def _threads_limited(threads: int) -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-def say(message: str) -> None:
-    """Print for the user, on stderr."""
-    print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
-from rl_dist.launch.child_process import SCRIPT, kill_group, start
+from rl_dist.errors import UserError
+from rl_dist.launch.child_process import SCRIPT, Child
 from rl_dist.telemetry.metrics import METRICS_FILE
 from rl_dist.telemetry.state_file import read_state
 
@@ -52,23 +51,25 @@ class ShortRunTimeoutError(ShortRunError):
         self.config = config or {}
 
 
-@dataclass
-class Copy:
+class Copy(Child):
     """One running training."""
 
-    job: subprocess.Popen[bytes]
-    run_dir: Path
-    errors: Path  # its stderr
-    result: Path  # its own report, see `rl_dist.errors.report_to_caller`
+    def __init__(self, flags: Sequence[str], folder: Path, number: int, **options: Any) -> None:
+        self.run_dir = folder / f"copy_{number}"
+        words: list[str | Path] = [
+            SCRIPT,
+            *flags,
+            f"--seed={number + 1}",
+            "--run_dir",
+            self.run_dir,
+        ]
+        # N ranks have one session, too
+        super().__init__(words, folder, self.run_dir.name, own_session=False, **options)
 
     def config(self) -> dict[str, Any]:
-        """Return its configuration by section."""
-        return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
-
-    def config_so_far(self) -> dict[str, Any]:
-        """Its configuration; empty: it has not written all of it yet."""
+        """Return its configuration by section; empty: it has not written all of it yet."""
         try:
-            return self.config()
+            return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
@@ -88,18 +89,6 @@ class Copy:
             return sum(int(process.memory_full_info().uss) for process in everyone)
         except psutil.Error:
             return 0
-
-    def failure(self) -> Exception:
-        """Return the reason of its end."""
-        facts = json.loads(self.result.read_text())
-        error, code = facts.get("error", ""), self.job.returncode
-        if "unknown_flag" in facts:
-            return UnknownFlagError(error, facts["unknown_flag"])
-        if code == 2 and error:
-            return UserError(error)
-        last_lines = self.errors.read_text(errors="replace").splitlines()[-3:]
-        words = error or "; ".join(last_lines) or "it printed nothing"
-        return ShortRunError(f"a short run of {SCRIPT.name} ended with code {code}: {words}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,7 @@ class SideBySide:
         self._flags = [*without(flags, DROPPED), *(f"--{k}={v}" for k, v in chosen.items())]
         self._num_copies, self._threads = copies, threads
         self._on_gpu = device_type == "cuda"
-        self._folder = tempfile.TemporaryDirectory(prefix="trial_")
+        self._folder = tempfile.TemporaryDirectory(prefix="short_run_")
         self.running: list[Copy] = []
         self._under_way = 1  # iterations that do not count at the next measurement
 
@@ -158,27 +147,16 @@ class SideBySide:
             raise
         return self
 
-    def __exit__(self, *reason: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for copy in self.running:
-            kill_group(copy.job)
+            copy.kill()
         self._folder.cleanup()
 
     def _start(self, number: int) -> Copy:
-        run_dir = Path(self._folder.name, f"copy_{number}")
-        errors, result = run_dir.with_suffix(".err"), run_dir.with_suffix(".json")
-        result.write_text("{}")
-        variables = {"OMP_NUM_THREADS": str(self._threads), RESULT_FILE: str(result)}
+        variables = {"OMP_NUM_THREADS": str(self._threads)}
         if self._on_gpu:
             variables["CUDA_VISIBLE_DEVICES"] = _gpu(number)
-        with errors.open("wb") as stderr:
-            job = start(
-                [SCRIPT, *self._flags, f"--seed={number + 1}", "--run_dir", run_dir],
-                variables=variables,
-                own_session=False,  # N ranks have one session, too
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-        return Copy(job, run_dir, errors, result)
+        return Copy(self._flags, Path(self._folder.name), number, variables=variables)
 
     def measure(
         self,
@@ -210,7 +188,7 @@ class SideBySide:
             ended = [ended_lines(copy.run_dir) for copy in self.running]
             slowest = min(map(len, ended))
             on_wait(slowest)
-            if ready_s == math.inf and all(copy.config_so_far() for copy in self.running):
+            if ready_s == math.inf and all(copy.config() for copy in self.running):
                 ready_s = time.monotonic()
             trained_s = time.monotonic() - ready_s
             if slowest and trained_s > enough_s:
@@ -218,18 +196,15 @@ class SideBySide:
                 begun = [min(a, len(lines) - 1) for a, lines in zip(begun, ended, strict=True)]
                 iterations = 1
             measured = [lines[first:] for lines, first in zip(ended, begun, strict=True)]
-            missing = max(
-                first + iterations - len(lines) for lines, first in zip(ended, begun, strict=True)
-            )
-            if missing <= 0:
+            if min(map(len, measured)) >= iterations:
                 return [[json.loads(line) for line in lines] for lines in measured]
             for copy in self.running:
                 if copy.job.poll() is not None:
-                    raise copy.failure()
+                    what = f"a short run of {SCRIPT.name} ended with code {copy.job.returncode}"
+                    raise ShortRunError(f"{what}: {copy.error()}")
             if time.monotonic() > deadline_s or (not slowest and trained_s > first_s):
-                words = f"a short run took too long: {missing} iterations are missing"
-                config = self.running[0].config_so_far()
-                raise ShortRunTimeoutError(f"{words}; try smaller sizes", config)
+                words = f"a short run took too long for {iterations} iterations"
+                raise ShortRunTimeoutError(f"{words}; try smaller sizes", self.running[0].config())
             time.sleep(POLL_S)
 
     def halt(self) -> None:

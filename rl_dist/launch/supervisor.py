@@ -61,7 +61,10 @@ def supervise() -> None:
         sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:
         code = _watch(child, page)
-        _record_exit(child, page, code)
+        if run_dir := page.read().get("run_dir"):
+            from rl_dist.telemetry.state_file import record_exit
+
+            record_exit(Path(run_dir), child, code)  # where the child could not
         sys.exit(code)
     # who kills the process that he started means this one
     die_with_parent(supervisor, signal.SIGKILL)
@@ -96,14 +99,11 @@ def _watch(child: int, page: ReportPage) -> int:
     relay = StopRelay()
     # nohup
     awaited = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
-    deadline_s: float | None = None
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        if deadline_s is None and (exit_code := page.read().get("exit_code")) is not None:
+    deadline_s = math.inf
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if deadline_s == math.inf and (exit_code := page.read().get("exit_code")) is not None:
             deadline_s = time.monotonic() + (FAILED_GRACE_S if exit_code == 1 else EXIT_GRACE_S)
-        if deadline_s is not None and time.monotonic() > deadline_s:
+        if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         # they are blocked since before the fork
         if arrived := signal.sigtimedwait(awaited, POLL_S):
@@ -111,9 +111,9 @@ def _watch(child: int, page: ReportPage) -> int:
             if arrived.si_code != SI_KERNEL:  # else the terminal has sent it to the child as well
                 pass_on(arrived.si_signo)
             if relay.insists:
-                deadline_s = min(deadline_s or math.inf, time.monotonic() + LAST_WORD_S)
+                deadline_s = min(deadline_s, time.monotonic() + LAST_WORD_S)
     facts = page.read()
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(ended[1])
     if "exit_code" in facts:
         return facts["exit_code"]
     if facts.get("ended_in_order") and code >= 0:
@@ -124,34 +124,25 @@ def _watch(child: int, page: ReportPage) -> int:
     if relay.signums and (relay.insists or -code in relay.signums):
         print(f"stopped by {signal.Signals(relay.signums[0]).name}", file=sys.stderr)
         return 128 + relay.signums[0]
-    signum = -code if code < 0 else None
-    words = f"the training process ({child}) {how_it_ended(code)}"
-    _record_exit(child, page, 1, words, signum)
-    return _print_death(words, facts)
+    _report_death(child, code, facts)
+    return 1
 
 
-def _record_exit(
-    child: int, page: ReportPage, code: int, words: str = "", signum: int | None = None
-) -> None:
-    """Complete the run's state.json, where the child could not."""
-    if run_dir := page.read().get("run_dir"):
-        from rl_dist.telemetry.state_file import record_exit
+def _report_death(child: int, code: int, facts: dict[str, Any]) -> None:
+    """Do what the child could not: print its death, complete its state.json, send the event."""
+    from rl_dist.errors import report_to_caller
+    from rl_dist.telemetry import events
+    from rl_dist.telemetry.state_file import record_exit
 
-        record_exit(Path(run_dir), child, code, words, signum)
-
-
-def _print_death(words: str, facts: dict[str, Any]) -> int:
     run_dir = facts.get("run_dir", "")
+    words = f"the training process ({child}) {how_it_ended(code)}"
+    if run_dir:
+        record_exit(Path(run_dir), child, 1, words, -code if code < 0 else None)
     can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
     fix = f"; go on with --resume {run_dir}" if can_resume else ""
     print(f"error: {words}{fix}", file=sys.stderr, flush=True)
-    from rl_dist.errors import report_to_caller
-
     report_to_caller(error=words)
     if facts.get("on_event"):
-        from rl_dist.telemetry import events
-
         events.configure(facts["on_event"], run_dir)
         events.notify("failed", words, exit_code=1)
         events.close()
-    return 1

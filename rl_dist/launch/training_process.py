@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import RESULT_FILE
-from rl_dist.launch.child_process import SCRIPT, kill_group, start
+from rl_dist.launch.child_process import SCRIPT, Child
 from rl_dist.launch.short_run import ended_lines
-from rl_dist.telemetry.state_file import open_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,37 +49,33 @@ def launch_distributed_training(
         named: flags by name: True is --name, False --no-name, None no flag, a dict becomes JSON.
     """
     started_s = time.monotonic()
-    output = None if echo else subprocess.DEVNULL
-    with tempfile.NamedTemporaryFile("w+", prefix="rl_dist_result_") as file:
-        job = start(
-            [script, *flags, *as_flags(named)],
-            variables={"PYTHONUNBUFFERED": "1", RESULT_FILE: file.name},
-            stdout=output,
-            stderr=output,
-        )
+    with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
+        words: list[str | Path] = [script, *flags, *as_flags(named)]
+        child = Child(words, Path(folder), variables={"PYTHONUNBUFFERED": "1"}, echo=echo)
         try:
-            job.wait()
+            child.job.wait()
         except KeyboardInterrupt:
             # it is in a session of its own: Ctrl-C has not reached it
-            job.send_signal(signal.SIGINT)
-            job.wait()
+            child.job.send_signal(signal.SIGINT)
+            child.job.wait()
             raise
         finally:
-            kill_group(job)
-        facts = json.loads(Path(file.name).read_text() or "{}")
+            child.kill()
+        facts = child.facts()
+    code = child.job.returncode
     run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
     if run_dir and not run_dir.is_dir():  # a failed start leaves none
         run_dir = None
     lines = ended_lines(run_dir) if run_dir else []
     last = json.loads(lines[-1]) if lines else {}
     return TrainingResult(
-        success=job.returncode == 0,
-        exit_code=job.returncode,
+        success=code == 0,
+        exit_code=code,
         iterations=last.get("iteration", 0),
         final_losses={name: value for name, value in last.items() if name.startswith("loss/")},
         seconds=time.monotonic() - started_s,
         run_dir=run_dir,
-        error=_error(job.returncode, facts, run_dir),
+        error=_error(code, facts),
     )
 
 
@@ -97,11 +90,9 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _error(code: int, facts: dict[str, str], run_dir: Path | None) -> str:
+def _error(code: int, facts: Mapping[str, str]) -> str:
     if code == 0:
         return ""
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    keeper = open_state(run_dir) if run_dir else None
-    recorded = keeper.state.exit.error if keeper and keeper.state.exit else ""
-    return facts.get("error") or recorded or f"ended with code {code} without a report"
+    return facts.get("error") or f"ended with code {code} without a report"

@@ -81,14 +81,11 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     names = sorted(tensors)
     own = [[name, str(tensors[name].dtype), list(tensors[name].shape)] for name in names]
     layouts = all_gather_json(own, world)
-    for rank, layout in enumerate(layouts):
-        for first, entry in zip(layouts[0], layout, strict=False):
-            if first[:2] != entry[:2] or first[2][1:] != entry[2][1:]:
-                raise DesyncError(f"rank {rank} gathers {entry} where rank 0 gathers {first}")
-        if len(layout) != len(layouts[0]):
-            raise DesyncError(
-                f"rank {rank} gathers {len(layout)} tensors, rank 0 {len(layouts[0])}"
-            )
+    alike = [[(name, dtype, shape[1:]) for name, dtype, shape in layout] for layout in layouts]
+    for rank, layout in enumerate(alike):
+        if layout != alike[0]:
+            odd = [entry for entry in layout if entry not in alike[0]]
+            raise DesyncError(f"rank {rank} gathers {odd or 'less'}, not what rank 0 gathers")
     if not names:
         return {} if world.is_main_process else None
     received = _gather_bytes(torch.cat([_as_bytes(tensors[name]) for name in names]), world)
@@ -96,13 +93,12 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
         return None
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     for raw, layout in zip(received, layouts, strict=True):
-        start = 0
         for name, _, shape in layout:
             dtype = tensors[name].dtype
-            end = start + torch.Size(shape).numel() * dtype.itemsize
+            end = torch.Size(shape).numel() * dtype.itemsize
             # the clone is aligned to its type
-            rows[name].append(raw[start:end].clone().view(dtype).reshape(shape))
-            start = end
+            rows[name].append(raw[:end].clone().view(dtype).reshape(shape))
+            raw = raw[end:]
     return {name: torch.cat(rows[name]) for name in tensors}
 
 
@@ -191,6 +187,5 @@ def tensor_hash(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         # a copy, for numpy pins storage for good, and whole parameters are freed
-        copied = tensor.detach().to("cpu", copy=True)
-        digest.update(copied.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()

@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -33,17 +32,10 @@ class StopRelay:
     SIGUSR1 and SIGHUP announce an end: a SIGTERM may follow. A second SIGINT or SIGTERM insists.
     """
 
-    def __init__(self, pass_on: Callable[[int], None] = lambda signum: None) -> None:
-        """Remember signals; each goes to `pass_on`, too."""
+    def __init__(self) -> None:
         self.signums: list[int] = []
-        self._pass_on = pass_on
         self._last_s = 0.0
-        self._previous: dict[int, Any] = {}
-
-    @property
-    def installed(self) -> bool:
-        """True while the handlers are set."""
-        return bool(self._previous)
+        self._previous: dict[int, Any] = {}  # handlers
 
     def install(self) -> None:
         """Set the handlers and forget signals of before; main thread only."""
@@ -66,7 +58,6 @@ class StopRelay:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.count(signum)
-        self._pass_on(signum)
 
     def count(self, signum: int) -> None:
         """Remember a signal, unless it belongs to the key press before."""

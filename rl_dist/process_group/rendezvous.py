@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import time
@@ -15,10 +14,7 @@ import torch.distributed as dist
 
 from rl_dist.hardware.addresses import check_address
 
-logger = logging.getLogger(__name__)
-
 GREETING_EVERY_S = 0.05
-WARN_AFTER_S = 15.0
 
 
 def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
@@ -45,7 +41,7 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
     deadline_s = time.monotonic() + timeout_s
     try:
         if not hosted_here:
-            _wait_for_listener(rank, host, port, deadline_s)
+            _wait_for_listener(host, port, deadline_s)
         store = dist.TCPStore(
             host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False
         )
@@ -59,22 +55,15 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
         ) from None
 
 
-def _wait_for_listener(rank: int, host: str, port: int, deadline_s: float) -> None:
+def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
     """Wait until somebody listens: torch would, too, but with pages of complaints."""
-    warn_at_s = time.monotonic() + WARN_AFTER_S
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
         except OSError as error:
-            now_s = time.monotonic()
-            if now_s > deadline_s:
+            if time.monotonic() > deadline_s:
                 raise TimeoutError(error.strerror or str(error)) from None
-            if now_s > warn_at_s:
-                warn_at_s = deadline_s
-                logger.warning(
-                    "rank %d waits for MASTER_ADDR %s, MASTER_PORT %d: %s", rank, host, port, error
-                )
         time.sleep(0.2)
 
 

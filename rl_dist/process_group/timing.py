@@ -47,14 +47,10 @@ def section(name: str) -> Iterator[None]:
 class NullProfiler:
     """Measures nothing, in place of `rl_dist.telemetry.profiler.Profiler`."""
 
-    def begin(self, iteration: int) -> None:
+    def begin(self, *_: object) -> None:
         """Do nothing."""
 
-    def end(self, say: Callable[[str], None]) -> None:
-        """Do nothing."""
-
-    def close(self, say: Callable[[str], None]) -> None:
-        """Do nothing."""
+    end = close = begin
 
 
 class StepClock:
@@ -133,8 +129,8 @@ class Stragglers:
     """Remembers who was slow, and in what; every rank comes to the same result."""
 
     def __init__(self) -> None:
-        self._slow: Counter[tuple[str, int]] = Counter()  # iterations in a row
-        self._well: Counter[tuple[str, int]] = Counter()
+        # iterations in a row: slow ones, or if negative others
+        self._in_a_row: Counter[tuple[str, int]] = Counter()
         self._reported: set[tuple[str, int]] = set()
 
     def observe(self, phases: Mapping[str, Sequence[float]]) -> list[str]:
@@ -151,11 +147,11 @@ class Stragglers:
             other_s = median(others or [own_s])
             slow = own_s > STRAGGLER_FACTOR * other_s and own_s - other_s > STRAGGLER_EXCESS_S
             key = phase, rank
-            self._slow[key] = self._slow[key] + 1 if slow else 0
-            self._well[key] = 0 if slow else self._well[key] + 1
-            if self._well[key] >= IN_A_ROW:
+            before = self._in_a_row[key]
+            self._in_a_row[key] = max(0, before) + 1 if slow else min(0, before) - 1
+            if self._in_a_row[key] <= -IN_A_ROW:
                 self._reported.discard(key)
-            if self._slow[key] >= IN_A_ROW and key not in self._reported:
+            if self._in_a_row[key] >= IN_A_ROW and key not in self._reported:
                 self._reported.add(key)
                 lines.append(
                     f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s of its own work "

@@ -71,29 +71,21 @@ class _Seen:
 
 
 def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> None:
-    """Report an error and end this process at once, from any thread.
+    """Report an error (without the word) and end this process at once, from any thread.
 
     Args:
-        message: without the word error.
-        exit_code: of the process.
         consequence: another rank is to blame.
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
-    text = f"error: {summary}"
     # for the log file only
-    logging.getLogger("rl_dist.launch.rank").error(text)
+    logging.getLogger("rl_dist.launch.rank").error("error: %s", summary)
     if JOB_DIR_VARIABLE in os.environ:  # the launcher prints it, once
         report(
-            message=text,
-            rank=rank,
-            at_ns=time.monotonic_ns(),
-            consequence=consequence,
-            summary=summary,
-            exit_code=exit_code,
+            rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code
         )
     else:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(f"error: {summary}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
@@ -164,7 +156,7 @@ class Watchdog:
         while not self._closed.wait(self.period_s):
             try:
                 self._publish()
-                verdict = self._look() if self._own.place else ""
+                problem = self._look() if self._own.place else ""
                 answers = True
             # files were cleared away, or another machine is out of reach
             except (RuntimeError, OSError) as error:
@@ -174,44 +166,42 @@ class Watchdog:
                         str(error).splitlines()[0],
                     )
                 answers = False
-                verdict = self._alone()
-            if verdict and not self._closed.is_set():
+                problem = self._alone()
+            if problem and not self._closed.is_set():
                 self._log_stack()
-                end_rank(verdict, consequence=True)
+                end_rank(problem, consequence=True)
         with suppress(RuntimeError, OSError):  # a store that others have taken along
             self.doing.phase = LEFT
             self.doing.place = ""
             self._publish()
 
-    def _alone(self) -> str:
-        """Decide like `_look`, when nothing can be read of the others."""
-        waited_s = time.monotonic() - self._own_since_s
-        if not self._own.place or waited_s < self._limit_s():
-            return ""
-        return (
-            f"waited {waited_s:.0f} s {self._own.where}, "
-            "and the store that would say for whom is lost"
-        )
-
     def _limit_s(self) -> float:
         in_startup = self._own.phase == STARTUP
         return max(self.timeout_s, STARTUP_TIMEOUT_S) if in_startup else self.timeout_s
 
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._own_since_s
+
     def _publish(self) -> None:
         """Publish this rank's status; forget the others' if it has changed."""
         own = replace(self.doing)
-        now_s = time.monotonic()
         if own != self._own:
             self._own = own
-            self._own_since_s = now_s
+            self._own_since_s = time.monotonic()
             self._logged_stack = False
             self._seen.clear()
-        stuck_s = now_s - self._own_since_s
-        if not own.place and not self._logged_stack and stuck_s > self._limit_s() / 2:
-            logger.warning("no progress for %.0f s %s", stuck_s, own.where)
+        if not own.place and not self._logged_stack and self._waited_s() > self._limit_s() / 2:
+            logger.warning("no progress for %.0f s %s", self._waited_s(), own.where)
             self._log_stack()
         self._number += 1
         self._store.set(str(self.rank), json.dumps([self._number, asdict(own)]))
+
+    def _alone(self) -> str:
+        """Decide like `_look`, when nothing can be read of the others."""
+        if not self._own.place or self._waited_s() < self._limit_s():
+            return ""
+        waited = f"waited {self._waited_s():.0f} s {self._own.where}"
+        return f"{waited}, and the store that would say for whom is lost"
 
     def _look(self) -> str:
         """Read the others' status while this rank waits; return why it waits in vain, or ""."""
@@ -243,8 +233,8 @@ class Watchdog:
 
     def _different_calls(self) -> str:
         others = self._seen.values()
-        steady = [seen.status.place and seen.news >= STEADY_MESSAGES for seen in others]
-        if len(steady) < self.size - 1 or not all(steady):
+        steady = [seen for seen in others if seen.status.place and seen.news >= STEADY_MESSAGES]
+        if len(steady) < self.size - 1:
             return ""
         if all(self._waits_with_us(seen.status) for seen in others):
             return ""  # the network is slow
@@ -254,9 +244,8 @@ class Watchdog:
 
     def _absent(self, now_s: float) -> str:
         """Name ranks that have kept this one waiting without any progress for too long."""
-        if now_s - self._own_since_s < self._limit_s():
+        if self._waited_s() < self._limit_s():
             return ""
-        waited = f"waited {now_s - self._own_since_s:.0f} s {self._own.where}"
         missing = []
         for rank in (rank for rank in range(self.size) if rank != self.rank):
             seen = self._seen.get(rank)
@@ -266,6 +255,7 @@ class Watchdog:
                 if now_s - seen.since_s < self._limit_s() - 2 * self.period_s:
                     return ""  # it goes on
                 missing.append(f"rank {rank}, which made no progress {seen.status.where}")
+        waited = f"waited {self._waited_s():.0f} s {self._own.where}"
         if not missing:
             return f"{waited}, as all other ranks do: their connection is broken"
         return f"{waited} for {' and '.join(missing)} (--collective_timeout {self.timeout_s:g})"

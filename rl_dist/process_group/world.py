@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -82,12 +83,12 @@ class World:
         Raises:
             CollectiveError: the connection broke.
         """
-        self._synchronize()
+        self.synchronize()
         started = time.perf_counter()
         try:
             with self._in_collective(place):
                 yield
-                self._synchronize()
+                self.synchronize()
         finally:
             self.sync_seconds += time.perf_counter() - started
 
@@ -101,13 +102,13 @@ class World:
         self._gradients_ready_s = 0.0
         with self._in_collective(place):
             yield
-            self._synchronize()
+            self.synchronize()
         if self._gradients_ready_s:
             self.gradient_seconds += time.perf_counter() - self._gradients_ready_s
 
     def gradients_ready(self) -> None:
         """Record that this rank's part of a backward pass is done: reduction begins."""
-        self._synchronize()
+        self.synchronize()
         self._gradients_ready_s = time.perf_counter()
         self._announce("gradient reduction")
 
@@ -151,7 +152,8 @@ class World:
         listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(words))
         raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait until the GPU has done what was queued."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -259,11 +261,10 @@ def leave_world() -> bool:
     Returns:
         True if a process group of several ranks is open: this process must end by `os._exit`.
     """
-    if _current is None or _current.size == 1:
+    if _current is None or _current.watchdog is None:
         close_any_world()
         return False
-    if _current.watchdog is not None:
-        _current.watchdog.close()
+    _current.watchdog.close()
     return True
 
 
@@ -285,7 +286,7 @@ def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
     os._exit(0 if done.wait(ORPHAN_GRACE_S) else 1)
 
 
-class StopFlag:
+class StopFlag(StopRelay):
     """Remembers the first stop signal; the trainer reads it after each iteration.
 
     `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
@@ -294,32 +295,28 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.signum = 0
-        self._relay = StopRelay(self._on_signal)
         self._second_ends = True
 
-    def install(self, *, second_ends: bool = True) -> StopFlag:
+    def install(self, *, second_ends: bool = True) -> None:
         """Install the handlers (once, main thread only) and let blocked stop signals in.
 
         Args:
             second_ends: a second SIGINT or SIGTERM ends this process; False under our launcher,
                 which sees to that.
         """
-        if self._relay.installed or threading.current_thread() is not threading.main_thread():
-            return self
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
         self.signum = 0
         self._second_ends = second_ends
-        self._relay.install()
+        super().install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return self
 
-    def uninstall(self) -> None:
-        """Put the handlers of before back."""
-        self._relay.uninstall()
-
-    def _on_signal(self, signum: int) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        super()._on_signal(signum, frame)
         self.signum = self.signum or signum
-        if self._second_ends and self._relay.insists:
+        if self._second_ends and self.insists:
             os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")
             leave(128 + self.signum)
 

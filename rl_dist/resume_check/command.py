@@ -9,10 +9,8 @@ the learning rate.
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +24,9 @@ import torch
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, latest_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.launch.child_process import SCRIPT, errors_of, kill_group, start
+from rl_dist.launch.child_process import SCRIPT, Child
+from rl_dist.launch.short_run import ended_lines
 from rl_dist.resume_check.comparison import differences, flatten, parameter_sha256, result_of
-from rl_dist.telemetry.metrics import METRICS_FILE
 
 # Sizes of training that are not given are small; the totals of the run follow from them.
 SIZES = {"num_envs": 8, "num_steps": 32, "bptt_steps": 8, "batch_size": 8}
@@ -54,26 +52,14 @@ examples:
 An environment takes part through get_state and set_state (see envs/vector/snapshots.py); without
 them its episodes restart at resume, and no run of it can be bit-identical. On a GPU some kernels
 round differently from run to run: try --device cpu to tell the two apart.
-exit codes: 0 bit-identical (--resume_on: equal within the tolerance), 1 different or failed, 2 bad
-usage"""
-
-
-class CheckFailedError(Exception):
-    """The check could not be made, or training failed; the message is for the user."""
-
-
-class _ResumeCheckParser(CommandParser):
-    """Raises its errors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.split()))
+exit codes: 0 bit-identical (--resume_on: equal within 1e-4, in fp64 1e-9), 1 different or failed, 2
+bad usage"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """The runs to make."""
+    """The runs to make: one straight, one killed and then resumed."""
 
-    script: Path
     iterations: int  # before the kill, and again after it
     num_gpus: int
     resume_on: int
@@ -85,27 +71,32 @@ class ResumePlan:
         """True if the resumed run has as many ranks as the killed one."""
         return self.num_gpus == self.resume_on
 
-    def fresh(self, run_dir: Path) -> list[str]:
-        """Return the command line of a run from the beginning."""
-        where = ["--num_gpus", str(self.num_gpus), "--run_dir", str(run_dir)]
-        return [str(self.script), *self.flags, *where]
+    def start(self, name: str) -> Child:
+        """Start a run from the beginning."""
+        where = ["--num_gpus", str(self.num_gpus), "--run_dir", str(self.folder / name)]
+        return self._start(name, [*self.flags, *where])
 
-    def resume(self, run_dir: Path) -> list[str]:
-        """Return the command line of a run that goes on."""
-        alone = self.resume_on == 1 and not self.exact
-        of_several = {"strategy": "default", "gradient_compression": "none"} if alone else {}
-        given = _given(self.flags)
-        changed = [f"--{name}={value}" for name, value in of_several.items() if name in given]
-        where = ["--resume", str(run_dir), "--num_gpus", str(self.resume_on)]
-        return [str(self.script), *where, *changed]
+    def resume(self) -> Child:
+        """Let the killed run go on."""
+        return self._start("resumed", self.resume_flags())
 
+    def resume_flags(self) -> list[str]:
+        """Return the flags of the resume; one rank takes no strategy of several."""
+        flags = ["--resume", str(self.folder / "killed"), "--num_gpus", str(self.resume_on)]
+        if self.resume_on == 1 and not self.exact:
+            of_several = {"strategy": "default", "gradient_compression": "none"}
+            given = _given(self.flags)
+            flags += [f"--{name}={value}" for name, value in of_several.items() if name in given]
+        return flags
 
-# ---- the command line
+    def _start(self, name: str, flags: list[str]) -> Child:
+        variables = {"TMPDIR": str(self.folder)}
+        return Child([SCRIPT, *flags], self.folder, name, variables=variables)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return our own flags, and those for the training script."""
-    parser = _ResumeCheckParser(
+    parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
         description=DESCRIPTION,
@@ -120,22 +111,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--num_gpus", "--num-gpus", type=int, default=-1, metavar="N", help=what)
     what = "ranks of the resumed run (default: as many as before)"
     add("--resume_on", "--resume-on", type=int, metavar="M", help=what)
-    what = "difference allowed on another number of ranks (default: 1e-4, for fp64 1e-9)"
-    add("--tolerance", type=float, metavar="X", help=what)
-    what = "training script (default: train_distributed.py)"
-    add("--script", type=Path, default=SCRIPT, metavar="FILE", help=what)
     add("--keep", action="store_true", help="keep the run directories and print where they are")
     args, flags = parser.parse_known_args(argv)
     if not 1 <= args.iterations <= 10**6:
         raise UserError(f"--iterations must be 1..1000000, got {args.iterations}")
-    if args.tolerance is not None and (
-        args.resume_on is None or not 0 <= args.tolerance < math.inf
-    ):
-        raise UserError(
-            f"--tolerance {args.tolerance} must be a number from 0 and goes with --resume_on only"
-        )
-    if not args.script.is_file():
-        raise UserError(f"--script {args.script}: no such file; name the training script")
     return args, flags
 
 
@@ -169,151 +148,81 @@ def _given(flags: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# ---- the three runs
-
-
-def _start(command: list[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """Start a run in its own process group; its output goes to files, it ends when we do."""
-    with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
-        return start(command, variables={"TMPDIR": str(folder)}, stdout=out, stderr=err)
-
-
-def _require_success(job: subprocess.Popen[bytes], folder: Path, name: str) -> None:
-    """Raise UserError if training refused its flags, CheckFailedError if it failed otherwise."""
-    if job.returncode == 0:
-        return
-    lines = (folder / f"{name}.err").read_text(errors="replace").splitlines()
-    errors = errors_of(lines)
-    if job.returncode == 2 and errors:
-        raise UserError(errors[-1])
-    last = f"error: the {name} run ended with code {job.returncode}, see above"
-    raise CheckFailedError("\n".join([*lines[-20:], last]))
-
-
-def _run_to_end(what: str, command: list[str], folder: Path, name: str) -> None:
-    """Run the training script to its end, and print how long it took."""
-    _say(f"{what} ...")
-    started_s = time.monotonic()
-    job = _start(command, folder, name)
+def _finish(run: Child) -> None:
+    """Wait for the end of a run, which must be a good one."""
     try:
-        job.wait()
+        code = run.job.wait()
     finally:
-        kill_group(job)
-    _require_success(job, folder, name)
-    _say(f"  done in {time.monotonic() - started_s:.0f} s")
+        run.kill()
+    if code:
+        raise UserError(f"training ended with code {code}: {run.error()}", exit_code=1)
 
 
-def run_and_kill(plan: ResumePlan, run_dir: Path) -> int:
-    """Start a run and kill it after its checkpoint at `iterations`.
-
-    Returns:
-        The last iteration of which it had written metrics.
+def run_and_kill(plan: ResumePlan, saved: Path) -> int:
+    """Start a run and kill it after a checkpoint; return the last iteration that it ended.
 
     Raises:
-        CheckFailedError: it was always faster than the kill.
+        UserError: it was always faster than the kill.
     """
-    saved = run_dir / CHECKPOINT_DIR / f"iteration_{plan.iterations:08d}.pt"
+    run_dir = plan.folder / "killed"
     beyond = min(plan.iterations + 1, 2 * plan.iterations - 1)  # so that metrics must be cut back
     for _ in range(ATTEMPTS):
         shutil.rmtree(run_dir, ignore_errors=True)
-        job = _start(plan.fresh(run_dir), plan.folder, "killed")
+        run = plan.start("killed")
         try:
-            while job.poll() is None and not (saved.exists() and _num_lines(run_dir) >= beyond):
+            while run.job.poll() is None:
+                if saved.exists() and len(ended_lines(run_dir)) >= beyond:
+                    break
                 time.sleep(0.002)
         finally:
-            kill_group(job)
-        if job.returncode != -signal.SIGKILL:
-            _require_success(job, plan.folder, "killed")
+            run.kill()
+        if run.job.returncode != -signal.SIGKILL:
+            _finish(run)
         if latest_checkpoint(run_dir) == saved and not (run_dir / "summary.json").exists():
-            return _num_lines(run_dir)
-    raise CheckFailedError(
-        "error: the run always ended before it could be killed: "
-        f"give more than {plan.iterations} --iterations or longer ones (--num_steps)"
-    )
+            return len(ended_lines(run_dir))
+    problem = "the run always ended before it could be killed"
+    fix = f"give more than {plan.iterations} --iterations or longer ones (--num_steps)"
+    raise UserError(f"{problem}: {fix}", exit_code=1)
 
 
-def _num_lines(run_dir: Path) -> int:
-    path = run_dir / METRICS_FILE
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-# ---- the check
-
-
-def check(plan: ResumePlan, tolerance: float | None) -> bool:
-    """Make the three runs and print the verdict; return True if they are equal."""
-    folder = plan.folder
-    straight = folder / "straight"
-    killed = folder / "killed"
+def check(plan: ResumePlan) -> bool:
+    """Make the three runs and print what came of them; return True if they are equal."""
     k = plan.iterations
-    _run_to_end(f"straight: iterations 1..{2 * k}", plan.fresh(straight), folder, "straight")
+    _say(f"straight: iterations 1..{2 * k} ...")
+    _finish(plan.start("straight"))
     _say(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...")
-    reached = run_and_kill(plan, killed)
-    _say(f"  killed after iteration {reached}, goes on from the checkpoint of iteration {k}")
-    state = load_checkpoint(killed / CHECKPOINT_DIR / f"iteration_{k:08d}.pt")
+    saved = plan.folder / "killed" / CHECKPOINT_DIR / f"iteration_{k:08d}.pt"
+    reached = run_and_kill(plan, saved)
+    state = load_checkpoint(saved)
     if state.get("environments") is None:
-        _without_snapshots(plan, killed)
+        _say(
+            "not bit-identical, and cannot be: this environment cannot be snapshot (it has no "
+            "get_state and set_state), so its episodes restart at resume; envs/vector/snapshots.py "
+            "shows how it can take part"
+        )
         return False
-    _run_to_end(f"resumed: iterations {k + 1}..{2 * k}", plan.resume(killed), folder, "resumed")
-    if plan.exact:
-        return _verdict(straight, killed)
-    if tolerance is None:
-        tolerance = TOLERANCES[next(leaf.dtype for leaf in flatten(state["policy"]).values())]
-    return _verdict_within(straight, killed, tolerance, plan)
+    _say(f"killed after iteration {reached}; resumed: iterations {k + 1}..{2 * k} ...")
+    _finish(plan.resume())
+    dtype = next(leaf.dtype for leaf in flatten(state["policy"]).values())
+    return compare(plan, 0.0 if plan.exact else TOLERANCES[dtype])
 
 
-def _without_snapshots(plan: ResumePlan, killed: Path) -> None:
-    """Print why nothing can be identical, and check the rest: two resumes are equal."""
-    again = plan.folder / "again"
-    shutil.copytree(killed, again)
-    for run_dir in (killed, again):
-        _run_to_end("resumed, once and again", plan.resume(run_dir), plan.folder, "resumed")
-    found = differences(result_of(killed), result_of(again))
-    _say(
-        "not bit-identical, and cannot be: this environment cannot be snapshot (it has no get_state"
-        " and set_state), so its episodes restart at resume; envs/vector/snapshots.py shows how it"
-        " can take part"
-    )
-    same = f"are bit-identical (parameters SHA-256 {parameter_sha256(killed)})"
-    _say("two resumes of the same checkpoint " + (f"differ, too: {found[0]}" if found else same))
-
-
-def _verdict(straight: Path, resumed: Path) -> bool:
-    left = result_of(straight)
-    found = differences(left, result_of(resumed))
-    hashes = [parameter_sha256(run_dir) for run_dir in (straight, resumed)]
-    if not found and hashes[0] == hashes[1]:
-        _say(f"bit-identical: all {len(left)} tensors and numbers of checkpoint and metrics")
-        _say(f"parameters SHA-256 {hashes[0]}")
-        return True
-    _say(f"different: {_first_of(found) if found else 'parameters'}")
-    _say_hashes(straight, resumed)
-    return False
-
-
-def _verdict_within(straight: Path, resumed: Path, tolerance: float, plan: ResumePlan) -> bool:
-    left = result_of(straight, with_ranks=False)
-    right = result_of(resumed, with_ranks=False)
+def compare(plan: ResumePlan, tolerance: float) -> bool:
+    """Print whether the straight run and the resumed one are equal; tolerance 0: bit for bit."""
+    runs = {"straight": plan.folder / "straight", "resumed": plan.folder / "killed"}
+    left, right = (result_of(run_dir, with_ranks=plan.exact) for run_dir in runs.values())
     found = differences(left, right, tolerance)
-    ranks = f"killed on {plan.num_gpus} rank(s) and resumed on {plan.resume_on}"
+    limit = "" if plan.exact else f" within {tolerance:g}"
     if found:
-        _say(f"different by more than {tolerance:g}, {ranks}: {_first_of(found)}")
-        return False
-    _say(
-        f"equal within {tolerance:g}: {ranks}, sums are rounded in another order; not bit for bit: "
-        f"{len(differences(left, right))} of {len(left)} tensors and numbers"
-    )
-    _say_hashes(straight, resumed)
-    return True
-
-
-def _first_of(found: Sequence[str]) -> str:
-    return found[0] + (f" ({len(found) - 1} more differ)" if len(found) > 1 else "")
-
-
-def _say_hashes(straight: Path, resumed: Path) -> None:
-    _say(f"parameters SHA-256 straight {parameter_sha256(straight)}")
-    _say(f"                   resumed {parameter_sha256(resumed)}")
+        more = f" ({len(found) - 1} more differ)" if len(found) > 1 else ""
+        _say(f"different{limit}: {found[0]}{more}")
+    elif plan.exact:
+        _say(f"bit-identical: all {len(left)} tensors and numbers of checkpoint and metrics")
+    else:
+        _say(f"equal{limit}, on {plan.num_gpus} and then on {plan.resume_on} rank(s)")
+    for name, run_dir in runs.items():
+        _say(f"parameters SHA-256 {parameter_sha256(run_dir)} {name}")
+    return not found
 
 
 def _say(text: str) -> None:
@@ -332,7 +241,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _leave)
     plan = ResumePlan(
-        script=args.script,
         iterations=args.iterations,
         num_gpus=args.num_gpus,
         resume_on=args.num_gpus if args.resume_on is None else args.resume_on,
@@ -340,10 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder=Path(tempfile.mkdtemp(prefix="resume_check_")),
     )
     try:
-        return 0 if check(plan, args.tolerance) else 1
-    except CheckFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return 0 if check(plan) else 1
     finally:
         if args.keep:
             _say(f"kept: {plan.folder}")

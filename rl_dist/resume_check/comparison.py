@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_dist.checkpoint.folder import load_latest
 from rl_dist.errors import UserError
+from rl_dist.process_group.collectives import tensor_hash
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
@@ -47,31 +48,24 @@ def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
 def _difference(left: Any, right: Any, tolerance: float) -> str:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return _tensor_difference(left, right, tolerance)
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return "a tensor in one of them only"
     near = {"rel_tol": tolerance, "abs_tol": tolerance}
-    if type(left) is type(right) and (
-        left == right or (isinstance(left, float) and math.isclose(left, right, **near))
-    ):
+    both_floats = isinstance(left, float) and isinstance(right, float)
+    if both_floats and math.isclose(left, right, **near):
         return ""
-    return f"{left!r} and {right!r}"
+    same = type(left) is type(right) and left == right
+    return "" if same else f"{left!r:.80} and {right!r:.80}"
 
 
 def _tensor_difference(left: Tensor, right: Tensor, tolerance: float) -> str:
-    for what in ("dtype", "shape"):
-        if getattr(left, what) != getattr(right, what):
-            return f"{what} {getattr(left, what)} and {getattr(right, what)}"
-    if torch.equal(_bits(left), _bits(right)) or (
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return f"{left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+    if tensor_hash(left) == tensor_hash(right) or (
         tolerance and left.is_floating_point() and torch.allclose(left, right, tolerance, tolerance)
     ):
         return ""
     gap = (left.double() - right.double()).abs()
     number = int((gap != 0).sum())
     return f"{number} of {gap.numel()} numbers differ, by up to {float(gap.max()):.3g}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def metrics_of(run_dir: Path, with_ranks: bool) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def test_what_an_environment_prints_does_not_spoil_the_json():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signum", "moment"), [(signal.SIGINT, "all_reduce_"), (signal.SIGTERM, "trial_")]
+    ("signum", "moment"), [(signal.SIGINT, "all_reduce_"), (signal.SIGTERM, "short_run_")]
 )
 def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
