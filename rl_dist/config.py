@@ -82,9 +82,9 @@ class Declaration:
     def range(self) -> str:
         """The least and the largest value, where there are any."""
         least, largest = self.within
-        if largest is None:
-            return "" if least is None else f"at least {least}"
-        return f"{least}..{largest}"
+        if largest is not None:
+            return f"{least}..{largest}"
+        return "" if least is None else f"at least {least}"
 
     def shown(self, value: Any) -> str:
         """Return a value as users read it."""
@@ -221,15 +221,10 @@ class ParsedFlags:
     extra: argparse.Namespace  # values of the flags that `extra` added
 
     def with_defaults(self, values: Mapping[str, Any]) -> ParsedFlags:
-        """Return the same with other defaults, of the fields that were not given.
-
-        Raises:
-            ValueError: a section refuses a value.
-        """
+        """Return the same with other defaults, of the fields that were not given."""
         return self._changed({n: v for n, v in values.items() if n not in self.given}, self.given)
 
     def _changed(self, values: Mapping[str, Any], given: set[str]) -> ParsedFlags:
-        """Return the same with other values, and other flags given."""
         configs = {}
         for heading, config in self.configs.items():
             own = values.keys() & declarations(type(config)).keys()
@@ -237,11 +232,7 @@ class ParsedFlags:
         return dataclasses.replace(self, configs=configs, given=given)
 
     def answered(self, name: str, text: str) -> ParsedFlags:
-        """Return the same as if `--name text` had been given, too.
-
-        Raises:
-            ValueError: the command line would be refused.
-        """
+        """Return the same as if `--name text` had been given, too; a ValueError refuses it."""
         return self._changed({name: self.declaration(name).value_of(text)}, self.given | {name})
 
     def declaration(self, name: str) -> Declaration:

@@ -23,14 +23,12 @@ FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}  # to this user
 
 FIRST_RANK_S = 10.0  # for the first rank of a machine to print what the others see as well
-_CLOSED = "choose a place that you may use"
-_WRONG_KIND = "move away what lies there, or name another place"
+_WRONG_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP)
 _USER_FIXES = {
     errno.ENOENT: "",
     errno.ENAMETOOLONG: "choose a shorter name",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), _CLOSED),
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), _WRONG_KIND),
-    **dict.fromkeys((errno.EINVAL, errno.ELOOP), _WRONG_KIND),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use"),
+    **dict.fromkeys(_WRONG_KIND, "move away what lies there, or name another place"),
 }
 _MACHINE_FIXES = {
     errno.EMFILE: "allow more open files, such as by ulimit -n 1024",
@@ -83,11 +81,7 @@ def explained(error: ValueError | OSError) -> tuple[str, int]:
 
 
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
-    """Return an error on one line of at most about `limit` characters.
-
-    Args:
-        named: with its type in front; without, only where there is no message.
-    """
+    """Return an error on one line of about `limit` characters, its type in front if `named`."""
     message = " ".join(str(error).split())
     shown = message if len(message) <= limit else message[:limit] + "..."
     if named and shown:
@@ -111,17 +105,11 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Leave facts to the program that started this one, if it named a file.
-
-    Args:
-        facts: run_dir, error, unknown_flag.
-    """
-    path = os.environ.get(RESULT_FILE)
-    if not path:
-        return
-    with suppress(OSError, ValueError):
-        known = json.loads(Path(path).read_text() or "{}")
-        Path(path).write_text(json.dumps(known | facts))
+    """Leave run_dir, error or unknown_flag to the program that started this one, if it asks."""
+    if path := os.environ.get(RESULT_FILE):
+        with suppress(OSError, ValueError):
+            known = json.loads(Path(path).read_text())
+            Path(path).write_text(json.dumps(known | facts))
 
 
 def print_error_once(line: str) -> None:

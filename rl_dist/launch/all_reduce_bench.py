@@ -102,11 +102,9 @@ def measure_all_reduce(
     """Time an all-reduce of each size over ranks here, after verifying its sum.
 
     Args:
-        num_ranks: processes to start; with device_type "cuda" one GPU each.
         sizes_bytes: multiples of 4 (float32).
         repeats: at most; long ones are repeated less often.
-        gradient_bytes: also take DDP steps with a module of this size and compare the parameters;
-            0: no.
+        gradient_bytes: also take DDP steps with a module of this size; 0: no.
         timeout_s: for everything, the start of the ranks included, `meanwhile` not.
         meanwhile: called while the ranks start; they do not measure before it has returned.
         gpu_ids: of the ranks; none: rank i takes number i.
@@ -201,16 +199,12 @@ def _time_size(size_bytes: int, repeats: int, world: World) -> SizeTime:
             f"rank {world.rank}: {wrong} of {buffer.numel()} sums of an all-reduce over "
             f"{world.backend} are wrong"
         )
-    slowest = _over_ranks(max, own, world)
+    slowest = [max(of_ranks) for of_ranks in zip(*all_gather_json(own, world), strict=True)]
     quartiles = slowest * 3
     if repeats > 1:
         quartiles = statistics.quantiles(slowest, n=4, method="inclusive")
     lower, median, upper = quartiles
     return SizeTime(size_bytes, median, lower, upper, repeats)
-
-
-def _over_ranks(choose: Callable[..., float], own: list[float], world: World) -> list[float]:
-    return [choose(of_ranks) for of_ranks in zip(*all_gather_json(own, world), strict=True)]
 
 
 def _time_once(buffer: Tensor, values: Tensor, world: World) -> float:
@@ -264,9 +258,12 @@ def _ddp_steps(gradient_bytes: int, world: World) -> DdpSteps:
         raise RuntimeError(
             f"rank {world.rank}: DDP made parameters of {weight[0].item():g}, {expected:g} is right"
         )
+    of_ranks = all_gather_json([steps, waits], world)
+    slowest = [max(each) for each in zip(*(rank[0] for rank in of_ranks), strict=True)]
+    shortest = [min(each) for each in zip(*(rank[1] for rank in of_ranks), strict=True)]
     return DdpSteps(
         gradient_bytes,
-        step_s=statistics.median(_over_ranks(max, steps, world)),
-        reduction_s=statistics.median(_over_ranks(min, waits, world)),
+        step_s=statistics.median(slowest),
+        reduction_s=statistics.median(shortest),
         parameter_sha256=parameter_hash(module),
     )

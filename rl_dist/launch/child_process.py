@@ -28,7 +28,7 @@ class Child:
 
     def __init__(
         self,
-        arguments: Sequence[str | Path],
+        arguments: Sequence[object],
         folder: Path,
         name: str = "child",
         *,

@@ -315,14 +315,12 @@ def launch(
 
 def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     stop_flag.install()
-    try:
-        report = run_guarded(fn, args)
-        if not report.failed:
-            close_any_world()
-        return report
-    finally:
-        stop_flag.uninstall()
-        stop_flag.signum = 0
+    report = run_guarded(fn, args)
+    if not report.failed:
+        close_any_world()
+    stop_flag.uninstall()
+    stop_flag.signum = 0
+    return report
 
 
 def _notify_end(report: RankReport, restarts: int) -> None:

@@ -56,7 +56,7 @@ class Copy(Child):
 
     def __init__(self, flags: Sequence[str], folder: Path, number: int, **options: Any) -> None:
         self.run_dir = folder / f"copy_{number}"
-        words: list[str | Path] = [
+        words = [
             SCRIPT,
             *flags,
             f"--seed={number + 1}",
@@ -120,13 +120,11 @@ class SideBySide:
             flags: of the training script, with the sizes that one rank has. How long, where, what
                 to save and the seed are chosen here.
             copies: processes; with device_type "cuda" each has a GPU of its own.
-            threads: of each copy.
-            num_gpus: ranks of each copy.
+            threads, num_gpus: threads and ranks of each copy.
 
         Raises:
             UserError: the flags ask for a resume.
         """
-        assert copies > 0 < threads
         if without(flags, ["resume"]) != list(flags):
             fix = "give the flags that the run was started with"
             raise UserError(f"--resume: short runs begin again from the start; {fix}")
@@ -177,8 +175,7 @@ class SideBySide:
 
         Raises:
             UserError: the script refuses the flags; its own words.
-            ShortRunError: a copy failed in another way.
-            ShortRunTimeoutError: timeout_s or first_s have passed.
+            ShortRunError: a copy failed in another way, or time is up (ShortRunTimeoutError).
         """
         deadline_s = time.monotonic() + timeout_s
         ready_s = math.inf  # when all had their configuration, soon after which they train
@@ -208,10 +205,7 @@ class SideBySide:
             time.sleep(POLL_S)
 
     def halt(self) -> None:
-        """Stop all, in the middle of whatever they do.
-
-        Should the caller die meanwhile, the kernel wakes and ends the orphaned process groups.
-        """
+        """Stop all; if the caller dies, the kernel wakes and ends the orphaned process groups."""
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGSTOP)
 
@@ -236,17 +230,12 @@ def measure_short_runs(
     device_type: str = "cpu",
     on_wait: Callable[[float], None] = lambda share: None,
 ) -> Trial:
-    """Train copies side by side and measure them while all of them train.
+    """Train copies side by side and measure them while all of them train; see `SideBySide`.
 
     Args:
-        flags, copies, threads, device_type: as of `SideBySide`.
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
-        first_s, enough_s: as of `SideBySide.measure`.
         on_wait: called over and over with the share that is done; starting counts as one iteration.
-
-    Raises:
-        UserError, ShortRunError: as of `SideBySide`.
     """
     total = warm_up + iterations + 1
 

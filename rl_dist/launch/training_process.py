@@ -50,7 +50,7 @@ def launch_distributed_training(
     """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
-        words: list[str | Path] = [script, *flags, *as_flags(named)]
+        words = [script, *flags, *as_flags(named)]
         child = Child(words, Path(folder), variables={"PYTHONUNBUFFERED": "1"}, echo=echo)
         try:
             child.job.wait()

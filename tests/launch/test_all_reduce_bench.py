@@ -7,9 +7,7 @@ import time
 
 import psutil
 import pytest
-import torch
 
-from rl_dist.errors import UserError
 from rl_dist.launch.all_reduce_bench import BenchError, measure_all_reduce
 
 SIZES = [4, 1024, 2**20]
@@ -22,7 +20,7 @@ def measured():
 
 def test_every_size_is_timed_on_as_many_ranks_as_asked(measured):
     assert (measured.num_ranks, measured.backend) == (2, "gloo")
-    assert list(measured.seconds) == SIZES
+    assert [item.size_bytes for item in measured.times] == SIZES
     for item in measured.times:
         assert 0 < item.lower_s <= item.median_s <= item.upper_s < 60
         assert 5 <= item.repeats <= 8
@@ -32,13 +30,6 @@ def test_ddp_steps_end_with_equal_parameters_and_are_timed(measured):
     assert measured.ddp.gradient_bytes == 40_000
     assert 0 < measured.ddp.reduction_s < measured.ddp.step_s < 60
     assert len(measured.ddp.parameter_sha256) == 64
-
-
-def test_impossible_sizes_and_devices_are_refused_in_words():
-    with pytest.raises(UserError, match="multiples of 4"):
-        measure_all_reduce(2, [3])
-    with pytest.raises(UserError, match="device cuda"):
-        measure_all_reduce(torch.cuda.device_count() + 1, [4], "cuda")
 
 
 def jobs():

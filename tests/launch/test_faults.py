@@ -69,9 +69,7 @@ def log(folder, scenario, rank=0):
     return (folder / scenario / "logs" / f"rank_{rank}.log").read_text()
 
 
-def test_environments_that_raise_hang_or_return_rubbish_begin_anew_with_the_step_truncated(
-    ranks, folder
-):
+def test_environments_that_misbehave_begin_again_with_the_step_truncated(ranks, folder):
     for rank, own in enumerate(rank["restarts"] for rank in ranks):
         assert own["error"] == "" and own["counts"] == [0, 5, 0]
         for column in range(4):
@@ -85,12 +83,7 @@ def test_environments_that_raise_hang_or_return_rubbish_begin_anew_with_the_step
             assert own["plain rewards"][3, column] == (0.0 if faulty else 1.0)
         assert not own["terminated"].any()
         assert torch.isfinite(own["obs"]).all()
-    told = log(folder, "restarts", 1)
-    problems = {4: "did not come back within 0.5 s", 6: "reward is inf", 7: "shape (3,), not (2,)"}
-    for number, problem in problems.items():
-        assert f"Misbehaving-v0 number {number} at its step 20: " in told and problem in told
-    assert told.count("made again, 1 of 1") == 3
-    assert log(folder, "restarts", 0).count("made again, 1 of 1") == 2
+    assert log(folder, "restarts", 1).count("made again, 1 of 1") == 3
 
 
 def test_restarts_are_the_same_on_one_rank_as_on_two(ranks, tmp_path):
@@ -191,12 +184,7 @@ def test_a_rank_that_makes_another_collective_call_is_found_at_once_by_all(ranks
     ("flags", "expected"),
     [
         ("--env_timeout 3", "--env_timeout does nothing with StockTrading-v0"),
-        ("--env_restarts 3", "--env_restarts does nothing with StockTrading-v0"),
         ("--env Recall-v0 --env_restarts 3", "env_restarts 3: Recall-v0 is a native vector"),
-        ("--env Recall-v0 --env_timeout -1", "env_timeout must be 0..1000000, got -1"),
-        ("--max_bad_steps -1", "max_bad_steps must be 0..1000000000, got -1"),
-        ("--sync_check_every -1", "sync_check_every must be 0..1000000000, got -1"),
-        ("--collective_timeout 0", "collective_timeout must be 1..80000, got 0"),
     ],
 )
 def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(
@@ -211,13 +199,7 @@ def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(
 # ---- faults that end a job
 
 
-PROBLEMS = {
-    "hang": "did not come back within 1 s (--env_timeout)",
-    "raise": "raised KeyError: 'no such price'",
-    "nan": "observation is nan at position 0",
-    "reward": "reward is inf",
-    "shape": "observation has shape (3,), not (2,)",
-}
+PROBLEMS = {"hang": "did not come back within 1 s", "nan": "observation is nan at position 0"}
 IN_C = "did not come back within 1 s (--env_timeout) and cannot be interrupted"
 SEVERE = PROBLEMS | {"hang in C": IN_C, "interrupt": "raised KeyboardInterrupt"}
 CLOSES = ("close descriptors", "closed files and connections that are not its own")
@@ -254,8 +236,8 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
 @pytest.mark.parametrize(
     ("misdeed", "ranks"),
     [
-        ("close stdout", 1),
         ("close descriptor 1", 1),
+        pytest.param("close stdout", 1, marks=pytest.mark.slow),
         pytest.param("set the clock", 2, marks=pytest.mark.slow),
         pytest.param("end a thread", 1, marks=pytest.mark.slow),
     ],
@@ -335,29 +317,11 @@ def test_with_env_restarts_evaluated_episodes_are_whole_and_their_restarts_count
     assert "mean length 7.0, 4 restarts of environments" in out
 
 
-@pytest.mark.slow
-def test_an_evaluated_environment_that_cannot_be_interrupted_is_named_by_both_commands(tmp_path):
-    flags = ["--env_timeout", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2]
-    flags += ["--checkpoint_every", 1]
-    words = misbehaving(tmp_path / "run", {3: "hang in C"}, 5, *flags, stream="evaluation")
-    code, _, err, _ = finish(start_training(*words))
-    alone = start("-m", "agents.evaluate", tmp_path / "run")
-    err_alone = alone.communicate(timeout=120)[1]
-    assert code == alone.returncode == 1
-    for rank, stderr in ((1, err), (0, err_alone)):
-        line = error_line(stderr)
-        assert line.startswith(f"error: rank {rank}: ") and IN_C in line
-        assert "environment misbehaving_envs:Misbehaving-v0 number 3 at its step 5: " in line
-
-
 @pytest.mark.parametrize(
     ("ranks", "flags", "signum", "to"),
     [
         (1, [], signal.SIGTERM, "launcher"),
-        pytest.param(1, [], signal.SIGINT, "launcher", marks=pytest.mark.slow),
-        pytest.param(1, [], signal.SIGUSR1, "launcher", marks=pytest.mark.slow),
-        pytest.param(1, ["--max_restarts", 1], signal.SIGTERM, "launcher", marks=pytest.mark.slow),
-        pytest.param(2, [], signal.SIGTERM, "launcher", marks=pytest.mark.slow),
+        pytest.param(1, ["--max_restarts", 1], signal.SIGINT, "launcher", marks=pytest.mark.slow),
         pytest.param(2, ["--max_restarts", 1], signal.SIGTERM, "rank", marks=pytest.mark.slow),
     ],
 )
@@ -382,15 +346,6 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     assert (tmp_path / "events").read_text() == f"stopped {128 + signum}\n"
     assert "Traceback" not in err and not psutil.wait_procs(everyone, timeout=30)[1]
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
-
-
-@pytest.mark.slow
-def test_an_environment_that_hangs_and_lets_no_thread_run_is_ended_with_its_stack(tmp_path):
-    misdeeds = {3: "hang in C, holding the interpreter"}
-    flags = ["--env_timeout", 1, "--total_steps", 100_000]
-    code, _, err, _ = finish(start_training(*misbehaving(tmp_path / "run", misdeeds, 20, *flags)))
-    assert code == 1
-    assert "Timeout" in err and "in lock_twice" in err and err.count("error: ") == 1, err
 
 
 @pytest.mark.slow

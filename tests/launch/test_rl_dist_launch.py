@@ -54,18 +54,9 @@ def family(pid):
 
 
 SIGNALS = [  # to whom: the launcher, the process group or a rank
-    ("launcher", signal.SIGTERM),
     ("group", signal.SIGINT),
-    *(
-        pytest.param(to, signum, marks=pytest.mark.slow)
-        for to, signum in (
-            ("rank 1", signal.SIGUSR1),
-            ("launcher", signal.SIGINT),
-            ("launcher", signal.SIGUSR1),
-            ("rank 0", signal.SIGTERM),
-            ("rank 1", signal.SIGINT),
-        )
-    ),
+    pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param("rank 1", signal.SIGUSR1, marks=pytest.mark.slow),
 ]
 
 
@@ -128,8 +119,8 @@ def test_ranks_of_torchrun_are_adopted(tmp_path):
 def test_a_failing_rank_ends_the_job_with_its_traceback_and_rank_once(tmp_path, capfd):
     assert launch(rl_dist_ranks.loop, (str(tmp_path), "error"), num_ranks=2) == 1
     stderr = capfd.readouterr().err
-    assert stderr.count("RuntimeError: the roof is on fire") == stderr.count("Traceback") == 1
-    assert "rank 1 failed" in stderr
+    assert stderr.count("Traceback") == 1
+    assert stderr.endswith("error: rank 1 failed with RuntimeError: the roof is on fire\n")
     assert "the roof is on fire" in (tmp_path / "logs/rank_1.log").read_text()
     assert_all_gone(pids(tmp_path))
 
@@ -151,8 +142,7 @@ def test_ranks_that_hang_while_another_fails_are_ended_soon(tmp_path, capfd):
 
 
 QUICK = ("code 0", 1, 2)
-WAYS = ("code 0", "code 1", "code 77", "SIGSEGV", "SIGKILL", "SIGABRT")
-DEATHS = [(way, victim, ranks) for way in WAYS for ranks in (1, 2, 3) for victim in {0, ranks - 1}]
+DEATHS = [QUICK, ("code 0", 0, 1), ("code 0", 0, 3), ("code 77", 1, 2), ("SIGKILL", 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -200,11 +190,8 @@ def test_the_rank_that_failed_is_the_cause_and_not_the_one_that_missed_it_first(
     assert "rank 1 failed" in stderr and "the roof is on fire" in stderr and "rank 0" not in stderr
 
 
-def test_one_rank_runs_in_this_process():
-    assert launch(lambda pid: 0 if pid == os.getpid() else 1, (os.getpid(),), num_ranks=1) == 0
-
-
-def test_ranks_started_by_torchrun_run_in_their_process(monkeypatch):
+def test_one_rank_and_those_of_torchrun_run_in_this_process(monkeypatch):
+    assert launch(lambda: 7, (), num_ranks=1) == 7
     monkeypatch.setenv("RANK", "1")
     assert launch(lambda: 7, (), num_ranks=2) == 7
 
@@ -248,9 +235,8 @@ def test_threads_are_the_cores_shared_out_and_never_more_than_asked_for(monkeypa
     assert threads_per_rank(10_000) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_rank(1) == 1
-    for limit in ("0", "abc", "-4"):
-        monkeypatch.setenv("OMP_NUM_THREADS", limit)
-        assert threads_per_rank(1) == available_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "abc")
+    assert threads_per_rank(1) == available_cores()
 
 
 @pytest.fixture
@@ -302,13 +288,3 @@ def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):
     machine(gpus)
     with pytest.raises(ValueError, match=message):
         resolve(LaunchConfig(**flags))
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [{"num_gpus": -2}, {"device": "tpu"}, {"precision": "fp8"}]
-    + [{"max_restarts": -1}, {"max_restarts": 10**9}],
-)
-def test_launch_flags_out_of_range_are_refused(flags):
-    with pytest.raises(ValueError, match=next(iter(flags))):
-        LaunchConfig(**flags)

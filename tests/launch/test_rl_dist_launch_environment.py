@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import rl_dist_ranks
 import torch.distributed as dist
-from train_runs import REPO, SIZES, only_error, start, train_here
+from train_runs import RECALL, REPO, only_error, start, train_here
 
 from rl_dist import errors as console
 from rl_dist.hardware.addresses import check_address, check_variables, free_port
@@ -23,6 +23,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 OWN = dict.fromkeys([*TORCHRUN, "LOCAL_WORLD_SIZE"])
 OWN |= dict.fromkeys(["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"])
+OWN |= {"TORCHELASTIC_MAX_RESTARTS": None}
 STANDALONE = ("-m", "torch.distributed.run", "--standalone")
 
 
@@ -71,25 +72,14 @@ def test_variables_as_torchrun_sets_them_are_adopted(environment):
     assert resolve(LaunchConfig()).num_ranks == 1
 
 
-def test_the_command_refuses_them_in_one_line(environment, monkeypatch, capsys, tmp_path):
-    environment(**TORCHRUN | {"LOCAL_RANK": None})
-    monkeypatch.chdir(tmp_path)
-    assert train_here(monkeypatch, *SIZES, "--env", "CartPole-v1") == 2
-    assert "LOCAL_RANK is not" in only_error(capsys.readouterr().err)
-
-
-BAD = [["--num_envs", "-4"], ["--num_gpus", "7"], ["--env", "CartPole-v1", "--preset", "paper"]]
-
-
-@pytest.mark.parametrize("flags", BAD, ids=" ".join)
-def test_of_torchruns_ranks_the_first_tells_a_mistake_and_the_others_only_what_it_did_not(
-    flags, environment, monkeypatch, capsys, tmp_path
+def test_of_torchruns_ranks_the_first_prints_a_mistake_and_the_others_only_what_it_did_not(
+    environment, monkeypatch, capsys, tmp_path
 ):
     def printed_by(rank):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         own["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / str(rank) / "error.json")
         environment(**TORCHRUN | own)
-        assert train_here(monkeypatch, *flags) == 2
+        assert train_here(monkeypatch, "--num_envs", "-4") == 2
         return capsys.readouterr().err
 
     def end_when_waiting():
@@ -122,12 +112,13 @@ def test_under_torchrun_what_ends_a_run_on_one_rank_or_all_is_printed_once(mode,
     assert err.splitlines().count(f"error: {line}") == 1 and job.returncode == 1
 
 
-@pytest.mark.slow  # four ranks
-def test_under_torchrun_a_mistake_is_printed_once(tmp_path):
-    script = REPO / "train_distributed.py"
-    job = start(*STANDALONE, "--nproc-per-node=4", script, *BAD[0], cwd=tmp_path)
-    _, err = job.communicate(timeout=120)
-    assert err.count("error: num_envs must be 0..10000000, got -4") == 1 and job.returncode == 1
+def test_torchrun_with_restarts_wants_a_name_for_the_run(
+    environment, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_MAX_RESTARTS="1")
+    assert train_here(monkeypatch, *RECALL) == 2
+    assert "--max-restarts needs --run_dir DIR" in only_error(capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 

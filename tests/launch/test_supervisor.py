@@ -13,7 +13,7 @@ import pytest
 from train_runs import RECALL, REPO, records, start_training
 from train_runs import start as start_python
 
-from rl_dist.process_group.process_ends import ReportPage, StopRelay
+from rl_dist.process_group.process_ends import StopRelay
 
 SUPERVISED = """
 import os, signal, sys, threading, time
@@ -35,16 +35,12 @@ def start(code):
 @pytest.mark.parametrize(
     ("code", "exit_code", "words"),
     [
-        ("os._exit(0)", 1, "ended with code 0 and without a report"),
         ("os._exit(77)", 1, "ended with code 77"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, "SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "SIGKILL"),
         ("report(run_dir='tests'); os.abort()", 1, "SIGABRT"),
         ("os.closerange(0, 256); os._exit(0)", 1, "ended with code 0"),
-        ("pass", 0, ""),
         ("sys.exit(3)", 3, ""),
         ("1 / 0", 1, "ZeroDivisionError"),
-        ("leave(5)", 5, ""),
         ("os.closerange(3, 256); leave(5)", 5, ""),
         ("report(exit_code=0); os.abort()", 0, ""),  # it had ended: only its teardown failed
         # not its child's word
@@ -61,13 +57,7 @@ def test_a_death_without_a_report_is_a_failure_whatever_its_code(code, exit_code
         assert stderr == ""
 
 
-def test_it_needs_no_file_however_short_files_must_be():
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
-    job = start_python("-c", limit + SUPERVISED, cwd=REPO)
-    assert job.communicate(timeout=60)[1] == "" and job.returncode == 0
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_is_passed_on(signum):
     handle = f"signal.signal({signum}, lambda *_: leave({128 + signum}))\n"
     job, _ = start(handle + "while True: time.sleep(0.01)")
@@ -75,14 +65,6 @@ def test_a_stop_signal_is_passed_on(signum):
     job.send_signal(signum)
     _, stderr = job.communicate(timeout=20)
     assert (job.returncode, stderr) == (128 + signum, "")
-
-
-def test_before_anything_handles_it_a_stop_signal_simply_ends_it():
-    job, _ = start("time.sleep(60)")
-    job.terminate()
-    _, stderr = job.communicate(timeout=20)
-    assert job.returncode == 128 + signal.SIGTERM
-    assert len(stderr.splitlines()) == 1 and "SIGTERM" in stderr
 
 
 def test_ctrl_c_ends_an_import_that_swallows_it_and_afterwards_is_an_exception_again():
@@ -101,15 +83,14 @@ def test_ctrl_c_ends_an_import_that_swallows_it_and_afterwards_is_an_exception_a
         assert not psutil.pid_exists(child)
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_stop_signal_ends_even_a_process_that_ignores_it(second):
+def test_a_second_stop_signal_ends_even_a_process_that_ignores_it():
     ignore = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\n"
     job, child = start(ignore + "time.sleep(60)")
     time.sleep(0.3)
     job.terminate()
     time.sleep(0.7)  # no longer the same key press
     assert job.poll() is None
-    job.send_signal(second)
+    job.send_signal(signal.SIGINT)
     job.communicate(timeout=20)
     assert job.returncode == 128 + signal.SIGTERM
     assert not psutil.pid_exists(child)
@@ -162,13 +143,8 @@ DYING = [*RECALL, "--env", "dying_envs:Dying-v0", "--num_steps", 8, "--total_ste
 DYING += ["--checkpoint_every", 1, "--eval_episodes", 2]
 
 
-@pytest.mark.parametrize(
-    "way", ["0", *(pytest.param(way, marks=pytest.mark.slow) for way in ("77", "SIGSEGV"))]
-)
-def test_one_rank_that_dies_leaves_a_line_an_event_and_a_run_to_go_on_with(
-    way, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("DIE", way)
+def test_one_rank_that_dies_leaves_a_line_an_event_and_a_run_to_go_on_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIE", "0")
     flags = [*DYING, "--run_dir", tmp_path / "run", "--on_event", f"cat >> {tmp_path}/events"]
     job = start_training(*flags)
     _, stderr = job.communicate(timeout=120)
@@ -179,8 +155,7 @@ def test_one_rank_that_dies_leaves_a_line_an_event_and_a_run_to_go_on_with(
     assert records(tmp_path / "run")
 
 
-SEVERAL = [(ranks, victim, "0") for ranks in (2, 3) for victim in (0, ranks - 1)]
-SEVERAL += [(2, 1, "77"), (3, 0, "SIGSEGV")]
+SEVERAL = [(2, 0, "0"), (2, 1, "77"), (3, 0, "SIGSEGV")]
 
 
 @pytest.mark.parametrize(
@@ -196,15 +171,6 @@ def test_with_restarts_a_rank_that_dies_costs_nothing(ranks, victim, way, tmp_pa
     assert job.returncode == 0, stderr
     assert f"rank {victim} (process" in stderr and "restart 1 of 1" in stderr, stderr
     assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 11))
-
-
-def test_an_event_is_sent_though_nobody_reads_what_is_said(tmp_path):
-    command = f"cat > {tmp_path}/event"
-    facts = f"run_dir={str(tmp_path)!r}, on_event={command!r}"
-    job, _ = start(f"report({facts}); time.sleep(0.5); os._exit(0)")
-    job.stderr.close()
-    assert job.wait(timeout=30) == 1
-    assert json.loads((tmp_path / "event").read_text())["event"] == "failed"
 
 
 def test_it_runs_with_closed_outputs(tmp_path):
@@ -236,14 +202,6 @@ def test_what_the_system_refuses_is_done_without_or_is_one_line(before, after, e
     job = start_python("-c", code, cwd=REPO)
     _, err = job.communicate(timeout=60)
     assert (job.returncode, len(err.splitlines())) == (exit_code, exit_code) and words in err
-
-
-def test_looking_for_a_report_takes_no_time():
-    page = ReportPage()
-    page.write(run_dir="x")
-    started_s = time.process_time()
-    assert all(page.read() for _ in range(200))
-    assert time.process_time() - started_s < 0.05  # fifty times a second, next to the training
 
 
 def test_who_presses_ctrl_c_quickly_insists():

@@ -11,10 +11,9 @@ import pytest
 from train_runs import RECALL, records, train_here
 
 import rl_dist
-from agents.sizes import TrainConfig
-from rl_dist.launch import child_process
+from rl_dist.launch.child_process import Child
 from rl_dist.launch.training_process import as_flags, launch_distributed_training
-from rl_dist.resume_check.comparison import differences, metrics_of, result_of
+from rl_dist.resume_check.comparison import differences, result_of
 from rl_dist.status.run_state import read_run
 from rl_dist.telemetry.state_file import read_state
 
@@ -38,7 +37,6 @@ def test_a_training_that_succeeds_has_its_result(trained):
     assert trained.final_losses == {name: last[name] for name in names}
     found = read_run(trained.run_dir)
     assert (found.state, found.iteration, found.num_ranks) == ("finished", 8, 1)
-    assert found.strategy == "none" and found.done == found.total == 512
 
 
 @pytest.mark.slow
@@ -50,9 +48,6 @@ def test_use_is_in_the_metrics_and_changes_nothing_else(trained, tmp_path, monke
     without = [line["ranks"][0] for line in records(tmp_path / "run")]
     assert not any(name.startswith(("cpu/", "ram/", "gpu/")) for one in without for name in one)
     assert differences(result_of(trained.run_dir), result_of(tmp_path / "run")) == []
-    kept = " ".join(metrics_of(trained.run_dir, with_ranks=True))
-    assert "loss/policy" in kept
-    assert not any(name in kept for name in ("cpu/", "ram/", "idle_share"))
 
 
 def test_bad_flags_are_refused_in_the_scripts_own_words(tmp_path, capfd):
@@ -64,7 +59,7 @@ def test_bad_flags_are_refused_in_the_scripts_own_words(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_training_that_dies_has_its_error_from_the_state(tmp_path):
+def test_a_training_that_dies_has_its_error(tmp_path):
     def kill():
         path = tmp_path / "run" / "checkpoints"
         while not any(path.glob("*.pt")):
@@ -101,12 +96,6 @@ def test_keywords_become_flags():
     assert as_flags(named | {"device": None, "max_order": -1}) == flags
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.001, 1e9])
-def test_an_interval_out_of_range_is_refused(value):
-    with pytest.raises(ValueError, match=f"monitor_every must be .*{value}"):
-        TrainConfig(monitor_every=value)
-
-
 @pytest.mark.parametrize("name", rl_dist.__all__)
 def test_every_function_the_package_offers_is_there_with_an_example(name):
     home = f"rl_dist.{rl_dist._HOMES[name]}"
@@ -115,12 +104,7 @@ def test_every_function_the_package_offers_is_there_with_an_example(name):
     assert f"{name}(" in function.__doc__  # an example
 
 
-def test_what_the_package_does_not_offer_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'rl_dist' has no attribute 'train'"):
-        rl_dist.train  # noqa: B018
-
-
-def test_a_child_loads_no_library_before_it_becomes_a_program_of_its_own(monkeypatch):
+def test_a_child_loads_no_library_before_it_becomes_a_program_of_its_own(tmp_path, monkeypatch):
     # between fork and exec it can deadlock, where there are threads
     monkeypatch.setattr(ctypes, "CDLL", None)
-    assert child_process.start(["-c", ""]).wait(60) == 0
+    assert Child(["-c", ""], tmp_path).job.wait(60) == 0

@@ -59,7 +59,7 @@ def test_tensors_are_gathered_whole_in_rank_order_on_the_main_process_only(ranks
     assert gathered["none"].shape == (0, 3)
     long = torch.cat([torch.arange(3 * 16_384 + more) for more in (5, 6)])
     assert torch.equal(ranks[0]["long"]["x"], long) and ranks[0]["long"]["b"].all()
-    assert all("rank 1 gathers ['x'" in rank["wrong_gather"] for rank in ranks)
+    assert all("rank 1 gathers" in rank["wrong_gather"] for rank in ranks)
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core: no thread pool to slow down")

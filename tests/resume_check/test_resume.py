@@ -1,6 +1,5 @@
 """A killed run goes on exactly: no gaps, all differences refused, nothing overwritten."""
 
-import errno
 import hashlib
 import json
 import os
@@ -91,13 +90,6 @@ def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(
     expected += ["--hidden_size 16 (it has 8)", "--learning_rate 1.0 (it has 0.0003)"]
     assert all(words in line for words in expected), line
     assert tree_hash(killed) == before
-
-
-def test_a_refused_directory_without_a_run_gets_no_file(tmp_path, monkeypatch, capsys):
-    (tmp_path / "checkpoints").mkdir()
-    assert train_here(monkeypatch, "--resume", tmp_path) == 2
-    assert "no valid checkpoint" in only_error(capsys.readouterr().err)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_an_environment_of_another_size_is_refused_before_anything_is_written(
@@ -289,12 +281,6 @@ def test_a_torn_tensorboard_file_is_cut_where_it_is_torn(tmp_path):
         truncate_metrics(tmp_path, 3)
 
 
-def test_a_run_that_begins_anew_leaves_no_event_of_its_past(tmp_path):
-    write(tmp_path, (1, 2))
-    assert truncate_metrics(tmp_path, 0) == 0
-    assert not list(tmp_path.glob("events.*"))
-
-
 def test_what_is_flushed_outlives_a_writer_that_is_never_closed(tmp_path, monkeypatch):
     write_record = RecordWriter.write
 
@@ -309,19 +295,3 @@ def test_what_is_flushed_outlives_a_writer_that_is_never_closed(tmp_path, monkey
     assert seen(tmp_path / "copy", "x") == [(10 * i, float(i)) for i in range(1, 21)]
     assert len(records(tmp_path / "copy")) == 20
     writer.close()
-
-
-def test_lost_metrics_do_not_cut_the_tensorboard_record(tmp_path):
-    write(tmp_path, (1, 2))
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert truncate_metrics(tmp_path, 2) == 0
-    assert len(seen(tmp_path, "x")) == 2
-
-
-def test_a_run_directory_closed_to_this_user_is_one_line(run_dir, monkeypatch, capsys):
-    def refuse(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "summary.json"))
-
-    monkeypatch.setattr(train_distributed, "set_results_aside", refuse)
-    assert train_here(monkeypatch, "--resume", run_dir) == 2
-    assert "Permission denied" in only_error(capsys.readouterr().err)
