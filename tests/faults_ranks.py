@@ -21,7 +21,6 @@ from rl_dist.process_group.collectives import (
     DesyncError,
     all_gather_json,
     all_reduce_max,
-    all_reduce_sum,
 )
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
@@ -233,22 +232,6 @@ def deadlock(out_dir):
     return 0
 
 
-def absent(out_dir):
-    """Rank 1 is slow, longer than the timeout, and then does not come at all."""
-    world = open_world("cpu", timeout_s=6)
-    setup_logging(out_dir, world.rank)
-    Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
-    world.set_phase("collect")
-    for _ in range(15 if world.rank == 1 else 0):
-        world.heartbeat()
-        time.sleep(1.0)
-    all_reduce_sum({"steps": 1.0}, world)
-    Path(out_dir, f"waited_{world.rank}").touch()
-    time.sleep(1000.0 * world.rank)
-    all_reduce_sum({"gradients": 1.0}, world)
-    return 0
-
-
 if __name__ == "__main__":
-    mode = {"survived": survived, "deadlock": deadlock, "absent": absent}[sys.argv[1]]
+    mode = {"survived": survived, "deadlock": deadlock}[sys.argv[1]]
     sys.exit(launch(mode, (sys.argv[2],), num_ranks=2))

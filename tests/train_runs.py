@@ -5,10 +5,12 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import psutil
 import torch
 
 import train_distributed
@@ -93,3 +95,22 @@ def daily_bars(num_stocks=5, num_days=400, seed=0):
             "volume": np.rint(rng.lognormal(12, 0.5, close.size)),
         }
     )
+
+
+def session(leader):
+    """Living processes that a job of `start` has started, itself included."""
+
+    def inside(process):
+        try:
+            return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+    return [process for process in psutil.process_iter() if inside(process)]
+
+
+def assert_nobody_left(leader, within_s=30.0):
+    deadline_s = time.monotonic() + within_s
+    while left := session(leader):
+        assert time.monotonic() < deadline_s, f"still running: {left}"
+        time.sleep(0.1)

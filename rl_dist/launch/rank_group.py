@@ -102,7 +102,7 @@ class RankGroup:
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # its start unblocks signals
-        with _signals_blocked(), _threads_limited(threads_per_rank(self.num_ranks)):
+        with _prepared_for_starts(threads_per_rank(self.num_ranks)):
             for rank in range(self.num_ranks):
                 page = ReportPage()
                 place = self._variables(rank), page, os.getpid()
@@ -214,17 +214,9 @@ class RankGroup:
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _threads_limited(threads: int) -> Iterator[None]:
-    """Set the variable that new processes read before any of our code runs in them."""
+def _prepared_for_starts(threads: int) -> Iterator[None]:
+    """Block stop signals, and set the variable that libraries of a new process read first."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
@@ -233,6 +225,7 @@ def _threads_limited(threads: int) -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager

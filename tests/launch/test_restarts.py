@@ -9,10 +9,19 @@ import stat
 import sys
 import time
 
-import psutil
 import pytest
 from tensorboard_readers import seen
-from train_runs import RECALL, REPO, only_error, records, start, start_training, train_here
+from train_runs import (
+    RECALL,
+    REPO,
+    assert_nobody_left,
+    only_error,
+    records,
+    session,
+    start,
+    start_training,
+    train_here,
+)
 
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
@@ -27,25 +36,6 @@ pytestmark = [
     pytest.mark.timeout(3 * PATIENCE_S),
     pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which processes are left"),
 ]
-
-
-def session(leader):
-    """Living processes that a job has started, itself included."""
-
-    def inside(process):
-        try:
-            return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return False
-
-    return [process for process in psutil.process_iter() if inside(process)]
-
-
-def assert_nobody_left(leader, within_s=30.0):
-    deadline_s = time.monotonic() + within_s
-    while left := session(leader):
-        assert time.monotonic() < deadline_s, f"still running: {left}"
-        time.sleep(0.1)
 
 
 def without_progress(stderr):
