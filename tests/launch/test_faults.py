@@ -98,9 +98,9 @@ def test_restarts_are_counted_once_from_the_warm_up_on_and_not_again_after_a_res
         return faults_ranks.restart_job(tmp_path, "MisbehavingSaved-v0", **options)
 
     with world_of_one() as world:
-        _, told, error = faults_ranks.run(job(2), world)
+        _, found, error = faults_ranks.run(job(2), world)
         # the warm-up, then as many
-        assert error == "" and [record["env/restarts"] for record in told] == [5 + 5, 0]
+        assert error == "" and [record["env/restarts"] for record in found] == [5 + 5, 0]
         resumed = Training(job(3), world)
         writer = faults_ranks.Keeping()
         resumed.restore(load_checkpoint(latest_checkpoint(tmp_path)))

@@ -18,8 +18,8 @@ def start(store, rank=0, timeout_s=1.0):
     return Watchdog(RankStatus("update", 5, "sum of x", 7), store, rank, 2, timeout_s)
 
 
-def verdict(monkeypatch, play, timeout_s=1.0):
-    """The verdict of rank 0 and its seconds; `play(number)` is the status of rank 1."""
+def problem(monkeypatch, play, timeout_s=1.0):
+    """The problem that rank 0 finds and its seconds; `play(number)` is the status of rank 1."""
     found = []
     monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: found.append(message))
     store = dist.HashStore()
@@ -53,7 +53,7 @@ def verdict(monkeypatch, play, timeout_s=1.0):
 def test_ranks_that_wait_in_different_places_end_long_before_the_timeout(
     status, expected, monkeypatch
 ):
-    found, seconds = verdict(monkeypatch, lambda number: status, timeout_s=10.0)
+    found, seconds = problem(monkeypatch, lambda number: status, timeout_s=10.0)
     assert found == expected and seconds < 10.0
 
 
@@ -73,12 +73,12 @@ def test_ranks_that_wait_in_different_places_end_long_before_the_timeout(
     ids=["elsewhere", "in the same place"],
 )
 def test_a_rank_that_makes_no_progress_is_named(status, expected, monkeypatch):
-    found, _ = verdict(monkeypatch, lambda number: status)
+    found, _ = problem(monkeypatch, lambda number: status)
     assert found.startswith("waited ") and found.endswith(expected)
 
 
 def test_a_slow_rank_that_goes_on_is_waited_for(monkeypatch):
-    found, _ = verdict(monkeypatch, lambda number: RankStatus("collect", number // 4, "", 6), 2.0)
+    found, _ = problem(monkeypatch, lambda number: RankStatus("collect", number // 4, "", 6), 2.0)
     assert found == ""
 
 
