@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any, NoReturn
 from rl_dist.errors import one_line, outlive_readers
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES
 from rl_dist.process_group import process_ends
-from rl_dist.process_group.process_ends import STOP_SIGNALS, ReportPage, die_with_parent, report_to
+from rl_dist.process_group.process_ends import STOP_SIGNALS, ReportPage, report_to
 from rl_dist.process_group.world import (
     close_any_world,
     connection_broke,
-    leave_when_orphaned,
+    leave_with_parent,
     stop_flag,
 )
 from rl_dist.telemetry import events
@@ -89,9 +88,7 @@ def run_as_rank(
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
     # Python restores their deadly defaults while it shuts down
     atexit.register(_ignore_stop_signals)
-    die_with_parent(launcher_pid)
-    done = threading.Event()
-    threading.Thread(target=leave_when_orphaned, args=(launcher_pid, done), daemon=True).start()
+    leave_with_parent(launcher_pid)
     report_to(page)
     report = run_guarded(fn, args)
     process_ends.report(**vars(report))
@@ -99,7 +96,6 @@ def run_as_rank(
     if report.failed:  # without teardown, which could wait for the other ranks for ever
         flush_and_exit(report.exit_code or 1)
     close_any_world()
-    done.set()
 
 
 def flush_and_exit(code: int) -> NoReturn:

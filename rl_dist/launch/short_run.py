@@ -56,13 +56,7 @@ class Copy(Child):
 
     def __init__(self, flags: Sequence[str], folder: Path, number: int, **options: Any) -> None:
         self.run_dir = folder / f"copy_{number}"
-        words = [
-            SCRIPT,
-            *flags,
-            f"--seed={number + 1}",
-            "--run_dir",
-            self.run_dir,
-        ]
+        words = [SCRIPT, *flags, f"--seed={number + 1}", "--run_dir", self.run_dir]
         # N ranks have one session, too
         super().__init__(words, folder, self.run_dir.name, own_session=False, **options)
 

@@ -203,11 +203,7 @@ def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
-        parent = os.getppid()  # a killed torchrun would leave this rank training on alone
-        die_with_parent(parent)
-        threading.Thread(
-            target=leave_when_orphaned, args=(parent, threading.Event()), daemon=True
-        ).start()
+        leave_with_parent(os.getppid())  # a killed torchrun would leave it training on alone
     torch.set_num_threads(threads_per_rank(local_size))
     if device == "cuda":
         gpu = gpu_ids[local_rank] if gpu_ids else local_rank
@@ -276,14 +272,18 @@ def _bind_gloo_to_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def leave_when_orphaned(parent_pid: int, done: threading.Event) -> None:
-    """Once the parent is dead, end this process: when `done`, or after a grace.
+def leave_with_parent(parent_pid: int) -> None:
+    """Let this process stop when the parent dies, and end it after a grace."""
+    die_with_parent(parent_pid)
+    threading.Thread(target=leave_when_orphaned, args=(parent_pid,), daemon=True).start()
 
-    SIGTERM alone would not do: it only asks, and a rank may hang or be in a long iteration.
-    """
+
+def leave_when_orphaned(parent_pid: int) -> None:
+    """End this process some time after the parent: a rank may hang, and SIGTERM only asks."""
     while os.getppid() == parent_pid:
         time.sleep(0.2)
-    os._exit(0 if done.wait(ORPHAN_GRACE_S) else 1)
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(1)
 
 
 class StopFlag(StopRelay):

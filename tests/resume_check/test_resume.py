@@ -20,7 +20,7 @@ from agents.evaluate import final
 from agents.run.config import fresh_directory
 from rl_dist.checkpoint import run_lock
 from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
+from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.process_group.world import World
 from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of
@@ -138,19 +138,6 @@ def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
         print("lost", flush=True)
     outlive_readers()
     print("lost, too", flush=True)
-
-
-def test_ranks_that_do_not_divide_are_refused_before_anything_is_written(
-    run_dir, monkeypatch, capsys
-):
-    # of a run with sizes per rank, one with totals; on one rank they are the same
-    state = load_checkpoint(latest_checkpoint(run_dir))
-    state["config"] = state["config"].replace('"scaling": "weak"', '"scaling": "strong"')
-    save_checkpoint(run_dir / "checkpoints", state, iteration=2, keep=3)
-    before = tree_hash(run_dir)
-    assert train_here(monkeypatch, "--resume", run_dir, "--num_gpus", "3") == 2
-    assert "do not divide over 3 ranks: try --num_gpus" in only_error(capsys.readouterr().err)
-    assert tree_hash(run_dir) == before
 
 
 # ---- a disk that is full, results that are out of date
