@@ -232,7 +232,7 @@ class ParsedFlags:
         return dataclasses.replace(self, configs=configs, given=given)
 
     def answered(self, name: str, text: str) -> ParsedFlags:
-        """Return the same as if `--name text` had been given, too; a ValueError refuses it."""
+        """Return the same as if `--name text` had been given; may raise ValueError."""
         return self._changed({name: self.declaration(name).value_of(text)}, self.given | {name})
 
     def declaration(self, name: str) -> Declaration:

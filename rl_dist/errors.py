@@ -81,7 +81,7 @@ def explained(error: ValueError | OSError) -> tuple[str, int]:
 
 
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
-    """Return an error on one line of about `limit` characters, its type in front if `named`."""
+    """Return an error on one line of about `limit` characters, with its type."""
     message = " ".join(str(error).split())
     shown = message if len(message) <= limit else message[:limit] + "..."
     if named and shown:
@@ -105,7 +105,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Leave run_dir, error or unknown_flag to the program that started this one, if it asks."""
+    """Leave run_dir, error or unknown_flag to the program that started this one."""
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
             known = json.loads(Path(path).read_text())

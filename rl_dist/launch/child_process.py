@@ -1,4 +1,4 @@
-"""Programs of ours in processes of their own: nobody's rank, gone with their parent."""
+"""Programs of ours in processes of their own, gone with their parent."""
 
 from __future__ import annotations
 

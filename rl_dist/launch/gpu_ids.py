@@ -26,7 +26,7 @@ def parse_gpu_ids(text: str) -> tuple[int, ...]:
 
 
 def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
-    """Compare ids with the GPUs that torch sees and with the number asked for (-1: any).
+    """Compare ids with the GPUs that torch sees and with the number asked for.
 
     Raises:
         UserError: there is no such GPU, or another number of them is asked for.

@@ -199,7 +199,7 @@ class SideBySide:
             time.sleep(POLL_S)
 
     def halt(self) -> None:
-        """Stop all; if the caller dies, the kernel wakes and ends the orphaned process groups."""
+        """Stop all; the kernel wakes and ends them if the caller dies."""
         for copy in self.running:
             os.killpg(copy.job.pid, signal.SIGSTOP)
 
@@ -224,7 +224,7 @@ def measure_short_runs(
     device_type: str = "cpu",
     on_wait: Callable[[float], None] = lambda share: None,
 ) -> Trial:
-    """Train copies side by side and measure them while all of them train; see `SideBySide`.
+    """Train copies and measure them while all of them train; see `SideBySide`.
 
     Args:
         iterations: measured of the slowest copy; others may have a few more or less.

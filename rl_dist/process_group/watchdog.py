@@ -71,7 +71,7 @@ class _Seen:
 
 
 def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> None:
-    """Report an error (without the word) and end this process at once, from any thread.
+    """Report an error and end this process at once, from any thread.
 
     Args:
         consequence: another rank is to blame.

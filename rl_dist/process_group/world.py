@@ -279,7 +279,7 @@ def leave_with_parent(parent_pid: int) -> None:
 
 
 def leave_when_orphaned(parent_pid: int) -> None:
-    """End this process some time after the parent: a rank may hang, and SIGTERM only asks."""
+    """End this process some time after the parent; it may hang."""
     while os.getppid() == parent_pid:
         time.sleep(0.2)
     time.sleep(ORPHAN_GRACE_S)

@@ -159,7 +159,7 @@ def _finish(run: Child) -> None:
 
 
 def run_and_kill(plan: ResumePlan, saved: Path) -> int:
-    """Start a run and kill it after a checkpoint; return the last iteration that it ended.
+    """Start a run and kill it after a checkpoint; return its last iteration.
 
     Raises:
         UserError: it was always faster than the kill.
@@ -208,7 +208,7 @@ def check(plan: ResumePlan) -> bool:
 
 
 def compare(plan: ResumePlan, tolerance: float) -> bool:
-    """Print whether the straight run and the resumed one are equal; tolerance 0: bit for bit."""
+    """Print whether both runs are equal; tolerance 0: bit for bit."""
     runs = {"straight": plan.folder / "straight", "resumed": plan.folder / "killed"}
     left, right = (result_of(run_dir, with_ranks=plan.exact) for run_dir in runs.values())
     found = differences(left, right, tolerance)

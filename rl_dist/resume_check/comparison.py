@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rl_dist.checkpoint.folder import load_latest
 from rl_dist.errors import UserError
-from rl_dist.process_group.collectives import tensor_hash
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
@@ -59,13 +58,17 @@ def _difference(left: Any, right: Any, tolerance: float) -> str:
 def _tensor_difference(left: Tensor, right: Tensor, tolerance: float) -> str:
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return f"{left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
-    if tensor_hash(left) == tensor_hash(right) or (
+    if torch.equal(_bits(left), _bits(right)) or (
         tolerance and left.is_floating_point() and torch.allclose(left, right, tolerance, tolerance)
     ):
         return ""
     gap = (left.double() - right.double()).abs()
     number = int((gap != 0).sum())
     return f"{number} of {gap.numel()} numbers differ, by up to {float(gap.max()):.3g}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def metrics_of(run_dir: Path, with_ranks: bool) -> dict[str, Any]:
