@@ -87,7 +87,6 @@ def use_ddp(world):
     Strategy(StrategyConfig(), world).wrap(module)
     results["together"] = error_of(check_in_sync, parameters, world)
     results["start"] = parameter_hash(module)
-    results["none_refused"] = error_of(Strategy, StrategyConfig(mode="none"), world)
     return results
 
 

@@ -186,9 +186,9 @@ class SideBySide:
                 # the first iteration is slower than the others: it counts where it is alone
                 begun = [min(a, len(lines) - 1) for a, lines in zip(begun, ended, strict=True)]
                 iterations = 1
-            measured = [lines[first:] for lines, first in zip(ended, begun, strict=True)]
-            if min(map(len, measured)) >= iterations:
-                return [[json.loads(line) for line in lines] for lines in measured]
+            wanted = list(zip(ended, begun, strict=True))
+            if all(len(lines) >= first + iterations for lines, first in wanted):
+                return [[json.loads(line) for line in lines[first:]] for lines, first in wanted]
             for copy in self.running:
                 if copy.job.poll() is not None:
                     what = f"a short run of {SCRIPT.name} ended with code {copy.job.returncode}"
