@@ -27,11 +27,7 @@ class Settled:
 
 
 def try_ranks(resolved: ResolvedLaunch) -> None:
-    """Start ranks that reduce and take a few DDP steps.
-
-    Raises:
-        BenchError: they cannot.
-    """
+    """Start ranks that reduce and take a few DDP steps; raises BenchError."""
     measure_all_reduce(
         resolved.num_ranks,
         [PROBE_BYTES],
@@ -52,9 +48,6 @@ def resolve_launch(
 
     Args:
         probe: raises BenchError where ranks cannot work together; called with --fallback only.
-
-    Raises:
-        ValueError: as `resolve`; with --fallback only what no other strategy would mend.
     """
     if config.chosen_strategy:
         with suppress(ValueError):

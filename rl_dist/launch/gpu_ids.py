@@ -8,11 +8,7 @@ from rl_dist.errors import UserError
 
 
 def parse_gpu_ids(text: str) -> tuple[int, ...]:
-    """Read ids out of "0,2,3"; none out of "".
-
-    Raises:
-        UserError: no list of whole numbers, or one twice.
-    """
+    """Read ids out of "0,2,3"; none out of ""."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() for word in words):
         raise UserError(
@@ -26,11 +22,7 @@ def parse_gpu_ids(text: str) -> tuple[int, ...]:
 
 
 def check_gpu_ids(ids: tuple[int, ...], num_gpus: int, visible: int) -> None:
-    """Compare ids with the GPUs that torch sees and with the number asked for.
-
-    Raises:
-        UserError: there is no such GPU, or another number of them is asked for.
-    """
+    """Compare ids with the GPUs that torch sees and with the number asked for."""
     unknown = [number for number in ids if number >= visible]
     if unknown:
         limit = os.environ.get("CUDA_VISIBLE_DEVICES")

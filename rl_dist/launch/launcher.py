@@ -171,9 +171,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine.
 
     Raises:
-        ValueError: more ranks than GPUs, cuda without a GPU, a strategy that cannot be here, GPUs
-            that are not there, flags without effect here, num_gpus against what torchrun started,
-            or environment variables that clash.
+        ValueError: flags, environment variables, GPUs and what torchrun started do not fit.
     """
     check_variables()
     config.check_hybrid()
@@ -275,9 +273,6 @@ def launch(
     process. Otherwise `fn` must be importable and `args` picklable: each rank is a new process.
 
     Args:
-        fn: the work of a rank.
-        args: for `fn`.
-        num_ranks: processes.
         max_restarts: how often all ranks start again after one died or failed.
         run_dir: where `fn` keeps its checkpoints, to print where a restart goes on from.
 

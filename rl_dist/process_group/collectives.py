@@ -37,14 +37,11 @@ class DesyncError(UserError):
 def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
     """Sum named numbers and tensors over all ranks in one float64 all-reduce.
 
-    The layout is by sorted name. Its fingerprint travels along, so that ranks that disagree about
-    names or shapes get an error and not the sum of unrelated numbers.
+    A fingerprint of the layout travels along, so that ranks that disagree about names or shapes
+    get a CollectiveError or DesyncError and not the sum of unrelated numbers.
 
     Returns:
         float64 tensors of the shapes that went in, each on the device its value came from.
-
-    Raises:
-        CollectiveError, DesyncError: the ranks passed different names or shapes.
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]

@@ -86,9 +86,7 @@ class ReportPage:
     def __init__(self, descriptor: Any = None, *, by_fork: bool = False) -> None:
         """Make a page, or with the descriptor that `__reduce__` sends, share one.
 
-        Args:
-            descriptor: of a page that another process made.
-            by_fork: only a fork of this process will share it, which needs no file.
+        `by_fork`: only a fork of this process will share it, which needs no file.
         """
         if by_fork:
             self._descriptor = -1
@@ -152,11 +150,7 @@ def leave(code: int) -> NoReturn:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe a death without a report.
-
-    Args:
-        code: the exit code, or minus the signal's number.
-    """
+    """Describe a death without a report; `code` may be minus a signal's number."""
     if code >= 0:
         return (
             f"ended with code {code} and without a report: "

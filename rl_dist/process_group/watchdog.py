@@ -73,8 +73,7 @@ class _Seen:
 def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> None:
     """Report an error and end this process at once, from any thread.
 
-    Args:
-        consequence: another rank is to blame.
+    `consequence`: another rank is to blame.
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"

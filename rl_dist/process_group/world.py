@@ -77,11 +77,7 @@ class World:
     def waiting(self, place: str) -> Iterator[None]:
         """Add the time spent inside to `sync_seconds`, without GPU work queued before.
 
-        Args:
-            place: names the collective in messages.
-
-        Raises:
-            CollectiveError: the connection broke.
+        `place` names the collective in messages.
         """
         self.synchronize()
         started = time.perf_counter()
@@ -174,8 +170,7 @@ def broadcast_from_rank0(tensor: torch.Tensor) -> None:
 def threads_per_rank(local_ranks: int) -> int:
     """Return the threads for each of `local_ranks` processes on this machine.
 
-    OMP_NUM_THREADS is an upper limit if it is a number, except under torchrun, which sets it to 1
-    by itself.
+    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 by itself.
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -254,8 +249,7 @@ def close_any_world() -> None:
 def leave_world() -> bool:
     """Let the other ranks know that this one has failed, without waiting for them.
 
-    Returns:
-        True if a process group of several ranks is open: this process must end by `os._exit`.
+    Returns True if their process group is open: this process must end by `os._exit`.
     """
     if _current is None or _current.watchdog is None:
         close_any_world()
@@ -302,9 +296,7 @@ class StopFlag(StopRelay):
     def install(self, *, second_ends: bool = True) -> None:
         """Install the handlers (once, main thread only) and let blocked stop signals in.
 
-        Args:
-            second_ends: a second SIGINT or SIGTERM ends this process; False under our launcher,
-                which sees to that.
+        Under our launcher no second signal ends this process: the launcher does.
         """
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
