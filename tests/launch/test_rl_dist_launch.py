@@ -244,8 +244,6 @@ def test_ranks_and_device_follow_the_machine(machine, gpus, flags, expected):
         (2, {"num_gpus": 3}, "has 2"),
         (0, {"device": "cuda"}, "no CUDA GPU"),
         (2, {"device": "cuda", "num_gpus": 0}, "contradicts"),
-        (0, {"num_gpus": 2, "strategy": "none"}, "one process"),
-        (0, {"num_gpus": 1, "strategy": "hybrid"}, "several ranks, got 1"),
         (0, {"num_gpus": 4, "strategy": "hybrid", "shard_size": 3}, "use --shard_size 2, 4"),
         (0, {"num_gpus": 2, "shard_size": 2}, "with strategy default: use --strategy hybrid"),
     ],
