@@ -49,6 +49,7 @@ from rl_dist.parallel.config import (
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import (
     close_any_world,
+    ignored_limit,
     leave_world,
     stop_flag,
     threads_per_rank,
@@ -251,7 +252,10 @@ def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...])
         return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
-    return f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
+    words = f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
+    if limit := ignored_limit():
+        words += f"; OMP_NUM_THREADS is {limit!r}, no number of threads, and is ignored"
+    return words
 
 
 def restart_count() -> int:

@@ -175,8 +175,13 @@ def threads_per_rank(local_ranks: int) -> int:
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
     by_torchrun = "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ
-    limits = limit.isdecimal() and int(limit) > 0 and not by_torchrun
-    return min(share, int(limit)) if limits else share
+    return share if by_torchrun or not limit or ignored_limit() else min(share, int(limit))
+
+
+def ignored_limit() -> str:
+    """Return OMP_NUM_THREADS where it is no number of threads, else ""."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return "" if limit.isdecimal() and int(limit) > 0 else limit
 
 
 def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = ()) -> World:

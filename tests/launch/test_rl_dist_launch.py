@@ -203,6 +203,10 @@ def test_threads_are_the_cores_shared_out_and_never_more_than_asked_for(monkeypa
     assert threads_per_rank(1) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "abc")
     assert threads_per_rank(1) == available_cores()
+    for limit in ("0", "abc", "-4"):
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert threads_per_rank(1) == available_cores()
+        assert f"OMP_NUM_THREADS is '{limit}'" in resolve(LaunchConfig(device="cpu")).message
 
 
 @pytest.fixture
