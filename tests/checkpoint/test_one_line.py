@@ -24,7 +24,6 @@ from agents.pretrain import command as pretrain
 from envs.trading.market_data import MarketDataError, read_bars
 from rl_dist.checkpoint import command as checkpoint
 from rl_dist.errors import explained, explains_errors
-from rl_dist.resume_check import command as resume_check
 from rl_dist.speedup import command as speedup
 from rl_dist.status import command as status
 from rl_dist.telemetry.metrics import truncate_metrics
@@ -39,7 +38,6 @@ COMMANDS = {
     "status": (status.main, []),
     "checkpoint": (checkpoint.main, ["verify"]),
     "speedup": (speedup.main, []),
-    "resume_check": (resume_check.main, ["--script"]),
 }
 
 

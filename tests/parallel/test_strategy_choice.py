@@ -225,7 +225,7 @@ def test_a_resumed_run_with_other_flags_of_strategies_chooses_again():
     assert resumed("--strategy", "auto").config.strategy_config.mode == "ddp"
     for flags in (("--shard_size", "2"), ("--gradient_compression", "bf16")):
         assert resumed(*flags).config.strategy_config.mode == "auto"
-    with pytest.raises(ValueError, match="hybrid_form pipeline needs strategy hybrid, got auto"):
+    with pytest.raises(ValueError, match="hybrid_form pipeline .* strategy auto"):
         resumed("--hybrid_form", "pipeline")
 
 
@@ -277,7 +277,7 @@ def test_ranks_that_work_stay_as_asked():
         ({"device": "cuda", "num_gpus": 1000}, "torch sees no CUDA GPU|has "),
         ({"num_gpus": 2, "strategy": "none"}, "none works in one process"),
         ({"strategy": "dp", "precision": "tf32"}, "precision tf32"),
-        ({"strategy": "ddp", "hybrid_form": "pipeline"}, "needs strategy hybrid"),
+        ({"strategy": "ddp", "hybrid_form": "pipeline"}, "hybrid_form pipeline .* strategy ddp"),
     ],
 )
 def test_a_mistake_in_other_flags_is_no_reason_to_step_down(flags, words):
