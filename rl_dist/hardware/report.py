@@ -108,13 +108,21 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def get_gpu_info() -> GpuInfo:
-    """All GPUs and the links between them; none, and why, where there are none."""
+    """All GPUs and the links between them; none, and why, where there are none.
+
+    >>> get_gpu_info().usable  # doctest: +SKIP
+    (Gpu(index=0, torch_index=0, name='NVIDIA H100 80GB HBM3', ...),)
+    """
     with closing(Nvml()) as nvml:
         return read_gpus(nvml, torch)
 
 
 def print_gpu_info(info: GpuInfo | None = None) -> None:
-    """Print one line per GPU and per link, or why there are none."""
+    """Print one line per GPU and per link, or why there are none.
+
+    >>> print_gpu_info()  # doctest: +SKIP
+    GPU 0: NVIDIA H100 80GB HBM3, ...
+    """
     info = info or get_gpu_info()
     if not info.gpus:
         print(f"no GPU: {info.torch_error or info.nvml_error or 'torch and NVML see none'}")

@@ -46,7 +46,13 @@ logger = logging.getLogger(__name__)
 
 
 class Strategy:
-    """One way of training modules on the ranks of a world."""
+    """One way of training modules on the ranks of a world.
+
+        strategy = Strategy(StrategyConfig(mode="ddp"), world)
+
+    Raises:
+        UserError: it cannot work here.
+    """
 
     # forward and backward of a step at once, where they have an order of their own
     scheduled: Callable[..., Tensor] | None = None

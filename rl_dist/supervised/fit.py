@@ -108,6 +108,8 @@ def fit(
 ) -> FitResult:
     """Fit a module that `strategy` wrapped; all ranks call together.
 
+        result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
+
     Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a
     resumed run goes on as if it had not stopped; a stop signal ends an epoch early, and resuming
     repeats it. Running statistics of BatchNorm are averaged over ranks after every epoch; other
@@ -207,6 +209,8 @@ def evaluate(
     progress: bool = True,
 ) -> dict[str, float]:
     """Compute mean loss and metrics over all samples of all ranks, each counted once.
+
+        figures = evaluate(module, held_out, criterion, strategy, {"accuracy": accuracy})
 
     Returns:
         "loss", each metric by its name, and "samples", how many were seen.
