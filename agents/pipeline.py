@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
@@ -27,6 +26,7 @@ from agents.policy import Evaluation, Policy
 from agents.rollout import Minibatch, into_microbatches
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
+from rl_dist.parallel.mesh import make_mesh
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import World
 
@@ -111,11 +111,10 @@ class PipelineStrategy(Strategy):
         super().__init__(config, world)
         self.num_pairs = world.size // STAGES
         with world.waiting("start of the pipeline"):
-            shape, names = (self.num_pairs, STAGES), ("replicate", "stage")
-            mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-        self.stage: int = mesh.get_local_rank("stage")
-        self.pair = mesh.get_group("stage")
-        self.replicas = mesh.get_group("replicate")
+            self.mesh = make_mesh(world, (self.num_pairs, STAGES), ("replicate", "stage"))
+        self.stage: int = self.mesh.get_local_rank("stage")
+        self.pair = self.mesh.get_group("stage")
+        self.replicas = self.mesh.get_group("replicate")
         self.stages: tuple[list[nn.Parameter], ...] = ()  # the parameters of each
         self.own: list[nn.Parameter] = []  # those of this rank's stage
         self.half: Stage | None = None  # of the policy

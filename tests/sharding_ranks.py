@@ -88,7 +88,10 @@ def trained(mode, world, parts=1, **options):
     if strategy.shards:
         shards = [parameter.to_local() for parameter in strategy.parameters]
         size = sum(shard.numel() * shard.element_size() for shard in shards)
-        record |= {"mesh": list(strategy.shards.mesh.shape), "shard_bytes": size}
+        mesh = strategy.shards.mesh
+        backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+        record |= {"mesh": list(mesh.shape), "shard_bytes": size}
+        record["timeouts_s"] = [each.options._timeout.total_seconds() for each in backends]
     record |= {"module": strategy.module_state(), "optimizer": strategy.optimizer_state(optimizer)}
     record["parameters"] = [parameter.detach().clone() for parameter in policy.parameters()]
     return record, (strategy, policy, module, optimizer)

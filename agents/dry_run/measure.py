@@ -214,7 +214,9 @@ def _measured_peak(planned: PlannedTraining, make_env: MakeEnv) -> int:
         train=planned.share,
         strategy=StrategyConfig(precision=planned.config.launch.precision),
     )
-    world = open_world(planned.device_type, gpu_ids=planned.gpu_ids)
+    world = open_world(
+        planned.device_type, gpu_ids=planned.gpu_ids, threads=planned.config.launch.threads
+    )
     try:
         return dry_run(job, world)
     finally:

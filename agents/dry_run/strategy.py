@@ -95,15 +95,18 @@ def _steps_of_mode(
         dataclasses.replace(launch.strategy_config, batch_axes=Policy.BATCH_AXES, **options), world
     )
     one_epoch = dataclasses.replace(config.ppo, update_epochs=1, target_kl=0.0)
-    yield
-    ppo = PPO(policy, one_epoch, strategy, train.grad_accumulation, config.speed)
-    yield
-    for part in into_microbatches(minibatch, sizes.num_microbatches):
-        with strategy.accumulating(last=False):
-            given = part.obs, part.actions, part.lstm_state, part.episode_start
-            stored = part.logprobs, part.values, part.advantages, part.returns
-            ppo_loss(ppo.wrapped(*given), *stored, one_epoch).total.backward()
-    yield
-    while rollout.numel():
-        ppo.update(minibatch, (0, 0), 0, sizes.batch_size, num_minibatches=1)
+    try:
         yield
+        ppo = PPO(policy, one_epoch, strategy, train.grad_accumulation, config.speed)
+        yield
+        for part in into_microbatches(minibatch, sizes.num_microbatches):
+            with strategy.accumulating(last=False):
+                given = part.obs, part.actions, part.lstm_state, part.episode_start
+                stored = part.logprobs, part.values, part.advantages, part.returns
+                ppo_loss(ppo.wrapped(*given), *stored, one_epoch).total.backward()
+        yield
+        while rollout.numel():
+            ppo.update(minibatch, (0, 0), 0, sizes.batch_size, num_minibatches=1)
+            yield
+    finally:
+        strategy.close()

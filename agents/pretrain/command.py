@@ -250,7 +250,7 @@ def run_rank(
 
     The lock goes along, so that no rank outlives it.
     """
-    world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids)
+    world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
     run_dir = Path(all_gather_json(str(run_dir), world)[0])  # torchrun's ranks may differ
     if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # What a resumed run may change: how long, where it runs, and what it keeps and reports.
 CHANGEABLE = {
     "num_episodes", "total_steps",
-    "num_gpus", "gpu_ids", "device", "strategy", "hybrid_form", "shard_size",
+    "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
     "gradient_compression", "fallback", "fused_adam", "max_restarts",
     "collective_timeout", "env_timeout", "env_restarts", "max_bad_steps",
     "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",

@@ -10,6 +10,13 @@ import tempfile
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
+# what tells that a scheduler started several copies of a command, and how to start ranks there
+COPIES = {
+    "SLURM_NTASKS": "start them by srun with torchrun, as deploy/slurm.sbatch does",
+    "PET_NNODES": "start them by torchrun, which reads the PET_* variables",
+    "OMPI_COMM_WORLD_SIZE": "start them by torchrun instead of mpirun",
+    "PMI_SIZE": "start them by torchrun instead of mpiexec",
+}
 HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give --num_gpus"
 
 
@@ -24,6 +31,7 @@ def check_variables() -> None:
         if (size_text := os.environ.get("WORLD_SIZE", "1")) != "1":
             problem = f"WORLD_SIZE is {size_text}, but RANK is not set"
             raise ValueError(f"{problem}: set both, or neither")
+        _check_copies()
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
     if rank >= size:
@@ -38,6 +46,17 @@ def check_variables() -> None:
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
     _number("MASTER_PORT", 1, 65535)
+
+
+def _check_copies() -> None:
+    """Refuse to be one of several copies that would train alone, each without the others."""
+    for name, fix in COPIES.items():
+        count = os.environ.get(name, "").split(":")[-1]  # torchrun allows 1:4
+        if count.isdecimal() and int(count) > 1:
+            raise ValueError(
+                f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
+                f"{fix}, or unset {name} for ranks of this machine alone"
+            )
 
 
 def check_counts() -> None:

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
-from rl_dist.hardware.addresses import ADDRESS_VARIABLES
+from rl_dist.hardware.addresses import ADDRESS_VARIABLES, COPIES
 from rl_dist.process_group.process_ends import die_with_parent
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
-RANK_VARIABLES |= set(ADDRESS_VARIABLES)
+RANK_VARIABLES |= {*ADDRESS_VARIABLES, *COPIES}
 
 
 class Child:

@@ -72,6 +72,9 @@ class LaunchConfig:
     gpu_ids: Text = setting("")
     """GPUs to use, one rank each, such as 0,2,3; the ids count those in CUDA_VISIBLE_DEVICES, if
     that is set."""
+    threads: int = setting(0, "threads", within=(0, 1024), derived="the cores, shared by the ranks")
+    """Threads of each rank on the CPU; wins over OMP_NUM_THREADS, also under torchrun. Give 1 where
+    other programs or hosts share the cores: threads that wait for a core slow each other down."""
     strategy: Mode = setting("default")
     """How the ranks train together; default: ddp on several ranks, none on one; dp: one process
     for several GPUs; hybrid: see hybrid_form; auto: the fastest in a few gradient steps at the
@@ -161,6 +164,7 @@ class ResolvedLaunch:
     message: str  # one line for the user, to be printed once
     # of this machine's ranks, or of the one process of dp; (): rank i takes number i
     gpu_ids: tuple[int, ...] = ()
+    threads: int = 0  # of each rank; 0: the cores, shared by the ranks
 
     @property
     def place(self) -> str:
@@ -204,7 +208,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
         num_ranks = num_ranks if adopted else 1
     check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
-    message = _describe(num_ranks, on_gpu, gpus, gpu_ids)
+    threads = config.threads or threads_per_rank(num_ranks)
+    message = _describe(num_ranks, on_gpu, gpus, gpu_ids, threads)
     # where they meet
     if not adopted and num_ranks > 1 and (address := asked_for_address()):
         check_address(*address, hosted_here=True)
@@ -212,7 +217,11 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
             f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
         )
     return ResolvedLaunch(
-        num_ranks=num_ranks, device_type=device_type, message=message, gpu_ids=gpu_ids
+        num_ranks=num_ranks,
+        device_type=device_type,
+        message=message,
+        gpu_ids=gpu_ids,
+        threads=config.threads,
     )
 
 
@@ -242,7 +251,9 @@ def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
     return size
 
 
-def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...]) -> str:
+def _describe(
+    num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...], threads: int
+) -> str:
     ranks = _count(num_ranks, "rank")
     if on_gpu:
         name = torch.cuda.get_device_name(gpu_ids[0] if gpu_ids else 0)
@@ -252,7 +263,7 @@ def _describe(num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...])
         return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
-    words = f"{why}: {ranks} as {processes}, {threads_per_rank(num_ranks)} thread(s) each"
+    words = f"{why}: {ranks} as {processes}, {threads} thread(s) each"
     if limit := ignored_limit():
         words += f"; OMP_NUM_THREADS is {limit!r}, no number of threads, and is ignored"
     return words

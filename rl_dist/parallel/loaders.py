@@ -72,10 +72,12 @@ def shared_loader(
     workers = loader.num_workers > 0
     for name in ("num_workers", "collate_fn", "timeout", "worker_init_fn"):
         options[name] = getattr(loader, name)
+    # NCCL's threads do not survive a fork: https://docs.pytorch.org/docs/stable/distributed.html
+    start = "forkserver" if workers and world.backend == "nccl" else None
     shared: SharedLoader = SharedLoader(
         loader.dataset,
         pin_memory=loader.pin_memory or world.device.type == "cuda",
-        multiprocessing_context=loader.multiprocessing_context,
+        multiprocessing_context=loader.multiprocessing_context or start,
         prefetch_factor=loader.prefetch_factor if workers else None,
         persistent_workers=workers,
         # its own: loading draws nothing from the generators of the module

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from rl_dist.parallel.mesh import make_mesh
 from rl_dist.process_group.world import World, broadcast_from_rank0
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -48,8 +48,7 @@ class Shards:
             for tensor in (*module.parameters(), *module.buffers()):
                 broadcast_from_rank0(tensor)
             shape = (world.size // shard_size, shard_size)
-            names = (REPLICATE, SHARD)
-            self.mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+            self.mesh = make_mesh(world, shape, (REPLICATE, SHARD))
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
         # then divides: gloo has no mean of its own

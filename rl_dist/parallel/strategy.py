@@ -39,6 +39,8 @@ from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import GROUP_TIMEOUT, World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from rl_dist.parallel.loaders import SharedLoader
     from rl_dist.parallel.sharding import Shards
 
@@ -75,6 +77,7 @@ class Strategy:
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
         self.group: dist.ProcessGroup | None = None  # of gradients alone; None: the world's
         self.shards: Shards | None = None
+        self.mesh: DeviceMesh | None = None  # of hybrid
         sharded = self.mode == "hybrid" and not config.pipelined
         self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
         self.gradient_bytes = self.skipped = 0
@@ -106,6 +109,7 @@ class Strategy:
 
             self.shards = Shards(module, self.shard_size, self.world)
             self.parameters = self.shards.parameters
+            self.mesh = self.shards.mesh
         return self.module
 
     def _with_ddp(self, module: nn.Module) -> nn.Module:
@@ -275,12 +279,16 @@ class Strategy:
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Let go of the module and of a group that is its own; the world stays open."""
+        """Let go of the module and of groups of its own; the world stays open."""
         if self.group is not None and dist.is_initialized():  # else it went with the world
             nccl = self.config.backend == "nccl"
             with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
                 dist.destroy_process_group(self.group)
-        self.module = self.bare = self.shards = self.group = None
+        if self.mesh is not None:
+            from rl_dist.parallel.mesh import close_mesh
+
+            close_mesh(self.mesh)
+        self.module = self.bare = self.shards = self.group = self.mesh = None
         self.parameters = []
 
 

@@ -79,12 +79,14 @@ def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dis
         return store.get(key).decode() if store.check([key]) else ""
 
     own = uuid.uuid4().hex
+    missing: list[int] = []
     store.set(f"greeting/{rank}", own)
     while time.monotonic() < deadline_s:
         if rank == 0:
             greetings = [own, *(read(f"greeting/{other}") for other in range(1, size))]
             store.set("heard", json.dumps(greetings))
-            if all(read(f"agreed/{other}") == own for other in range(1, size)):
+            missing = [other for other in range(1, size) if read(f"agreed/{other}") != own]
+            if not missing:
                 return dist.PrefixStore(own, store)
         else:
             heard = json.loads(read("heard") or "[]")
@@ -92,4 +94,5 @@ def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dis
                 store.set(f"agreed/{rank}", heard[0])
                 return dist.PrefixStore(heard[0], store)
         time.sleep(GREETING_EVERY_S)
-    raise TimeoutError("not all ranks came")
+    absent = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+    raise TimeoutError(f"no sign of rank {absent}" if missing else "no sign of rank 0")

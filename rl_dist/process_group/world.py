@@ -184,13 +184,17 @@ def ignored_limit() -> str:
     return "" if limit.isdecimal() and int(limit) > 0 else limit
 
 
-def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = ()) -> World:
+def open_world(
+    device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (), threads: int = 0
+) -> World:
     """Join the process group that the environment describes, or open one of size 1.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
         timeout_s: longest wait for a rank that makes no progress; start-up: STARTUP_TIMEOUT_S.
-        gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i.
+        gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i, or the
+            only one that its launcher lets it see.
+        threads: of this rank; 0: see `threads_per_rank`.
 
     Raises:
         UserError: no CUDA device for this rank.
@@ -204,10 +208,14 @@ def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
         leave_with_parent(os.getppid())  # a killed torchrun would leave it training on alone
-    torch.set_num_threads(threads_per_rank(local_size))
+    torch.set_num_threads(threads or threads_per_rank(local_size))
+    # ranks that srun or mpirun started may be on several machines without saying so
+    one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
+    if one_machine or size == 1:
+        _stay_on_loopback()
     if device == "cuda":
-        gpu = gpu_ids[local_rank] if gpu_ids else local_rank
         count = torch.cuda.device_count()
+        gpu = gpu_ids[local_rank] if gpu_ids else local_rank % count if count == 1 else local_rank
         if gpu >= count:
             raise UserError(
                 f"device cuda: rank {local_rank} of this machine needs its own GPU, "
@@ -219,8 +227,6 @@ def open_world(device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (
     else:
         place = torch.device("cpu")
         options = {"backend": "gloo"}
-        if local_size == size:
-            _bind_gloo_to_loopback()
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
     dist.init_process_group(
         rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
@@ -263,12 +269,13 @@ def leave_world() -> bool:
     return True
 
 
-def _bind_gloo_to_loopback() -> None:
+def _stay_on_loopback() -> None:
     """Keep one machine's traffic off the network; a variable set by the user is respected."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, loopback)
 
 
 def leave_with_parent(parent_pid: int) -> None:

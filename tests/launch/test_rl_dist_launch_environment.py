@@ -8,22 +8,26 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import rl_dist_ranks
+import torch
 import torch.distributed as dist
 from train_runs import RECALL, REPO, only_error, start, train_here
 
 from rl_dist import errors as console
-from rl_dist.hardware.addresses import check_address, check_variables, free_port
+from rl_dist.hardware.addresses import COPIES, check_address, check_variables, free_port
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve, restart_count
+from rl_dist.process_group import world
 from rl_dist.process_group.rendezvous import _own_part, open_store
 
+BOUND = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 OWN = dict.fromkeys([*TORCHRUN, "LOCAL_WORLD_SIZE"])
 OWN |= dict.fromkeys(["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"])
-OWN |= {"TORCHELASTIC_MAX_RESTARTS": None}
+OWN |= dict.fromkeys(["TORCHELASTIC_MAX_RESTARTS", *COPIES])
 STANDALONE = ("-m", "torch.distributed.run", "--standalone")
 
 
@@ -67,6 +71,54 @@ def test_variables_as_torchrun_sets_them_are_adopted(environment):
         resolve(LaunchConfig(num_gpus=3))
     environment(RANK="0", WORLD_SIZE="1")
     assert resolve(LaunchConfig()).num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "count", "fix"),
+    [
+        ("SLURM_NTASKS", "2", "deploy/slurm.sbatch"),
+        ("PET_NNODES", "1:4", "torchrun, which reads"),
+        ("OMPI_COMM_WORLD_SIZE", "8", "torchrun instead of mpirun"),
+        ("PMI_SIZE", "2", "torchrun instead of mpiexec"),
+    ],
+)
+def test_one_of_several_copies_that_know_no_ranks_is_refused(environment, variable, count, fix):
+    environment(**{variable: count})
+    with pytest.raises(ValueError, match=f"{variable} is {count}.*{fix}.*unset {variable}"):
+        resolve(LaunchConfig(device="cpu"))
+    environment(**TORCHRUN | {variable: count})
+    assert resolve(LaunchConfig()).num_ranks == 2
+    environment(**{variable: "1"})
+    assert resolve(LaunchConfig(device="cpu")).num_ranks == 1
+
+
+@pytest.mark.parametrize("local_size", ["", "1", "2"])
+def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
+    environment, monkeypatch, local_size
+):
+    environment(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE=local_size)
+    if not local_size:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    for name in BOUND:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(world, "open_store", mock.Mock(side_effect=ValueError("nobody there")))
+    monkeypatch.setattr(world, "leave_with_parent", lambda parent: None)
+    with pytest.raises(ValueError, match="nobody there"):
+        world.open_world("cpu")
+    found = [os.environ.get(name, "") for name in BOUND]
+    assert found == (["lo", "lo"] if local_size == "2" else ["", ""])
+
+
+def test_threads_that_are_asked_for_win_over_torchruns_variable(environment, monkeypatch):
+    environment(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1")
+    threads = torch.get_num_threads()
+    try:
+        opened = world.open_world("cpu", threads=3)
+        assert torch.get_num_threads() == 3
+        world.close_world(opened)
+    finally:
+        torch.set_num_threads(threads)
+    assert "3 thread(s) each" in resolve(LaunchConfig(device="cpu", threads=3)).message
 
 
 def test_of_torchruns_ranks_the_first_prints_a_mistake_and_the_others_only_what_it_did_not(
@@ -157,7 +209,7 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, taken_port, 
     free = str(free_port())
     for rank, port, expected in (
         (1, free, f"rank 1 did not meet all 2 ranks at MASTER_ADDR 127.0.0.1, MASTER_PORT {free}"),
-        (0, free, r"rank 0 did not meet all 2 ranks .* within 1 s: check both"),
+        (0, free, r"rank 0 did not meet all 2 ranks .* within 1 s: check both.*no sign of rank 1"),
         (0, str(taken_port), f"MASTER_PORT {taken_port} is taken"),
     ):
         environment(**TORCHRUN | {"RANK": str(rank), "MASTER_PORT": port})

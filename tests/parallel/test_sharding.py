@@ -10,6 +10,7 @@ from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
 from rl_dist.parallel.choice import resolve_shard_size
 from rl_dist.process_group.collectives import parameter_hash
+from rl_dist.process_group.world import GROUP_TIMEOUT
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks' work, on any machine
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}
@@ -59,6 +60,7 @@ def test_every_rank_holds_its_share_only(ranks):
     total = sum(parameter.numel() * 8 for parameter in make_policy().parameters())
     groups = len(ranks) // 2
     assert ranks[0]["hybrid"]["mesh"] == [groups, 2]
+    assert ranks[0]["hybrid"]["timeouts_s"] == [GROUP_TIMEOUT.total_seconds()] * 2
     assert sum(held) == groups * total and max(held) < 0.7 * total
 
 
