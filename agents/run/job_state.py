@@ -9,9 +9,10 @@ from typing import Any
 
 from agents.run.config import RunConfig, load_newest
 from agents.sizes import AUTO
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
+from rl_dist.checkpoint.file import write_atomically
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, iteration_in_name
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
-from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
 from rl_dist.telemetry.metrics import truncate_metrics
 from rl_dist.telemetry.state_file import RankEntry, SavedCheckpoint, begin_state, update_state
@@ -41,9 +42,9 @@ def start_state(
 def agree_on_start(
     run_dir: Path, resume_from: str, config: RunConfig, world: World
 ) -> tuple[Path, str]:
-    """Agree on rank 0's run directory and checkpoint, and record all ranks.
+    """Agree on rank 0's run directory and the ranks' newest checkpoint, and record all ranks.
 
-    After a restart the checkpoint is the newest one. torchrun's ranks may have chosen differently.
+    torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
     if world.is_main_process and restart_count():
         newest = load_newest(run_dir)
@@ -62,4 +63,19 @@ def agree_on_start(
         dry_run = config.train.batch_size == AUTO or config.launch.strategy == "auto"
         phase = "dry_run" if dry_run else "starting"
         update_state(run_dir, ranks=ranks, num_ranks=world.size, phase=phase)
-    return run_dir, gathered[0][1]
+    return run_dir, share_checkpoint(run_dir, [chosen for _, chosen, _ in gathered], world)
+
+
+def share_checkpoint(run_dir: Path, chosen: list[str], world: World) -> str:
+    """Return the newest of the ranks' checkpoints, after copying it to hosts that lack it."""
+    folder = run_dir / CHECKPOINT_DIR
+    mine = [Path(path) for path in chosen]
+    iterations = [iteration_in_name(path) if path.parent == folder else -2 for path in mine]
+    owner = iterations.index(max(iterations))  # the first of several
+    path = mine[owner]
+    if path.parent == folder and any(all_gather_json(not path.exists(), world)):
+        data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
+        if world.local_rank == 0 and not path.exists():
+            write_atomically(path, data)
+        all_gather_json("written", world)
+    return chosen[owner]

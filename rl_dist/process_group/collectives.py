@@ -133,6 +133,17 @@ def _gather_bytes(raw: Tensor, world: World, *, everywhere: bool = False) -> lis
     return [rank[:length] for rank, length in zip(on_cpu, lengths, strict=True)]
 
 
+def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
+    """Return the bytes of rank `source` on every rank; the others pass none."""
+    raw = torch.zeros(all_reduce_max(len(data), world), dtype=torch.uint8)
+    if world.rank == source:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    raw = raw.to(world.device)
+    with world.waiting("broadcast of bytes"):
+        dist.broadcast(raw, src=source)
+    return raw.cpu().numpy().tobytes()
+
+
 def all_reduce_max(value: int, world: World) -> int:
     """Return the largest of all ranks' integers: how ranks take a decision together."""
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)

@@ -1,0 +1,157 @@
+"""Training over several hosts: the same result, and what happens when one fails.
+
+The hosts are network namespaces of this machine.
+"""
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from simulated_hosts import connected, torchrun
+from train_runs import RECALL, records, start_training
+
+from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
+
+STEPS = 64  # of one iteration
+SHORT = [*RECALL, "--total_steps", 5 * STEPS]
+LONG = [*RECALL, "--total_steps", 100 * STEPS, "--checkpoint_every", "2"]
+
+
+@pytest.fixture
+def network(tmp_path):
+    with ExitStack() as held:
+        try:
+            yield held.enter_context(connected(tmp_path, "first", "second"))
+        except OSError as error:
+            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+
+
+def summary(run_dir):
+    return json.loads(Path(run_dir, "summary.json").read_text())
+
+
+def result(run_dir):
+    found = summary(run_dir)
+    return found["iteration"], found["parameter_sha256"]
+
+
+def on_one_host(run_dir, flags):
+    """The result of an uninterrupted training with two ranks."""
+    job = start_training(*flags, "--num_gpus", "2", "--run_dir", run_dir)
+    _, err = job.communicate(timeout=300)
+    assert job.returncode == 0, err
+    return result(run_dir)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return on_one_host(tmp_path_factory.mktemp("one_host") / "run", LONG)
+
+
+def saved(run_dir):
+    newest = latest_checkpoint(run_dir)
+    return iteration_in_name(newest) if newest else 0
+
+
+def wait_for(iteration, run_dir, job):
+    while saved(run_dir) < iteration:
+        assert job.process.poll() is None, job.text
+        time.sleep(0.05)
+
+
+def on_both(network, *flags, **options):
+    return [torchrun(network.hosts[name], *flags, **options) for name in network.names]
+
+
+def test_two_hosts_train_as_one_host_with_two_ranks_does(network, tmp_path):
+    jobs = on_both(network, *SHORT, "--run_dir", tmp_path / "run")
+    for job in jobs:
+        job.succeed()
+    state = json.loads((tmp_path / "run/state.json").read_text())
+    assert [rank["host"] for rank in state["ranks"]] == ["first", "second"]
+    assert result(tmp_path / "run") == on_one_host(tmp_path / "alone", SHORT)
+
+
+def test_a_host_that_never_joins_is_told_within_the_timeout(network, tmp_path):
+    began_s = time.monotonic()
+    flags = [*SHORT, "--run_dir", tmp_path / "run"]
+    job = torchrun(network.hosts["first"], *flags, conf="join_timeout=5")
+    assert job.wait(60) == 1
+    assert time.monotonic() - began_s < 40
+    assert "RendezvousTimeoutError" in job.text.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_host_is_replaced_and_the_run_goes_on_from_its_checkpoint(
+    network, tmp_path, uninterrupted
+):
+    run_dir = tmp_path / "run"
+    first, second = on_both(network, *LONG, "--run_dir", run_dir)
+    wait_for(10, run_dir, first)
+    network.hosts["second"].kill()
+    successor = torchrun(network.start("second"), *LONG, "--run_dir", run_dir)
+    assert first.succeed().count("going on from") == 1
+    successor.succeed()
+    assert result(run_dir) == uninterrupted
+    iterations = [line["iteration"] for line in records(run_dir)]
+    assert iterations == list(range(1, 101))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_link_that_is_cut_for_20_s_costs_20_s(network, tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    jobs = on_both(network, *LONG, "--run_dir", run_dir)
+    wait_for(10, run_dir, jobs[0])
+    network.hosts["second"].link("down")
+    time.sleep(20)
+    network.hosts["second"].link("up")
+    for job in jobs:
+        assert "going on from" not in job.succeed()
+    assert result(run_dir) == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_of_one_to_two_hosts_one_may_leave_and_the_other_goes_on(network, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = [*LONG, "--run_dir", run_dir, "--collective_timeout", "20"]
+    first, _ = on_both(network, *flags, nodes="1:2")
+    wait_for(10, run_dir, first)
+    assert len(records(run_dir)[-1]["ranks"]) == 2
+    network.hosts["second"].kill()
+    assert first.succeed(300).count("going on from") == 1
+    last = records(run_dir)[-1]
+    assert len(last["ranks"]) == 1 and last["iteration"] == 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_a_shared_file_system_a_new_host_gets_the_checkpoint(
+    network, tmp_path, uninterrupted
+):
+    """Every host has a disk of its own under the same name, and another working directory."""
+    (tmp_path / "disk").mkdir()
+
+    def host(name):
+        (tmp_path / name / "here").mkdir(parents=True, exist_ok=True)
+        return network.start(name, f"mount --bind {tmp_path / name} {tmp_path / 'disk'}")
+
+    for name in network.names:
+        network.hosts[name].kill()
+        host(name)
+    flags = [*LONG, "--run_dir", tmp_path / "disk/run"]
+    jobs = on_both(network, *flags, cwd=tmp_path / "disk/here")
+    run_dir = tmp_path / "first/run"
+    wait_for(10, run_dir, jobs[0])
+    assert saved(tmp_path / "second/run") == 0
+    network.hosts["second"].kill()
+    jobs[1] = torchrun(host("second"), *flags, cwd=tmp_path / "disk")
+    for job in jobs:
+        job.succeed()
+    assert result(run_dir) == uninterrupted
+    assert saved(tmp_path / "second/run") >= 10

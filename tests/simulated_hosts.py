@@ -1,0 +1,184 @@
+"""Hosts on one machine: each has its own network address, name, processes and mounts.
+
+A host is a process that `unshare` starts in namespaces of its own. A bridge in one more network
+namespace connects them. Whatever runs on a host ends with it, and all hosts end with this process.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).parents[1]
+UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --uts --pid --fork --kill-child"
+PATIENCE_S = 120
+
+
+@dataclass
+class Job:
+    """A command that was started on a host; its output goes to a file."""
+
+    process: subprocess.Popen
+    log: Path
+
+    @property
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s=PATIENCE_S):
+        """The exit code; whoever hangs shows how far it came."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
+
+    def succeed(self, timeout_s=PATIENCE_S):
+        code = self.wait(timeout_s)
+        assert code == 0, f"ended with {code}:\n{self.text}"
+        return self.text
+
+
+@dataclass
+class Host:
+    """One host; `network.start` makes it."""
+
+    name: str
+    number: int
+    network: "Network"
+    unshare: subprocess.Popen
+    pid: int  # of its first process, with which all others end
+
+    def command(self, *argv, cwd=REPO):
+        spaces = ["--net", "--uts", "--mount", "--pid"]
+        entered = ["nsenter", "--target", self.pid, *spaces, "env", f"--chdir={cwd}"]
+        return [str(word) for word in [*entered, *argv]]
+
+    def run(self, *argv, **options):
+        """What a short command prints."""
+        return subprocess.check_output(self.command(*argv, **options), text=True)
+
+    def start(self, *argv, cwd=REPO, **environment):
+        """Start a command in a log file of its own, on one core, as if the host had no more."""
+        log = self.network.folder / f"{self.name}_{time.monotonic_ns()}.log"
+        path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                self.command("taskset", "--cpu-list", core(self.number), *argv, cwd=cwd),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Job(process, log)
+
+    def kill(self):
+        """End all its processes at once; nobody on the network hears of it."""
+        self.unshare.kill()
+        self.unshare.communicate()
+        while psutil.pid_exists(self.pid):
+            time.sleep(0.01)
+        if self.number:  # its cable goes now or some time later
+            argv = self.network.switch.command("ip", "link", "delete", f"port{self.number}")
+            subprocess.run(argv, capture_output=True)
+
+    def link(self, state):
+        """Cut the cable ("down") or mend it ("up")."""
+        self.network.switch.run("ip", "link", "set", f"port{self.number}", state)
+
+
+def core(number):
+    """One of the cores that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    return str(cores[number % len(cores)])
+
+
+@dataclass
+class Network:
+    """A switch and its hosts, numbered from 1: host 1 has the address 10.9.0.1."""
+
+    folder: Path
+    names: tuple[str, ...]
+    hosts: dict[str, Host] = field(default_factory=dict)
+
+    def __post_init__(self):
+        entries = [f"10.9.0.{number} {name}" for number, name in enumerate(self.names, 1)]
+        (self.folder / "etc_hosts").write_text("\n".join(["127.0.0.1 localhost", *entries, ""]))
+        bridge = "ip link add bridge type bridge && ip link set bridge up"
+        self.switch = self._unshare("switch", 0, bridge)
+
+    def start(self, name, setup="true"):
+        """Start a host, or its successor with the same name and address.
+
+        Args:
+            name: one of the network's.
+            setup: shell commands that the host runs first.
+        """
+        number = self.names.index(name) + 1
+        own = f"mount --bind {self.folder}/etc_hosts /etc/hosts && {setup}"
+        host = self.hosts[name] = self._unshare(name, number, own)
+        port = f"port{number}"
+        self.switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", f"to{number}")
+        # by number, and from outside, where the number is known
+        target = ["nsenter", "--target", str(self.switch.pid), "--net", "ip", "link", "set"]
+        subprocess.check_call([*target, f"to{number}", "netns", str(host.pid)])
+        self.switch.run("ip", "link", "set", port, "master", "bridge", "up")
+        host.run("ip", "link", "set", f"to{number}", "name", "eth0")
+        host.run("ip", "address", "add", f"10.9.0.{number}/24", "dev", "eth0")
+        host.run("ip", "link", "set", "eth0", "up")
+        return host
+
+    def _unshare(self, name, number, setup):
+        start = f"mount -t proc proc /proc && hostname {name} && ip link set lo up && {setup}"
+        argv = [*UNSHARE.split(), "sh", "-c", f"{start} && echo ready && exec sleep infinity"]
+        process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        if process.stdout.readline() != "ready\n":
+            raise OSError(process.communicate()[1].strip())
+        (first,) = psutil.Process(process.pid).children()
+        return Host(name, number, self, process, first.pid)
+
+    def close(self):
+        for host in [*self.hosts.values(), self.switch]:
+            if host.unshare.returncode is None:
+                host.kill()
+
+
+@contextmanager
+def connected(folder, *names):
+    """A network on which all hosts have started.
+
+    Raises:
+        OSError: this user or system may not.
+    """
+    network = Network(folder, names)
+    try:
+        for name in names:
+            network.start(name)
+        yield network
+    finally:
+        network.close()
+
+
+def torchrun(host, *flags, nodes="2", restarts=3, conf="", cwd=REPO, **variables):
+    """Start an agent with one rank of train_distributed.py; the agents meet on the first host."""
+    options = {
+        "nnodes": nodes,
+        "nproc-per-node": 1,
+        "max-restarts": restarts,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": f"{host.network.names[0]}:29500",
+        "rdzv-id": "job",
+        "rdzv-conf": conf,
+    }
+    argv = [sys.executable, "-m", "torch.distributed.run"]
+    argv += [f"--{name}={value}" for name, value in options.items()]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | variables
+    return host.start(*argv, REPO / "train_distributed.py", *flags, cwd=cwd, **variables)

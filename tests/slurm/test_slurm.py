@@ -1,0 +1,143 @@
+"""deploy/slurm.sbatch on a SLURM cluster of two nodes, which are namespaces of this machine.
+
+Debian's packages are unpacked into a folder of the test; nothing is installed.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from simulated_hosts import REPO, connected
+from train_runs import RECALL, records, start_training
+
+from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
+
+PACKAGES = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"]
+PACKAGES += ["libhwloc15", "liblua5.1-0", "libmunge2"]
+ITERATIONS = 100
+FLAGS = [*RECALL, "--total_steps", 64 * ITERATIONS, "--checkpoint_every", "2"]
+MULTIARCH = f"{platform.machine()}-linux-gnu"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def command(*argv, **options):
+    return subprocess.run([*argv], check=True, capture_output=True, text=True, **options).stdout
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """Debian's SLURM, unpacked."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    try:
+        command("apt-get", "download", *PACKAGES, cwd=folder)
+        for package in folder.glob("*.deb"):
+            command("dpkg-deb", "--extract", package.name, ".", cwd=folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or error
+        pytest.skip(f"needs Debian's packages of SLURM (after apt-get update): {why}")
+    return folder
+
+
+class Cluster:
+    """A controller and two nodes that are up."""
+
+    def __init__(self, network, folder, packages):
+        self.folder = folder
+        for name in ("state", "spool-node1", "spool-node2"):
+            (folder / name).mkdir()
+        text = Path(__file__).with_name("slurm.conf").read_text()
+        for word, value in {"FOLDER": folder, "PACKAGES": packages, "MULTIARCH": MULTIARCH}.items():
+            text = text.replace(word, str(value))
+        (folder / "slurm.conf").write_text(text)
+        # `ip netns` and the like hide the cgroups that slurmd looks for
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        libraries = f"{packages}/usr/lib/{MULTIARCH}"
+        self.variables = {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{packages}/usr/bin:{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": f"{libraries}:{libraries}/slurm-wlm",
+        }
+        programs = packages / "usr/sbin"
+        self.control = network.hosts["control"]
+        self.daemons = [self.control.start(programs / "slurmctld-wlm", "-D", **self.variables)]
+        for name in ("node1", "node2"):
+            argv = [programs / "slurmd-wlm", "-D", "-d", programs / "slurmstepd-wlm"]
+            self.daemons.append(network.hosts[name].start(*argv, **self.variables))
+        self.wait(lambda: "idle 2" in self.run("sinfo", "--noheader", "--format=%t %D"))
+
+    def run(self, *argv, **variables):
+        """What a command prints, run on the controller in the checkout."""
+        argv, variables = self.control.command(*argv), os.environ | self.variables | variables
+        done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip() + done.stderr.strip()
+
+    def job(self, number):
+        """Facts about a job."""
+        text = self.run("scontrol", "show", "job", number)
+        return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+    def wait(self, condition, timeout_s=300):
+        end_s = time.monotonic() + timeout_s
+        while not condition():
+            logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
+            assert time.monotonic() < end_s, "\n\n".join(logs)
+            assert all(daemon.process.poll() is None for daemon in self.daemons), "\n\n".join(logs)
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def cluster(tmp_path, packages):
+    with ExitStack() as held:
+        try:
+            network = held.enter_context(connected(tmp_path, "control", "node1", "node2"))
+        except OSError as error:
+            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+        yield Cluster(network, tmp_path, packages)
+
+
+def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster, tmp_path):
+    run_dir = tmp_path / "run"
+    output = tmp_path / "job.out"
+    options = ["--gpus-per-node=0", "--cpus-per-task=1", f"--output={output}", "--parsable"]
+    job = cluster.run(
+        *["sbatch", *options, REPO / "deploy/slurm.sbatch", *FLAGS],
+        RUN_DIR=str(run_dir),
+        PYTHON=sys.executable,
+    )
+    assert job.isdecimal(), job
+
+    def saved():
+        newest = latest_checkpoint(run_dir)
+        assert cluster.job(job)["JobState"] in ("PENDING", "RUNNING"), output.read_text()
+        return iteration_in_name(newest) if newest else 0
+
+    cluster.wait(lambda: saved() >= 10)
+    ranks = json.loads((run_dir / "state.json").read_text())["ranks"]
+    assert [rank["host"] for rank in ranks] == ["node1", "node2"]
+
+    # two minutes before the time limit
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
+    assert cluster.job(job)["JobState"] == "PENDING"
+    assert 10 <= saved() < ITERATIONS
+    # SLURM would wait two minutes before it starts the job again
+    cluster.wait(lambda: not cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now"))
+    cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")
+
+    text = output.read_text()
+    print(text)
+    assert text.count("going on from") == 1 and "stopped by SIGUSR1, saved" in text
+    assert [one["iteration"] for one in records(run_dir)] == list(range(1, ITERATIONS + 1))
+    alone = tmp_path / "alone"
+    straight = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone)
+    assert straight.communicate(timeout=300) and straight.returncode == 0
+    found = [json.loads((folder / "summary.json").read_text()) for folder in (run_dir, alone)]
+    assert found[0]["parameter_sha256"] == found[1]["parameter_sha256"]
