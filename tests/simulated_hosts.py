@@ -64,7 +64,7 @@ class Host:
 
     def start(self, *argv, cwd=REPO, **environment):
         """Start a command in a log file of its own, on one core, as if the host had no more."""
-        log = self.network.folder / f"{self.name}_{time.monotonic_ns()}.log"
+        log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
         with log.open("wb") as file:
@@ -101,7 +101,10 @@ def core(number):
 
 @dataclass
 class Network:
-    """A switch and its hosts, numbered from 1: host 1 has the address 10.9.0.1."""
+    """A switch and its hosts, numbered from 1: host 1 has the address 10.9.0.1.
+
+    A name may hold several, by spaces: the last one is the host's own.
+    """
 
     folder: Path
     names: tuple[str, ...]
@@ -135,7 +138,7 @@ class Network:
         return host
 
     def _unshare(self, name, number, setup):
-        start = f"mount -t proc proc /proc && hostname {name} && ip link set lo up && {setup}"
+        start = f"mount -t proc proc /proc && hostname {name.split()[-1]} && ip link set lo up && {setup}"
         argv = [*UNSHARE.split(), "sh", "-c", f"{start} && echo ready && exec sleep infinity"]
         process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -1,0 +1,106 @@
+"""The files of deploy/kubernetes: valid by the published models, and their commands train."""
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from simulated_hosts import REPO, connected
+from train_runs import RECALL
+
+yaml = pytest.importorskip("yaml")
+models = pytest.importorskip("kubeflow_trainer_api.models")
+FILES = REPO / "deploy/kubernetes"
+MODELS = {
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "Job": "IoK8sApiBatchV1Job",
+    "Service": "IoK8sApiCoreV1Service",
+}
+
+
+def documents(name):
+    return {one["kind"]: one for one in yaml.safe_load_all((FILES / name).read_text())}
+
+
+def what_the_model_drops(document):
+    """What a field's type forbids raises; a field that it does not know disappears."""
+    model = getattr(models, MODELS[document["kind"]])
+    return differences(document, model.from_dict(document).to_dict())
+
+
+def differences(given, kept, path=""):
+    if isinstance(given, dict) and isinstance(kept, dict):
+        both = [(given[key], kept.get(key), f"{path}.{key}") for key in given]
+        return [found for each in both for found in differences(*each)]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        both = zip(given, kept, strict=True)
+        return [f for i, (a, b) in enumerate(both) for f in differences(a, b, f"{path}[{i}]")]
+    return [] if given == kept else [f"{path}: {given} became {kept}"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("*.yaml")))
+def test_every_field_is_known_and_has_its_type(name):
+    for document in documents(name).values():
+        assert what_the_model_drops(document) == []
+
+
+def test_a_misspelt_field_is_found():
+    document = documents("trainjob.yaml")["TrainJob"]
+    document["spec"]["trainer"]["numNode"] = document["spec"]["trainer"].pop("numNodes")
+    assert what_the_model_drops(document) == [".spec.trainer.numNode: 2 became None"]
+
+
+def trainer_of_trainjob():
+    """Command and environment of the TrainJob, with what Kubeflow's controller adds."""
+    trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
+    environment = {one["name"]: one["value"] for one in trainer["env"]}
+    environment |= {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_MASTER_ADDR": "clstm-ppo-node-0-0.clstm-ppo",
+        "PET_MASTER_PORT": "29400",
+    }
+    return trainer["command"], environment
+
+
+def trainer_of_indexed_job():
+    """Command and environment of the Job; the id comes from a label of the pod."""
+    spec = documents("indexed-job.yaml")["Job"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environment = {one["name"]: one.get("value", "from a label") for one in container["env"]}
+    assert int(environment["PET_NNODES"]) == spec["completions"] == spec["parallelism"]
+    return container["command"], environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("trainer", "names"),
+    [
+        (trainer_of_trainjob, ["clstm-ppo-node-0-0", "clstm-ppo-node-0-1"]),
+        (trainer_of_indexed_job, ["clstm-ppo-0", "clstm-ppo-1"]),
+    ],
+)
+def test_the_command_trains_over_two_pods(trainer, names, tmp_path):
+    """One CPU rank for each pod, and a folder of the test in the place of /runs."""
+    command, environment = trainer()
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment |= {"PET_NPROC_PER_NODE": "1", "PATH": programs}
+    command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
+    with ExitStack() as held:
+        try:
+            # pods have such names by the service
+            pods = [f"{name}.clstm-ppo {name}" for name in names]
+            network = held.enter_context(connected(tmp_path, *pods))
+        except OSError as error:
+            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+        jobs = []
+        for number, pod in enumerate(pods):
+            flags = [*command, *RECALL, "--total_steps", 320]
+            jobs.append(network.hosts[pod].start(*flags, PET_NODE_RANK=str(number), **environment))
+        for job in jobs:
+            job.succeed(300)
+    assert json.loads((tmp_path / "clstm-ppo/summary.json").read_text())["iteration"] == 5
+    state = json.loads((tmp_path / "clstm-ppo/state.json").read_text())
+    assert [rank["host"] for rank in state["ranks"]] == names
