@@ -16,7 +16,7 @@ import psutil
 
 REPO = Path(__file__).parents[1]
 UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --uts --pid --fork --kill-child"
-PATIENCE_S = 120
+PATIENCE_S = 300
 
 
 @dataclass
@@ -79,14 +79,14 @@ class Host:
         return Job(process, log)
 
     def kill(self):
-        """End all its processes at once; nobody on the network hears of it."""
+        """Take its cable away, then end all its processes: nobody hears of it, as after a fire."""
+        if self.number:
+            argv = self.network.switch.command("ip", "link", "delete", f"port{self.number}")
+            subprocess.run(argv, capture_output=True)  # a host that did not start has none
         self.unshare.kill()
         self.unshare.communicate()
         while psutil.pid_exists(self.pid):
             time.sleep(0.01)
-        if self.number:  # its cable goes now or some time later
-            argv = self.network.switch.command("ip", "link", "delete", f"port{self.number}")
-            subprocess.run(argv, capture_output=True)
 
     def link(self, state):
         """Cut the cable ("down") or mend it ("up")."""
@@ -138,8 +138,9 @@ class Network:
         return host
 
     def _unshare(self, name, number, setup):
-        start = f"mount -t proc proc /proc && hostname {name.split()[-1]} && ip link set lo up && {setup}"
-        argv = [*UNSHARE.split(), "sh", "-c", f"{start} && echo ready && exec sleep infinity"]
+        own_name = f"hostname {name.split()[-1]} && ip link set lo up"
+        start = f"mount -t proc proc /proc && {own_name} && {setup} && echo ready"
+        argv = [*UNSHARE.split(), "sh", "-c", f"{start} && exec sleep infinity"]
         process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -1,0 +1,72 @@
+"""Train over a Ray cluster: Ray Train places the ranks, and starts them again when one fails.
+
+    python examples/ray_train.py --workers 2 --max_failures 3 -- --run_dir /shared/run
+
+What follows -- are training flags. Every node needs this checkout at the same path, the same Python
+environment with the extra `ray`, and the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
+
+
+def train_as_rank(config: dict[str, Any]) -> None:
+    """Train as the rank that Ray's variables name, in a process of its own.
+
+    Ray has opened a process group in this process. It only serves to agree on a port, where the
+    ranks open theirs.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from rl_dist.hardware.addresses import free_port
+
+    port = torch.tensor([free_port()])
+    dist.broadcast(port, src=0)
+    variables = os.environ | {"MASTER_PORT": str(port.item())}
+    argv = [sys.executable, config["script"], *config["flags"]]
+    code = subprocess.run(argv, env=variables).returncode
+    if code:  # Ray then ends the other ranks, and starts all of them again
+        raise RuntimeError(f"rank {variables['RANK']} ended with code {code}")
+
+
+def main() -> None:
+    """Start the ranks and wait for their end."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=2, help="number of ranks")
+    parser.add_argument("--gpus", action="store_true", help="one GPU for each rank")
+    parser.add_argument("--max_failures", type=int, default=0, help="restarts of all ranks")
+    parser.add_argument("--address", default="auto", help="the cluster; local: begin one here")
+    parser.add_argument("flags", nargs="*", help="training flags, after --; needs --run_dir")
+    args = parser.parse_args()
+    if not any(flag.startswith("--run_dir") for flag in args.flags):
+        parser.error("give -- --run_dir DIR: a restart must find its run again")
+
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    python_path = f"{SCRIPT.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ray.init(
+        address=None if args.address == "local" else args.address,
+        runtime_env={"env_vars": {"PYTHONPATH": python_path}},
+    )
+    TorchTrainer(
+        train_as_rank,
+        train_loop_config={"script": str(SCRIPT), "flags": [*args.flags, "--resume", "auto"]},
+        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
+        torch_config=TorchConfig(backend="gloo"),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()
