@@ -1,8 +1,8 @@
 """Train over a Ray cluster: Ray Train places the ranks, and starts them again when one fails.
 
-    python examples/ray_train.py --workers 2 --max_failures 3 -- --run_dir /shared/run
+    python examples/ray_train.py --workers 2 --max_failures 3 --run_dir /shared/run
 
-What follows -- are training flags. Every node needs this checkout at the same path, the same Python
+Flags that it does not know are training flags. Every node needs this checkout at the same path, the same Python
 environment with the extra `ray`, and the run directory.
 """
 
@@ -40,15 +40,17 @@ def train_as_rank(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """Start the ranks and wait for their end."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(
+        description=about, epilog="All others are training flags.", allow_abbrev=False
+    )
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--gpus", action="store_true", help="one GPU for each rank")
     parser.add_argument("--max_failures", type=int, default=0, help="restarts of all ranks")
     parser.add_argument("--address", default="auto", help="the cluster; local: begin one here")
-    parser.add_argument("flags", nargs="*", help="training flags, after --; needs --run_dir")
-    args = parser.parse_args()
-    if not any(flag.startswith("--run_dir") for flag in args.flags):
-        parser.error("give -- --run_dir DIR: a restart must find its run again")
+    args, flags = parser.parse_known_args()
+    if not any(flag.startswith("--run_dir") for flag in flags):
+        parser.error("give --run_dir DIR: a restart must find its run again")
 
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -61,7 +63,7 @@ def main() -> None:
     )
     TorchTrainer(
         train_as_rank,
-        train_loop_config={"script": str(SCRIPT), "flags": [*args.flags, "--resume", "auto"]},
+        train_loop_config={"script": str(SCRIPT), "flags": [*flags, "--resume", "auto"]},
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
         torch_config=TorchConfig(backend="gloo"),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),

@@ -42,7 +42,7 @@ def start_state(
 def agree_on_start(
     run_dir: Path, resume_from: str, config: RunConfig, world: World
 ) -> tuple[Path, str]:
-    """Agree on rank 0's run directory and the ranks' newest checkpoint, and record all ranks.
+    """Agree on run directory and newest checkpoint, and record all ranks.
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
@@ -67,7 +67,7 @@ def agree_on_start(
 
 
 def share_checkpoint(run_dir: Path, chosen: list[str], world: World) -> str:
-    """Return the newest of the ranks' checkpoints, after copying it to hosts that lack it."""
+    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy."""
     folder = run_dir / CHECKPOINT_DIR
     mine = [Path(path) for path in chosen]
     iterations = [iteration_in_name(path) if path.parent == folder else -2 for path in mine]

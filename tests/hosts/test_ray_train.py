@@ -42,7 +42,7 @@ def result(run_dir):
 def test_ray_starts_the_ranks_again_and_the_end_is_the_same(address, tmp_path):
     run_dir = tmp_path / "run"
     options = ["--address", address, "--workers", "2", "--max_failures", "1"]
-    job = start(REPO / "examples/ray_train.py", *options, "--", *FLAGS, "--run_dir", run_dir)
+    job = start(REPO / "examples/ray_train.py", *options, *FLAGS, "--run_dir", run_dir)
     end_s = time.monotonic() + 300
     while not list(run_dir.glob("checkpoints/iteration_*.pt")):
         assert job.poll() is None and time.monotonic() < end_s, job.communicate()

@@ -1,7 +1,8 @@
-"""The files of deploy/kubernetes: valid by the published models, and their commands train."""
+"""The files of deploy: valid by the published models, and their commands train."""
 
 import json
 import os
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,3 +105,8 @@ def test_the_command_trains_over_two_pods(trainer, names, tmp_path):
     assert json.loads((tmp_path / "clstm-ppo/summary.json").read_text())["iteration"] == 5
     state = json.loads((tmp_path / "clstm-ppo/state.json").read_text())
     assert [rank["host"] for rank in state["ranks"]] == names
+
+
+def test_the_script_in_the_file_for_skypilot_is_one():
+    script = yaml.safe_load((REPO / "deploy/sky.yaml").read_text())["run"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
