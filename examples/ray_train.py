@@ -2,8 +2,8 @@
 
     python examples/ray_train.py --workers 2 --max_failures 3 --run_dir /shared/run
 
-Flags that it does not know are training flags. Every node needs this checkout at the same path, the same Python
-environment with the extra `ray`, and the run directory.
+Flags that it does not know are training flags. Every node needs this checkout at the same path, the
+same Python environment with the extra `ray`, and the run directory.
 """
 
 from __future__ import annotations

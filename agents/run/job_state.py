@@ -56,24 +56,32 @@ def agree_on_start(
         "host": socket.gethostname(),
         "device": str(world.device),
     }
-    gathered = all_gather_json([str(run_dir), resume_from, mine], world)
+    offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
+    gathered = all_gather_json([str(run_dir), offer, mine], world)
     run_dir = Path(gathered[0][0])
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]
         dry_run = config.train.batch_size == AUTO or config.launch.strategy == "auto"
         phase = "dry_run" if dry_run else "starting"
         update_state(run_dir, ranks=ranks, num_ranks=world.size, phase=phase)
-    return run_dir, share_checkpoint(run_dir, [chosen for _, chosen, _ in gathered], world)
+    return run_dir, share_checkpoint(run_dir, [each[1] for each in gathered], world)
 
 
 def share_checkpoint(run_dir: Path, chosen: list[str], world: World) -> str:
-    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy."""
+    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy.
+
+    Another rank's choice counts only where rank 0 has no such file: else it has refused it.
+    """
     folder = run_dir / CHECKPOINT_DIR
-    mine = [Path(path) for path in chosen]
-    iterations = [iteration_in_name(path) if path.parent == folder else -2 for path in mine]
-    owner = iterations.index(max(iterations))  # the first of several
-    path = mine[owner]
-    if path.parent == folder and any(all_gather_json(not path.exists(), world)):
+
+    def newness(rank: int) -> int:
+        path = Path(chosen[rank])
+        counts = path.parent == folder and (rank == 0 or not path.exists())
+        return iteration_in_name(path) if counts else -2
+
+    owner = all_gather_json(max(range(world.size), key=newness), world)[0]
+    path = Path(chosen[owner])
+    if chosen[owner] and any(all_gather_json(not path.exists(), world)):
         data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
         if world.local_rank == 0 and not path.exists():
             write_atomically(path, data)
