@@ -42,7 +42,9 @@ def main() -> None:
     """Start the ranks and wait for their end."""
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(
-        description=about, epilog="All others are training flags.", allow_abbrev=False
+        description=about,
+        epilog="All others are training flags; --run_dir is needed.",
+        allow_abbrev=False,
     )
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--gpus", action="store_true", help="one GPU for each rank")
