@@ -58,6 +58,7 @@ EPILOG = """examples:
   python check_gpu_setup.py                                  the main job on this machine
   python check_gpu_setup.py --num_gpus 8 --batch_size 512    another one
   python check_gpu_setup.py --env CartPole-v1 --full         measure longer, always the dry run
+  python check_gpu_setup.py --plan 80 --num_gpus 64          64 GPUs of 80 GiB that are not here
   python check_gpu_setup.py --json > setup.json              docs/check_gpu_setup.schema.json
 exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage,
 130 and 143 stopped by INT and TERM"""
@@ -72,6 +73,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("strict", "exit with 1 on a warning, too"),
     ):
         group.add_argument(f"--{name}", action="store_true", help=what)
+    what = "plan --num_gpus ranks that are not here, on GPUs of so many GiB: sizes, shards, memory"
+    group.add_argument("--plan", type=float, default=0.0, metavar="GIB", help=what)
     add_run_flags(parser)
 
 
@@ -165,6 +168,17 @@ def prints_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+def plan(parsed: ParsedFlags) -> int:
+    """Print the plan for machines that are not here; returns the exit code."""
+    from agents.dry_run.plan import make_plan
+
+    with ExitStack() as held:
+        config = choose_run(parsed, held).config
+    planned = make_plan(config, parsed.extra.plan)
+    print(json.dumps(dataclasses.asdict(planned), indent=2) if parsed.extra.json else planned)
+    return int(not planned.fits)
+
+
 @explains_errors
 def main() -> int:
     """Entry of the command; returns the exit code."""
@@ -178,6 +192,8 @@ def main() -> int:
         if parsed.extra.interactive:
             raise UserError("--interactive asks nothing here: give the flags to be checked")
         check_variables()
+        if parsed.extra.plan:
+            return plan(parsed)
         with prints_to_stderr() if parsed.extra.json else nullcontext():
             facts_json, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
     except EnvironmentFaultError as error:
