@@ -12,6 +12,7 @@ events and cuDNN's LSTM have stand-ins. NCCL is gloo's work on the real tensors.
 import sys
 import threading
 import types
+import warnings
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -132,7 +133,9 @@ class FakeGpu(TorchDispatchMode):
 
     def _collective(self, func, args, kwargs):
         """Let gloo do it between the real tensors."""
-        fakes = {id(leaf.real_half): leaf for leaf in tree_leaves(args) if hasattr(leaf, "real_half")}
+        fakes = {
+            id(leaf.real_half): leaf for leaf in tree_leaves(args) if hasattr(leaf, "real_half")
+        }
         out = func(*tree_map(self.real, args), **tree_map(self.real, kwargs))
         return tree_map(lambda part: fakes.get(id(part), part), out)
 
@@ -159,6 +162,8 @@ class FakeGpu(TorchDispatchMode):
         """Count a wait of the host for the device."""
         if self.on_wait == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {reason}")
+        if self.on_wait == "warn":
+            warnings.warn(f"called a synchronizing CUDA operation: {reason}", stacklevel=2)
         self.waits[(*self._place(), reason)] += 1
 
     def launched(self):

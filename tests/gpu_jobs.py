@@ -1,16 +1,55 @@
-"""Small trainings on a device, for the tests of GPUs and of their rehearsal."""
+"""Small trainings on a device, for the tests of GPUs and of their rehearsal; ranks import it.
+
+As a script it is a job on two GPUs: gpu_jobs.py FUNCTION.
+"""
 
 import functools
+import os
+import sys
+import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
-from agents_ranks import CASES, make_job, tiny_markets
+import pytest
+import torch
+from agents_ranks import CASES, Recording, make_job, tiny_markets
 
+from agents.trainer import train
 from envs import make_vector_env
 from envs.trading.environment import TradingVectorEnv
 from envs.trading_config import TradingConfig
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.launch.launcher import launch
 from rl_dist.parallel.config import SpeedConfig, StrategyConfig
+from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
+from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.telemetry.metrics import NullWriter
 
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"
+REHEARSED = os.environ.get("REHEARSE") == "1"  # on GPUs that are not there
+# rounding, memory, time
+needs_real_gpu = pytest.mark.skipif(REHEARSED, reason="what no rehearsal can show")
+
+
+def two_gpus():
+    """Two GPUs, or what stands for them in a rehearsal."""
+    if not REHEARSED:
+        return nullcontext()
+    from fake_gpu import fake_gpu
+
+    return fake_gpu(2)
+
+
+@contextmanager
+def world_on(device):
+    """A world of one rank."""
+    world = open_world(device)
+    torch.set_num_threads(1)
+    try:
+        yield world
+    finally:
+        close_world(world)
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
@@ -35,3 +74,53 @@ def job_on(device, name=TRADING, run_dir="", *, fused_adam="auto", strategy=None
         strategy=StrategyConfig(**(strategy or {})),
         speed=SpeedConfig(fused_adam=fused_adam),
     )
+
+
+def trained(world, resume_from="", **options):
+    """A training on a world's device, after its end."""
+    training = Recording(job_on(str(world.device), **options), world)
+    if resume_from:
+        training.restore(load_checkpoint(resume_from))
+    train(training, NullWriter(), StopFlag())
+    return training
+
+
+def parameters_on_cpu(training):
+    return torch.cat([p.detach().flatten().cpu() for p in training.policy.parameters()])
+
+
+def train_rank(out_dir, strategy):
+    """Train on this rank's GPU; parameters and their hash go to rank_N.pt."""
+    with two_gpus():
+        world = open_world("cuda", timeout_s=120)
+        torch.set_num_threads(1)
+        training = trained(world, run_dir=Path(out_dir, "run"), strategy=strategy)
+        found = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
+        torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
+        all_reduce_max(0, world)
+        close_world(world)
+    return 0
+
+
+def fail():
+    """Rank 1 fails while rank 0 waits for it."""
+    with two_gpus():
+        world = open_world("cuda", timeout_s=60)
+        all_reduce_max(0, world)
+        if world.rank == 1:
+            raise RuntimeError("the roof is on fire")
+        all_reduce_max(0, world)
+
+
+def hang():
+    """Rank 1 does not come to a collective."""
+    with two_gpus():
+        world = open_world("cuda", timeout_s=6)
+        world.set_phase("update")
+        all_reduce_max(0, world)
+        time.sleep(1000.0 * world.rank)
+        all_reduce_max(0, world)
+
+
+if __name__ == "__main__":
+    sys.exit(launch(globals()[sys.argv[1]], (), num_ranks=2))

@@ -56,8 +56,8 @@ class TrainingPlan:
     def __str__(self) -> str:
         names = [item.name for item in dataclasses.fields(RankPlan)]
         lines = [
-            f"{self.num_ranks} ranks on {self.device_type}, strategy {self.strategy}; memory in GiB,"
-            f" computed, {GPU_RESERVE / GIB:g} of the total guessed for CUDA and its libraries",
+            f"{self.num_ranks} ranks on {self.device_type}, strategy {self.strategy}",
+            f"memory in GiB, computed; of the total, {GPU_RESERVE / GIB:g} is a guess for CUDA",
             "".join(f"{name:>13}" for name in ("ranks", *names)),
         ]
         for rank, count in Counter(self.ranks).items():
@@ -121,9 +121,7 @@ def make_plan(config: RunConfig, limit_gib: float) -> TrainingPlan:
     return TrainingPlan(launch.num_gpus, device_type, name, ranks, int(limit_gib * GIB))
 
 
-def _share(
-    need: MemoryNeed, num_envs: int, batch_size: int, shard: int, sharded: bool
-) -> RankPlan:
+def _share(need: MemoryNeed, num_envs: int, batch_size: int, shard: int, sharded: bool) -> RankPlan:
     # gradients are whole at the end of a backward pass, and again as they are reduced
     activations = max(need.activations, 2 * need.parameters) if sharded else need.activations
     kept = 3 * shard  # parameters' shards and Adam's moments, or gradients and moments
@@ -136,7 +134,7 @@ def shard_bytes(config: RunConfig, env: Any, num_ranks: int, shard_size: int) ->
 
     The policy is sharded as in training, in torch's fake process group, which sends nothing.
     """
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # makes it known
 
     num_obs = env.single_observation_space.shape[0]
     options = StrategyConfig(mode="hybrid", shard_size=shard_size)

@@ -1,0 +1,63 @@
+"""The GPU of every test, and the report that a user can send back."""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_jobs import REHEARSED, two_gpus, world_on
+
+from rl_dist.hardware.report import read_facts
+
+
+def pytest_collection_modifyitems(items):
+    """Name what is missing."""
+    count = 2 if REHEARSED else torch.cuda.device_count()
+    for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        needed = 2 if "two_gpus" in item.path.stem else 1
+        item.add_marker(pytest.mark.gpu)
+        if count < needed:
+            missing = f"needs {needed} CUDA GPU(s), torch sees {count}"
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    """GPUs, or in a rehearsal what stands for them."""
+    with two_gpus():
+        yield
+    if not REHEARSED:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def world(gpus):
+    """A world of one rank on the first GPU, over NCCL."""
+    with world_on("cuda") as opened:
+        yield opened
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Write results, figures and the machine to the file that GPU_REPORT names."""
+    path = os.environ.get("GPU_REPORT")
+    if not path:
+        return
+    facts = read_facts(Path.cwd())
+    lines = [f"# GPU tests, {time.strftime('%Y-%m-%d %H:%M')}", ""]
+    lines += [f"- {gpu.name}, {gpu.memory_total_bytes} bytes" for gpu in facts.gpu.gpus]
+    lines += [f"- driver {facts.gpu.driver}, {facts.software}, {platform.platform()}", ""]
+    lines += ["| test | result | seconds | figures |", "|---|---|---|---|"]
+    for result in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(result, []):
+            figures = ", ".join(f"{name} {value}" for name, value in report.user_properties)
+            name = report.nodeid.rpartition("/")[2]
+            why = report.longrepr[2] if result == "skipped" else figures
+            lines.append(f"| {name} | {result} | {report.duration:.1f} | {why} |")
+            if result in ("failed", "error"):
+                lines.append(f"| | | | {' '.join(report.longreprtext.split())[-600:]} |")
+    Path(path).write_text("\n".join(lines) + "\n")
+    terminalreporter.write_line(f"wrote {path}: please send it back, with or without failures")
