@@ -79,6 +79,8 @@ class FakeGpu(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
+            return func(*args, **kwargs)  # DTensor asks for shapes alone
         known = (FakeTensor, torch.nn.Parameter)
         if any(kind is not torch.Tensor and not issubclass(kind, known) for kind in types):
             return NotImplemented  # a DTensor, which comes back with its parts
@@ -133,9 +135,8 @@ class FakeGpu(TorchDispatchMode):
 
     def _collective(self, func, args, kwargs):
         """Let gloo do it between the real tensors."""
-        fakes = {
-            id(leaf.real_half): leaf for leaf in tree_leaves(args) if hasattr(leaf, "real_half")
-        }
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)]
+        fakes = {id(leaf.real_half): leaf for leaf in given}
         out = func(*tree_map(self.real, args), **tree_map(self.real, kwargs))
         return tree_map(lambda part: fakes.get(id(part), part), out)
 
@@ -286,6 +287,8 @@ class Engine:
 class FakeStream:
     """A stream whose work is done at once."""
 
+    stream_id, device_index, device_type = 0, 0, 1  # as torch counts streams and kinds of devices
+
     def __init__(self, *args, **kwargs):
         self.device = torch.device("cuda", 0)
 
@@ -370,8 +373,8 @@ def stand_ins(gpu):
             tensors = [tensor.to(torch.get_autocast_dtype("cuda")) for tensor in tensors]
         return FakeLSTM.apply(gpu, *tensors)
 
-    def init_process_group(*args, backend=None, device_id=None, **options):
-        return original_init(*args, backend="gloo" if backend == "nccl" else backend, **options)
+    def init_process_group(backend, device_id=None, **options):
+        return original_init("gloo" if backend == "nccl" else backend, **options)
 
     def scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None):
         parts = tensor.split(chunk_sizes, dim) if chunk_sizes else tensor.chunk(len(devices), dim)
