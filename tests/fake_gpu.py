@@ -73,6 +73,7 @@ class FakeGpu(TorchDispatchMode):
         self.phases = phases or {}  # a name for what is done inside functions, by (file, function)
         self.operators, self.waits = Counter(), Counter()
         self.on_wait = "default"  # of set_sync_debug_mode
+        self.current = 0  # device
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -395,31 +396,30 @@ def stand_ins(gpu):
         found.synchronize = synchronize
         return found
 
-    memory = {"total_memory": 80 * GIB, "name": "rehearsed GPU", "multi_processor_count": 1}
-    properties = types.SimpleNamespace(**memory, major=9, minor=0)
-    nothing = {name: lambda *args, **kwargs: None for name in (
-        *("_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats"),
-        *("manual_seed_all", "set_rng_state"),
-    )}  # fmt: skip
-    zero = {name: lambda *args: 0 for name in (
-        *("current_device", "max_memory_allocated", "memory_allocated", "memory_reserved"),
-    )}  # fmt: skip
-    cuda = nothing | zero | {
+    def set_device(device):
+        gpu.current = torch.device(device).index
+
+    properties = types.SimpleNamespace(total_memory=80 * GIB, name="no GPU", major=9, minor=0)
+    cuda = {
         "is_available": lambda: True,
+        "_lazy_init": lambda: None,
         "device_count": lambda: gpu.num_gpus,
+        "set_device": set_device,
+        "current_device": lambda: gpu.current,
         "get_device_capability": lambda *args: (9, 0),
         "get_device_name": lambda *args: properties.name,
         "get_device_properties": lambda *args: properties,
-        "get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
-        "mem_get_info": lambda *args: (80 * GIB, 80 * GIB),
+        "manual_seed_all": lambda seed: None,
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *args: True,
         "set_sync_debug_mode": lambda mode: setattr(gpu, "on_wait", mode),
         "synchronize": synchronize,
-        "current_stream": stream, "default_stream": stream, "Stream": FakeStream,
+        "current_stream": stream,
+        "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": lambda *args: nullcontext(), "device": lambda *args: nullcontext(),
-    }  # fmt: skip
+        "stream": lambda *args: nullcontext(),
+        "device": lambda *args: nullcontext(),
+    }
     accelerator = {
         "is_available": lambda: True,
         "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),

@@ -28,6 +28,7 @@ from rl_dist.telemetry.metrics import NullWriter
 
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"
 REHEARSED = os.environ.get("REHEARSE") == "1"  # on GPUs that are not there
+ITERATIONS = 1 if REHEARSED else 3
 # rounding, memory, time
 needs_real_gpu = pytest.mark.skipif(REHEARSED, reason="what no rehearsal can show")
 
@@ -94,7 +95,8 @@ def train_rank(out_dir, strategy):
     with two_gpus():
         world = open_world("cuda", timeout_s=120)
         torch.set_num_threads(1)
-        training = trained(world, run_dir=Path(out_dir, "run"), strategy=strategy)
+        sizes = {"iterations": ITERATIONS, "run_dir": Path(out_dir, "run")}
+        training = trained(world, strategy=strategy, **sizes)
         found = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
         torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
         all_reduce_max(0, world)

@@ -85,7 +85,7 @@ def check_training(argv):
 
 
 def check_make(words):
-    names = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    names = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert words[0] in names
     for word in words[1:]:
         assert re.match(r"(ARGS|VENV|PYTHON)=", word)

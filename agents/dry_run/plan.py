@@ -1,4 +1,4 @@
-"""A plan for GPUs that are not here: sizes, shards and memory of every rank, in seconds."""
+"""A plan for GPUs that are not here: every rank's sizes, shards and memory."""
 
 from __future__ import annotations
 

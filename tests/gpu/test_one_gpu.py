@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_jobs import (
     CARTPOLE,
-    REHEARSED,
+    ITERATIONS,
     TRADING,
     job_on,
     make_env_on,
@@ -41,7 +41,6 @@ from rl_dist.process_group.collectives import (
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 HALF = "checkpoints/iteration_00000001.pt"
-ITERATIONS = 1 if REHEARSED else 3
 SINGLE = {"dtype": torch.float32}
 # The GPU rounds otherwise, in float64 by 1e-16; Adam and 12 steps make more of it.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_jobs import needs_real_gpu, parameters_on_cpu, train_rank, trained
+from gpu_jobs import ITERATIONS, needs_real_gpu, parameters_on_cpu, train_rank, trained
 from train_runs import REPO, start
 
 from rl_dist.launch.all_reduce_bench import measure_all_reduce
@@ -20,7 +20,7 @@ STRATEGIES = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_gpus_train_as_one(name, world, tmp_path, record_property):
-    alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone"))
+    alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone", iterations=ITERATIONS))
     assert launch(train_rank, (str(tmp_path), STRATEGIES[name]), num_ranks=2) == 0
     ranks = [torch.load(tmp_path / f"rank_{r}.pt", weights_only=True) for r in range(2)]
     assert ranks[0]["hash"] == ranks[1]["hash"]
@@ -30,8 +30,10 @@ def test_two_gpus_train_as_one(name, world, tmp_path, record_property):
 
 
 def test_one_process_trains_on_two_gpus_as_on_one(world, tmp_path, record_property):
-    alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone"))
-    both = parameters_on_cpu(trained(world, run_dir=tmp_path / "dp", strategy=DP))
+    alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone", iterations=ITERATIONS))
+    both = parameters_on_cpu(
+        trained(world, run_dir=tmp_path / "dp", iterations=ITERATIONS, strategy=DP)
+    )
     record_property("largest difference", (both - alone).abs().max().item())
     torch.testing.assert_close(both, alone, rtol=1e-6, atol=1e-8)
 
