@@ -399,7 +399,8 @@ def stand_ins(gpu):
     def set_device(device):
         gpu.current = torch.device(device).index
 
-    properties = types.SimpleNamespace(total_memory=80 * GIB, name="no GPU", major=9, minor=0)
+    alike = {"total_memory": 80 * GIB, "multi_processor_count": 100}
+    properties = types.SimpleNamespace(name="no GPU", major=9, minor=0, **alike)
     cuda = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -410,6 +411,8 @@ def stand_ins(gpu):
         "get_device_name": lambda *args: properties.name,
         "get_device_properties": lambda *args: properties,
         "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *args: None,
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *args: True,
         "set_sync_debug_mode": lambda mode: setattr(gpu, "on_wait", mode),

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents_ranks import CASES, Recording, make_job, tiny_markets
+from agents_ranks import CASES, make_job, tiny_markets
 
-from agents.trainer import train
+from agents.trainer import Training, train
 from envs import make_vector_env
 from envs.trading.environment import TradingVectorEnv
 from envs.trading_config import TradingConfig
@@ -77,9 +77,9 @@ def job_on(device, name=TRADING, run_dir="", *, fused_adam="auto", strategy=None
     )
 
 
-def trained(world, resume_from="", **options):
+def trained(world, resume_from="", kind=Training, **options):
     """A training on a world's device, after its end."""
-    training = Recording(job_on(str(world.device), **options), world)
+    training = kind(job_on(str(world.device), **options), world)
     if resume_from:
         training.restore(load_checkpoint(resume_from))
     train(training, NullWriter(), StopFlag())

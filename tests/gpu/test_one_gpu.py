@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from agents_ranks import Recording
 from gpu_jobs import (
     CARTPOLE,
     ITERATIONS,
@@ -84,7 +85,8 @@ def test_a_precision_trains_nearly_as_fp32(precision, world, tmp_path, record_pr
     losses = {}
     for name in ("fp32", precision):
         options = {"iterations": 1, "strategy": {"precision": name}, **SINGLE}
-        losses[name] = trained(world, run_dir=tmp_path / name, **options).losses[0]["loss/value"]
+        training = trained(world, kind=Recording, run_dir=tmp_path / name, **options)
+        losses[name] = training.losses[0]["loss/value"]
     record_property("value loss of the first iteration", losses)
     assert math.isfinite(losses[precision])
     # steps that overflow are left out of fp16's mean

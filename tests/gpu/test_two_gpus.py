@@ -18,7 +18,13 @@ STRATEGIES = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_real_gpu if "ddp" in name else ())  # its reducer asks CUDA
+        for name in STRATEGIES
+    ],
+)
 def test_two_gpus_train_as_one(name, world, tmp_path, record_property):
     alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone", iterations=ITERATIONS))
     assert launch(train_rank, (str(tmp_path), STRATEGIES[name]), num_ranks=2) == 0
