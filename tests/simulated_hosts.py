@@ -171,7 +171,7 @@ def connected(folder, *names):
         network.close()
 
 
-def torchrun(host, *flags, nodes="2", restarts=3, conf="", cwd=REPO, **variables):
+def torchrun(host, *flags, nodes="2", restarts=3, conf="", cwd=REPO, code=REPO, **variables):
     """Start an agent with one rank of train_distributed.py; the agents meet on the first host."""
     options = {
         "nnodes": nodes,
@@ -185,4 +185,4 @@ def torchrun(host, *flags, nodes="2", restarts=3, conf="", cwd=REPO, **variables
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--{name}={value}" for name, value in options.items()]
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | variables
-    return host.start(*argv, REPO / "train_distributed.py", *flags, cwd=cwd, **variables)
+    return host.start(*argv, code / "train_distributed.py", *flags, cwd=cwd, **variables)

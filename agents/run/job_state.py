@@ -13,6 +13,7 @@ from rl_dist.checkpoint.file import write_atomically
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, iteration_in_name
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
+from rl_dist.process_group.hosts import check_hosts
 from rl_dist.process_group.world import World
 from rl_dist.telemetry.metrics import truncate_metrics
 from rl_dist.telemetry.state_file import RankEntry, SavedCheckpoint, begin_state, update_state
@@ -46,6 +47,7 @@ def agree_on_start(
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
+    check_hosts(world)
     if world.is_main_process and restart_count():
         newest = load_newest(run_dir)
         truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)

@@ -4,6 +4,7 @@ The hosts are network namespaces of this machine.
 """
 
 import json
+import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from simulated_hosts import connected, torchrun
-from train_runs import RECALL, records, start_training
+from train_runs import RECALL, REPO, records, start_training
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 
@@ -98,6 +99,22 @@ def test_a_host_that_never_joins_is_told_within_the_timeout(network, tmp_path):
     line = rank.text.splitlines()[-1]
     assert "rank 0 did not meet all 2 ranks at MASTER_ADDR first" in line and "within 5 s" in line
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_host_with_other_code_is_refused_by_name(network, tmp_path):
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".*", "runs", "shared", "tests", "site", "__pycache__")
+    shutil.copytree(REPO, copy, ignore=ignored)
+    with (copy / "agents/gae.py").open("a") as code:
+        code.write("# another version")
+    flags = [*SHORT, "--run_dir", tmp_path / "run"]
+    jobs = [torchrun(network.hosts["first"], *flags, restarts=0)]
+    jobs.append(torchrun(network.hosts["second"], *flags, restarts=0, code=copy, PYTHONPATH=copy))
+    assert [job.wait() for job in jobs] == [1, 1]
+    texts = "".join(job.text for job in jobs)
+    assert "host second has this project's code, version" in texts
 
 
 @pytest.mark.slow

@@ -1,0 +1,69 @@
+"""What hosts of one job must have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+
+from rl_dist.errors import UserError
+from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
+from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.world import World
+
+CODE = Path(__file__).parents[2]
+PACKAGES = ("rl_dist", "agents", "envs")
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+MOST_APART_S = 60.0  # clocks: beyond it times of files and logs mislead
+logger = logging.getLogger(__name__)
+
+
+def code_version() -> str:
+    """Return a short hash of our own modules."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in PACKAGES for path in (CODE / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(CODE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def difference(ranks: list[dict[str, str]]) -> str:
+    """Return what differs between the hosts of these ranks, by host, torch and code; or ""."""
+    first = ranks[0]
+    for name, words in (("torch", "torch"), ("code", "this project's code, version")):
+        for other in ranks:
+            if other[name] != first[name]:
+                return (
+                    f"host {other['host']} has {words} {other[name]}, but host {first['host']} "
+                    f"has {first[name]}: install the same on all hosts"
+                )
+    return ""
+
+
+def check_hosts(world: World) -> None:
+    """Compare the hosts of a job on several of them; all ranks call.
+
+    Logs a warning where clocks are apart, or where a lost host would end the job.
+
+    Raises:
+        UserError: torch or our code differs between hosts.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size:
+        return
+    versions = {"torch": torch.__version__, "code": code_version()}
+    ranks = all_gather_json({"host": socket.gethostname(), **versions}, world)
+    if complaint := difference(ranks):
+        raise UserError(complaint)
+    clocks_s = all_gather_json(time.time(), world)  # right after a meeting
+    if not world.is_main_process:
+        return
+    if (apart_s := max(clocks_s) - min(clocks_s)) > MOST_APART_S:
+        logger.warning("the hosts' clocks are %.0f s apart: set them by NTP", apart_s)
+    if elastic_count(MAX_RESTARTS) and os.environ.get(SHARED_STORE) != "1":
+        logger.warning(
+            "a lost host will end the job: set %s=1 for torchrun on every host", SHARED_STORE
+        )
