@@ -123,9 +123,19 @@ def make_plan(config: RunConfig, limit_gib: float) -> TrainingPlan:
 
 def _share(need: MemoryNeed, num_envs: int, batch_size: int, shard: int, sharded: bool) -> RankPlan:
     # gradients are whole at the end of a backward pass, and again as they are reduced
-    activations = max(need.activations, 2 * need.parameters) if sharded else need.activations
+    activations = (
+        max(need.parts["activations"], 2 * need.parts["parameters"])
+        if sharded
+        else need.parts["activations"]
+    )
     kept = 3 * shard  # parameters' shards and Adam's moments, or gradients and moments
-    parts = need.parameters, kept, need.environment, need.rollout, activations
+    parts = (
+        need.parts["parameters"],
+        kept,
+        need.parts["environment"],
+        need.parts["rollout"],
+        activations,
+    )
     return RankPlan(num_envs, batch_size, *parts, total=sum(parts) + GPU_RESERVE)
 
 
