@@ -25,7 +25,7 @@ from envs.task import GymTask
 from envs.trading_config import DataConfig
 from envs.vector.faults import EnvironmentFaultError
 from rl_dist.checkpoint.own_modules import check_module
-from rl_dist.checkpoint.run_layout import check_layout
+from rl_dist.checkpoint.run_lock import check_layout
 from rl_dist.errors import CommandParser, UserError, explained, explains_errors
 from rl_dist.launch.launcher import launch
 from rl_dist.process_group.watchdog import end_rank

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,27 +28,24 @@ from torch.utils.data import DataLoader
 from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows, as_batch
-from agents.run.choice import is_first
+from agents.run.choice import check_unused, is_first
 from agents.run.config import discard_unstarted, fresh_directory, save_config
+from agents.run.resumed import print_dropped_flags, refuse_differences
 from envs.task import TaskConfig, check_flags
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR
 from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
 from rl_dist.config import (
     ParsedFlags,
     configuration,
-    given_once,
     parse_flags,
     read_sections,
-    removed_flags,
     saved_form,
     setting,
 )
 from rl_dist.errors import UserError, explains_errors
 from rl_dist.hardware.plain_files import leads_to, read_plain
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, launch, resolve, restart_count
-from rl_dist.launch.training_process import as_flags
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, open_world
@@ -103,12 +99,10 @@ class PretrainRunConfig:
 
     def check_launch(self) -> None:
         """Refuse strategies that are measured, fall back or cut the cascade."""
-        for asked, flag in (
-            (self.launch.strategy == "auto", "--strategy auto"),
-            (self.launch.fallback, "--fallback"),
-            (self.launch.hybrid_form == "pipeline", "--hybrid_form pipeline"),
-        ):
-            if asked:
+        refused = {"strategy": "auto", "fallback": True, "hybrid_form": "pipeline"}
+        for name, value in refused.items():
+            if getattr(self.launch, name) == value:
+                flag = f"--{name}" + f" {value}" * (value is not True)
                 raise UserError(f"{flag} is for train_distributed.py only: leave it out")
 
     def prepare_task(self) -> TradingTask:
@@ -217,10 +211,8 @@ def run_fit(
         resume=resume,
         extra={
             "kind": KIND,
-            "config": json.dumps(config.to_dict()),
             "observation": settings.observation,
             "num_obs": train.num_obs,
-            "num_stocks": train.num_stocks,
             "hidden_size": settings.hidden_size,
         },
     )
@@ -246,10 +238,7 @@ def run_rank(
     resume: bool,
     lock: RunLock | None,
 ) -> int:
-    """Pre-train on this rank, and return the exit code.
-
-    The lock goes along, so that no rank outlives it.
-    """
+    """Pre-train on this rank, which keeps the lock; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
     run_dir = Path(all_gather_json(str(run_dir), world)[0])  # torchrun's ranks may differ
     if world.is_main_process:
@@ -257,37 +246,16 @@ def run_rank(
     setup_logging(run_dir, world.rank)
     resume = resume or restart_count() > 0
     result, summary = run_fit(config, world, run_dir, resume, resolved.gpu_ids)
-    code = 128 + result.signum if result.signum else 0
-    if world.is_main_process and code:
+    if world.is_main_process and result.signum:
         print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
     elif world.is_main_process:
         write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        print(_describe(summary))
-        print(f"next: {next_command(config, run_dir)}", flush=True)
-    return code
-
-
-def _describe(summary: dict[str, Any]) -> str:
-    best, guessed = summary["best"], summary["guessed"]
-    return (
-        f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span: "
-        f"next day's sign right in {best['valid/sign_accuracy']:.1%} (always the more "
-        f"frequent: {guessed['sign_accuracy']:.1%}), square error of the log volatility "
-        f"{best['valid/volatility_error']:.3f} (a constant: {guessed['volatility_error']:.3f})"
-    )
-
-
-def next_command(config: PretrainRunConfig, run_dir: Path) -> str:
-    """Return the training that starts from it: same data, a policy that it fits."""
-    fixed = ("hidden_size", "observation", *vars(config.data), *vars(config.market))
-    changed = {
-        name: value
-        for section in (config.pretrain, config.data, config.market)
-        for name, value in vars(section).items()
-        if name in fixed and value != getattr(type(section)(), name)
-    }
-    words = ["python", "train_distributed.py", "--pretrained", str(run_dir), *as_flags(changed)]
-    return shlex.join(words)
+        best, guessed = summary["best"], summary["guessed"]
+        print(f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span:")
+        for name in METRICS:
+            print(f"  {name} {best[f'valid/{name}']:.3f} (guessing: {guessed[name]:.3f})")
+        print(f"next: python train_distributed.py --pretrained {run_dir}", flush=True)
+    return 128 + result.signum if result.signum else 0
 
 
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -307,9 +275,8 @@ def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
     if resume:
         return _resumed(Path(resume), parsed), Path(resume)
     run_dir = Path(named) if named else None
-    if is_first() and run_dir and run_dir.is_dir() and any(run_dir.iterdir()):
-        way_on = f"go on with --resume {run_dir}, or " * (run_dir / CHECKPOINT_DIR).exists()
-        raise UserError(f"run_dir {run_dir} is not empty: {way_on}name another")
+    if run_dir and is_first():
+        check_unused(run_dir)
     return PretrainRunConfig(**parsed.configs), run_dir
 
 
@@ -320,20 +287,15 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
         sections = vars(PretrainRunConfig(**read_sections(SECTIONS, saved))).copy()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
-    for name in sorted(given_once(SECTIONS, saved) - parsed.given):
-        print(f"this run had --{name}, which is not stored: give it again for it to take effect")
-    for name in sorted(removed_flags(saved)):
-        print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
+    print_dropped_flags(SECTIONS, saved, parsed.given)
     differing = []
-    for name in sorted(parsed.given):
+    for name in parsed.given:
         section = OWNERS[name]
         new, old = (getattr(of[section], name) for of in (parsed.configs, sections))
         if new != old and name not in CHANGEABLE:
             differing.append(f"--{name} {new} (it has {old})")
         sections[section] = dataclasses.replace(sections[section], **{name: new})
-    if differing:
-        differences = ", ".join(differing)
-        raise UserError(f"this differs from the run to resume: {differences}; leave it out")
+    refuse_differences(differing, "leave out what differs, or start a fresh run")
     return PretrainRunConfig(**sections)
 
 

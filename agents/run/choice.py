@@ -102,11 +102,11 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
             print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
     if named and is_first() and not extra.resume:
-        _check_unused(named)
+        check_unused(named)
     return ChosenRun(config, named, None, lock)
 
 
-def _check_unused(run_dir: Path) -> None:
+def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run where other files are."""
     if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return

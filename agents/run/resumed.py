@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,19 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
     config = resumed_config(RunConfig.from_dict(saved), parsed)
     named = parsed.configs["task"].env if "env" in parsed.given else None
     check_module(config.task.env, config.task.env_kwargs, run_dir, named)
+    print_dropped_flags(SECTIONS, saved, parsed.given)
+    return config
+
+
+def print_dropped_flags(
+    sections: Mapping[str, type], saved: Mapping[str, Any], given: Set[str]
+) -> None:
+    """Name the flags of a saved configuration that have no effect now."""
     if os.environ.get("RANK", "0") == "0":
-        for name in sorted(given_once(SECTIONS, saved) - parsed.given):
+        for name in sorted(given_once(sections, saved) - given):
             print(f"this run had --{name}, which is not stored: give it again to have it now")
         for name in sorted(removed_flags(saved)):
             print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
-    return config
 
 
 def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
@@ -77,7 +85,7 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         kept = {flag: changes[flag] for flag in changes.keys() & changeable}
         reset = _other_devices(kept) if name == "launch" else {}
         sections[name] = dataclasses.replace(old, **kept | reset)
-    _refuse_differences(differing, "leave out what differs, or start a fresh run")
+    refuse_differences(differing, "leave out what differs, or start a fresh run")
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError(
@@ -130,10 +138,11 @@ def check_resumable(
         compared["snapshots of environments"] = ("none", "some")
     env.close()
     differing = [f"{name} {a} (it has {b})" for name, (a, b) in compared.items() if a != b]
-    _refuse_differences(differing, "use the environment and the sizes it was trained with")
+    refuse_differences(differing, "use the environment and the sizes it was trained with")
 
 
-def _refuse_differences(differing: list[str], fix: str) -> None:
+def refuse_differences(differing: list[str], fix: str) -> None:
+    """Raise UserError where something differs from the run to resume."""
     if differing:
         raise UserError(
             f"this differs from the run to resume: {', '.join(sorted(differing))}; {fix}"

@@ -56,7 +56,8 @@ def show_list(path: Path) -> bool:
         try:
             state = read_checkpoint(file).state
             iteration, verdict = state.get("iteration", "?"), "valid"
-            verdict += "".join(f", {name} {value:.6g}" for name, value in _measured(state))
+            for name, value in (state.get(MEASURED) or {}).items():
+                verdict += f", {name} {value:.6g}"
         except CheckpointError as error:
             iteration, verdict, all_whole = "?", f"damaged: {error}", False
         print(f"{iteration:>9}  {saved}  {about.st_size:>13,}  {file.name:<22}  {verdict}")
@@ -77,7 +78,7 @@ def inspect(path: Path, as_json: bool) -> None:
         "sha256": found.sha256,
         **{name: found.state.get(key) for name, key in COUNTERS.items()},
     }
-    measured = dict(_measured(found.state))
+    measured = found.state.get(MEASURED) or {}
     config = json.loads(found.state.get("config") or "{}")
     tensors = [
         {"name": name, "shape": list(value.shape), "type": str(value.dtype).removeprefix("torch.")}
@@ -94,10 +95,6 @@ def inspect(path: Path, as_json: bool) -> None:
     print(f"{len(tensors)} tensors:")
     for one in tensors:
         print(f"  {one['name']:<50} {one['shape']!s:<16} {one['type']}")
-
-
-def _measured(state: dict[str, Any]) -> list[tuple[str, float]]:
-    return list((state.get(MEASURED) or {}).items())
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""One training at a time in a run directory."""
+"""One training at a time in a run directory, and plain files only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Any
 
-from rl_dist.checkpoint.run_layout import check_layout
 from rl_dist.errors import UserError, unwritable
 from rl_dist.hardware.plain_files import leads_to, plain_file
 from rl_dist.process_group.world import ORPHAN_GRACE_S
 
 PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
+OURS = {  # patterns of the files that training writes, by folder
+    "": ("config.json", "metrics.jsonl", "state.json", "summary.json*", "events.out.tfevents.*"),
+    "checkpoints": (),  # its files are written under new names, and read as plain files only
+    "logs": ("rank_*.log", "rank_*.jsonl"),
+    "plots": ("*.png*",),
+    "profile": ("*",),
+}
 
 
 class RunLock(AbstractContextManager["RunLock"]):
@@ -102,3 +108,21 @@ def _try_to_hold(path: Path) -> RunLock | None:
         return None
     except OSError as error:
         raise unwritable(str(path), error) from None
+
+
+def check_layout(run_dir: Path) -> None:
+    """Refuse what cannot be written, or leads out of the run directory.
+
+    Raises:
+        UserError: names the first thing that is no plain file or no folder.
+    """
+    wrong = []
+    for name, patterns in OURS.items() if run_dir.is_dir() else ():
+        folder = run_dir / name
+        if folder.exists() and not folder.is_dir():
+            wrong.append(f"{folder} is no folder")
+        found = (path for pattern in patterns for path in folder.glob(pattern))
+        odd = (path for path in found if path.is_symlink() or not path.is_file())
+        wrong += [f"{path} is no plain file" for path in odd]
+    if wrong:
+        raise UserError(f"{wrong[0]}, as it is in a run directory: move it away")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -146,20 +145,6 @@ def test_the_features_are_those_that_the_policy_will_have(trained):
         expected = module[name] if name.startswith("feature") else before[name]
         assert torch.equal(value, expected), name
     assert not torch.equal(before["feature_core.weight_hh_l0"], module["feature_core.weight_hh_l0"])
-
-
-def test_the_command_that_it_proposes_starts_a_training_on_the_same_data(
-    trained, tmp_path, monkeypatch
-):
-    saved = json.loads((trained / "config.json").read_text())
-    config = pretrain.PretrainRunConfig(**pretrain.read_sections(pretrain.SECTIONS, saved))
-    proposed = shlex.split(pretrain.next_command(config, trained))[2:]
-    run_dir = tmp_path / "proposed"
-    sizes = [*SIZES[: SIZES.index("--hidden_size")], "--episode_days", "60", "--run_dir", run_dir]
-    assert train_here(monkeypatch, *proposed, *sizes) == 0
-    begun = json.loads((run_dir / "config.json").read_text())
-    assert begun["policy"]["hidden_size"] == 8
-    assert (begun["data"], begun["market"]) == (saved["data"], saved["market"])
 
 
 def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_path):
