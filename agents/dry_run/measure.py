@@ -6,9 +6,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,33 +125,23 @@ def measure_reductions(
 
 
 class MemoryDryRun:
-    """Memory of a training, computed and measured, once."""
+    """Memory of a training, computed and measured, once; `result` returns it or raises."""
 
     def __init__(self, planned: PlannedTraining, make_env: MakeEnv, facts: Facts) -> None:
-        self._work = partial(measure_memory, planned, make_env, facts)
-        self._done: Future[tuple[Shapes, MemoryFigures]] = Future()
+        self.result = cache(partial(measure_memory, planned, make_env, facts))
 
     def run(self) -> None:
-        """Do it, unless that has been done; errors wait for `result`."""
-        if self._done.done():
-            return
-        try:
-            self._done.set_result(self._work())
-        except Exception as error:
-            self._done.set_exception(error)
+        """Measure; errors wait for `result`."""
+        with suppress(Exception):
+            self.result()
 
     @property
     def fits(self) -> bool:
-        """Return whether it was done, and there is enough memory."""
-        if not self._done.done() or self._done.exception():
-            return False
-        figures = self._done.result()[1]
-        return figures.needed <= figures.limit
-
-    def result(self) -> tuple[Shapes, MemoryFigures]:
-        """Return the findings, or raise whatever the dry run raised."""
-        self.run()
-        return self._done.result()
+        """Return whether it can be measured, and there is enough memory."""
+        with suppress(Exception):
+            figures = self.result()[1]
+            return figures.needed <= figures.limit
+        return False
 
 
 def measure_memory(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gymnasium import spaces
 
 from agents.dry_run.batch_size import random_minibatch, saved_section
 from agents.policy import Policy
@@ -70,43 +68,35 @@ def gradient_steps(
     env = probe_env(task)
     num_obs, space = int(env.single_observation_space.shape[0]), env.single_action_space
     env.close()
-    return partial(_steps_of_mode, config, gpu_ids, num_obs, space, world)
-
-
-def _steps_of_mode(
-    config: RunConfig,
-    gpu_ids: tuple[int, ...],
-    num_obs: int,
-    space: spaces.Space,
-    world: World,
-    mode: str,
-) -> Iterator[None]:
     launch, train, device = config.launch, config.train, world.device
-    sizes = shard_sizes(train, world.rank, world.size)
-    policy = Policy(config.policy, num_obs, space).to(device, launch.dtype)
-    minibatch = random_minibatch(policy, train.bptt_steps, sizes.batch_size)
-    # as many bytes as training holds in its rollouts during an update
-    shapes = Shapes(num_obs, policy.num_actions, policy.discrete)
-    kind: dict[str, Any] = {"itemsize": launch.dtype.itemsize, "device_type": device.type}
-    need = compute_memory(config.policy, train, sizes, shapes, **kind)
-    rollout = torch.empty(need.parts["rollout"], dtype=torch.uint8, device=device)
-    options: dict[str, Any] = {"mode": mode, "device_ids": gpu_ids}
-    strategy = make_strategy(
-        dataclasses.replace(launch.strategy_config, batch_axes=Policy.BATCH_AXES, **options), world
-    )
-    one_epoch = dataclasses.replace(config.ppo, update_epochs=1, target_kl=0.0)
-    try:
-        yield
-        ppo = PPO(policy, one_epoch, strategy, train.grad_accumulation, config.speed)
-        yield
-        for part in into_microbatches(minibatch, sizes.num_microbatches):
-            with strategy.accumulating(last=False):
-                given = part.obs, part.actions, part.lstm_state, part.episode_start
-                stored = part.logprobs, part.values, part.advantages, part.returns
-                ppo_loss(ppo.wrapped(*given), *stored, one_epoch).total.backward()
-        yield
-        while rollout.numel():
-            ppo.update(minibatch, (0, 0), 0, sizes.batch_size, num_minibatches=1)
+
+    def steps(mode: str) -> Iterator[None]:
+        sizes = shard_sizes(train, world.rank, world.size)
+        policy = Policy(config.policy, num_obs, space).to(device, launch.dtype)
+        minibatch = random_minibatch(policy, train.bptt_steps, sizes.batch_size)
+        # as many bytes as training holds in its rollouts during an update
+        shapes = Shapes(num_obs, policy.num_actions, policy.discrete)
+        kind: dict[str, Any] = {"itemsize": launch.dtype.itemsize, "device_type": device.type}
+        need = compute_memory(config.policy, train, sizes, shapes, **kind)
+        rollout = torch.empty(need.parts["rollout"], dtype=torch.uint8, device=device)
+        options: dict[str, Any] = {"mode": mode, "device_ids": gpu_ids}
+        options["batch_axes"] = Policy.BATCH_AXES
+        strategy = make_strategy(dataclasses.replace(launch.strategy_config, **options), world)
+        one_epoch = dataclasses.replace(config.ppo, update_epochs=1, target_kl=0.0)
+        try:
             yield
-    finally:
-        strategy.close()
+            ppo = PPO(policy, one_epoch, strategy, train.grad_accumulation, config.speed)
+            yield
+            for part in into_microbatches(minibatch, sizes.num_microbatches):
+                with strategy.accumulating(last=False):
+                    given = part.obs, part.actions, part.lstm_state, part.episode_start
+                    stored = part.logprobs, part.values, part.advantages, part.returns
+                    ppo_loss(ppo.wrapped(*given), *stored, one_epoch).total.backward()
+            yield
+            while rollout.numel():
+                ppo.update(minibatch, (0, 0), 0, sizes.batch_size, num_minibatches=1)
+                yield
+        finally:
+            strategy.close()
+
+    return steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from agents.evaluate.statistics import Record
 from rl_dist.hardware.plain_files import read_plain
 
 COLORS = {"policy": "#1f5fbf", "policy, state zeroed": "#8fb3e6", "equal weight": "#555555"}
-SPARE_COLORS = ("#2e8b57", "#d2691e", "#8b3fa0", "#c0392b", "#b8860b")
+ORANGE = "#d2691e"
 
 
 def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) -> None:
@@ -26,16 +25,12 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     records = [json.loads(line) for line in lines]
     steps, returns = _points(records, "episode/return")
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    blue, orange = COLORS["policy"], SPARE_COLORS[1]
-
-    # each iteration, and a moving mean where they are many
     window = len(steps) // 20
+    axis.plot(steps, returns, ".-", color="#b9c9e2", linewidth=0.8, label="each iteration")
     if window > 1:
-        axis.plot(steps, returns, color="#b9c9e2", linewidth=0.8, label="each iteration")
         smooth = np.convolve(returns, np.ones(window) / window, "valid")
-        axis.plot(steps[window - 1 :], smooth, color=blue, label=f"mean of {window} iterations")
-    else:  # a single one is a dot
-        axis.plot(steps, returns, "o-", color=blue, markersize=3, label="each iteration")
+        label = f"mean of {window} iterations"
+        axis.plot(steps[window - 1 :], smooth, color=COLORS["policy"], label=label)
     axis.set(xlabel="environment steps, all ranks", ylabel="return of training episodes")
     axis.set_title(title)
 
@@ -43,10 +38,10 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     steps, sharpe = _points(records, "valid/sharpe")
     if len(steps):
         twin = axis.twinx()
-        twin.plot(steps, sharpe, "o-", color=orange, markersize=4)
+        twin.plot(steps, sharpe, "o-", color=ORANGE, markersize=4)
         equal = _points(records, "valid/equal_weight_sharpe")
-        twin.plot(*equal, "--", color=orange, linewidth=0.8)
-        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=orange)
+        twin.plot(*equal, "--", color=ORANGE, linewidth=0.8)
+        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=ORANGE)
         twin.set_ylim(bottom=min(0.0, sharpe.min()))
     axis.legend(loc="center right", frameon=False)
     _save(figure, axis, path, simulated)
@@ -64,23 +59,16 @@ def plot_equity(
 ) -> None:
     """Draw portfolio values; of several markets the median and a middle half."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    spare = itertools.cycle(SPARE_COLORS)
     for name, record in records.items():
         growth = record.values / record.values[:, :1]
-        color = COLORS.get(name) or next(spare)
-        axis.plot(dates, np.median(growth, axis=0), color=color, label=name, linewidth=1.6)
+        axis.plot(dates, np.median(growth, axis=0), color=COLORS.get(name), label=name)
         if name == "policy" and len(growth) > 1:
             low, high = np.quantile(growth, [0.25, 0.75], axis=0)
-            axis.fill_between(dates, low, high, color=color, alpha=0.15, linewidth=0)
+            axis.fill_between(dates, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
     several = len(records["policy"].values) > 1
     what = "SIMULATED markets never trained on" if simulated else "real prices"
     axis.set_title(f"Test span {dates[0]} to {dates[-1]}, {what}")
     axis.set_ylabel("value / initial cash" + (", median over markets" if several else ""))
-    axis.set_yscale("log")
-    ticks = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)
-    axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(base=10, subs=ticks))
-    axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axis.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axis.axhline(1.0, color="black", linewidth=0.5)
     axis.legend(loc="upper left", frameon=False)
     figure.autofmt_xdate()

@@ -101,18 +101,14 @@ def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
     env = probe_env(task)
     num_obs = int(env.single_observation_space.shape[0])
     env.close()
-    here = {
-        "observation": config.trading.observation,
-        "num_obs": num_obs,
-        "hidden_size": config.policy.hidden_size,
-    }
-    differing = ", ".join(
-        f"{name} {value} (it has {found.extra.get(name)})"
-        for name, value in here.items()
-        if value != found.extra.get(name)
-    )
-    if differing:
-        raise UserError(f"--pretrained {found.path} does not fit: {differing}; use what it has")
+    here = {"observation": config.trading.observation, "num_obs": num_obs}
+    here["hidden_size"] = config.policy.hidden_size
+    for name, value in here.items():
+        if value != found.extra.get(name):
+            raise UserError(
+                f"--pretrained {found.path} does not fit: {name} {value} "
+                f"(it has {found.extra.get(name)}); use what it has"
+            )
 
     # the file may say one thing and hold another
     with torch.device("meta"):

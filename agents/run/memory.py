@@ -49,7 +49,6 @@ class Shapes:
     discrete: bool
     obs_itemsize: int = 4  # bytes of one number of the environment's observations
     env_bytes: int = 0  # tensors that the environments hold, such as market data
-    env_peak_bytes: int = 0  # while they are made
     episode_length: float = math.inf  # mean steps: short episodes cut sequences into padded pieces
 
     @property
@@ -65,7 +64,7 @@ class MemoryNeed:
     """Bytes of tensors on one rank at the largest moment."""
 
     parts: dict[str, int]  # parameters, gradients, optimizer, environment, rollout, activations
-    moment: str  # "start", "collect" or "update"
+    moment: str  # "collect" or "update"
 
     @property
     def peak(self) -> int:
@@ -114,20 +113,18 @@ def compute_memory(
     minibatch, forward, backward = kept
     forward += max(0, backward - parameters)  # the last gradients are gone by then
     moments = {
-        "start": (0, shapes.env_peak_bytes - shapes.env_bytes - 4 * parameters),
         "collect": (collecting, 0),
         "update": (rollout + picked, minibatch + forward),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     held, passing = moments[moment]
-    starting = passing if moment == "start" else 0
     parts = {
         "parameters": parameters,
         "gradients": parameters,
         "optimizer": 2 * parameters,
-        "environment": shapes.env_bytes + starting,
+        "environment": shapes.env_bytes,
         "rollout": held,
-        "activations": passing - starting,
+        "activations": passing,
     }
     return MemoryNeed(parts, moment)
 
@@ -233,7 +230,7 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
     """Make a few environments and act at random, to see what memory depends on."""
     with TrackedTensors() as tracked:
         env: Any = make_env(SAMPLE_ENVS, 0)
-        held, peak = tracked.live, tracked.peak
+        held = tracked.live
     space = env.single_action_space
     discrete = isinstance(space, spaces.Discrete)
     env.action_space.seed(0)
@@ -252,7 +249,6 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
         discrete=discrete,
         obs_itemsize=obs.element_size(),
         env_bytes=held,
-        env_peak_bytes=peak,
         episode_length=SAMPLE_ENVS * num_steps / num_ended if num_ended else math.inf,
     )
 

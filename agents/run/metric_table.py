@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_dist.telemetry.profiler import COPIES, GRADIENTS, WAITING
+from rl_dist.telemetry.profiler import GRADIENTS, WAITING
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,6 @@ FIXES = {
     "cost little more; a smaller --hidden_size costs less",
     "the update": "more --num_gpus share it out; fewer --update_epochs or a smaller --hidden_size "
     "make it shorter",
-    "copies between CPU and GPU": "an environment that keeps observations on the GPU needs none",
     "waiting for other ranks": "larger --batch_size and --num_envs make ranks meet less often for "
     "the same work; take fewer ranks where one is slower than the others",
 }
@@ -125,14 +124,11 @@ FIXES = {
 
 def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of a profiled iteration by what could limit it."""
-    copies_s = seconds.get(COPIES, 0.0)
     gradients_s = seconds.get(GRADIENTS, 0.0)
     return {
-        # the environment fetches actions and hands over observations
-        "the environment": max(0.0, seconds["collect/environment"] - copies_s),
+        "the environment": seconds["collect/environment"],
         "policy inference": seconds["collect/policy"],
         "the update": max(0.0, seconds["update"] - gradients_s),
-        "copies between CPU and GPU": copies_s,
         "waiting for other ranks": gradients_s + seconds.get(WAITING, 0.0),
     }
 
@@ -142,5 +138,5 @@ def bottleneck(seconds: Mapping[str, float]) -> str:
     parts = parts_of(seconds)
     name = max(parts, key=parts.__getitem__)
     share = parts[name] / sum(parts.values())
-    among = "environment, policy, update, copies and waiting"
+    among = "environment, policy, update and waiting"
     return f"bottleneck: {name} ({share:.0%} of {among}): {FIXES[name]}"

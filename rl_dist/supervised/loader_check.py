@@ -55,11 +55,6 @@ class LoaderCheck:
         return min(count for count, rate in self.together.items() if rate * WORTHWHILE >= best)
 
     @property
-    def waits(self) -> float:
-        """Share of the time without a batch to step on, with the present workers."""
-        return max(0.0, 1.0 - self.together[self.num_workers] / self.step)
-
-    @property
     def fix(self) -> str:
         """A change that makes it faster."""
         count = self.best_num_workers
@@ -81,7 +76,8 @@ class LoaderCheck:
             lines.append(f"  {count:>3} workers   {alone:>14,.0f}{together:>12,.0f}{mark}")
         transfer = f", transfer alone {self.transfer:,.0f}" if self.transfer else ""
         lines.append(f"  step alone {self.step:,.0f}{transfer}")
-        waits = f"the step waits {self.waits:.0%} of the time"
+        share = max(0.0, 1.0 - self.together[self.num_workers] / self.step)
+        waits = f"the step waits {share:.0%} of the time"
         lines.append(f"bottleneck: the {self.bottleneck} ({waits}); {self.fix}")
         return "\n".join(lines)
 

@@ -26,7 +26,13 @@ from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.errors import UserError, one_line
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
-from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, Board, write_whole
+from rl_dist.telemetry.metrics import (
+    EVENT_FILES,
+    METRICS_FILE,
+    Board,
+    without_nan,
+    write_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +157,7 @@ def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) 
     if world.is_main_process:
         content[MEASURED] = {"valid/loss": state.best_loss} if best else {}
         folder = Path(run_dir, CHECKPOINT_DIR)
-        lines = "".join(json.dumps(_plain(record)) + "\n" for record in state.history)
+        lines = "".join(json.dumps(without_nan(record)) + "\n" for record in state.history)
         try:
             save_checkpoint(folder, content, iteration=state.epoch, keep=keep, best=best)
             write_whole(Path(run_dir, METRICS_FILE), lines)
@@ -183,7 +189,7 @@ def tensorboard_of(
     def write(record: dict[str, float]) -> None:
         if board is not None:
             figures = {name: value for name, value in record.items() if name != "epoch"}
-            board.write(_plain(figures), int(record["epoch"]))
+            board.write(without_nan(figures), int(record["epoch"]))
             board.flush()
 
     try:
@@ -193,8 +199,3 @@ def tensorboard_of(
     finally:
         if board is not None:
             board.close()
-
-
-def _plain(record: dict[str, float]) -> dict[str, float | None]:
-    """NaN and infinities become null."""
-    return {name: value if math.isfinite(value) else None for name, value in record.items()}

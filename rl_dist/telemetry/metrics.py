@@ -138,7 +138,7 @@ class MetricsWriter(NullWriter):
         Raises:
             UserError: the run directory is no longer there, or another one is.
         """
-        plain = _plain(record)
+        plain = without_nan(record)
         try:
             if self._lock is not None:
                 check_in_place(*self._lock)
@@ -405,12 +405,12 @@ def close_logging() -> None:
     threading.excepthook = threading.__excepthook__
 
 
-def _plain(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON types only: tensors and numpy scalars as numbers, NaN and infinities as None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [without_nan(entry) for entry in value]
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

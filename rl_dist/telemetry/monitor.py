@@ -131,7 +131,7 @@ class GpuStatus:
     Allocations are of this process.
     """
 
-    index: int  # torch's; without CUDA in torch, the machine's
+    index: int  # torch's
     name: str
     utilization_percent: float | None
     memory_allocated_gib: float  # by tensors of this process
@@ -165,26 +165,19 @@ def _gpu_status(index: int, seen: GpuReading, name: str = "") -> GpuStatus:
 
 
 def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
-    """Return the use of every GPU now, in torch's order; empty without any.
+    """Return the use of every GPU that torch sees now, in its order; empty without any.
 
-    A torch without CUDA sees no GPU: then those that the driver knows are listed, in its order.
-
-        >>> from rl_dist import get_multi_gpu_status
-        >>> for gpu in get_multi_gpu_status():
-        ...     print(gpu.index, gpu.name, gpu.utilization_percent, gpu.memory_free_gib)
+    >>> from rl_dist import get_multi_gpu_status
+    >>> for gpu in get_multi_gpu_status():
+    ...     print(gpu.index, gpu.name, gpu.utilization_percent, gpu.memory_free_gib)
     """
     from rl_dist.hardware.nvml import Nvml
 
     nvml = Nvml(nvml_module)
-    if torch.cuda.is_available():
-        indices = range(torch.cuda.device_count())
-        names = [torch.cuda.get_device_name(index) for index in indices]
-        handles = [nvml.find_torch_device(index) for index in indices]
-    else:
-        handles = [nvml.handle(index)[0] for index in range(nvml.count())]
-        asked = [handle and nvml.read("nvmlDeviceGetName", handle) for handle in handles]
-        names = [name or "does not answer" for name in asked]
-    readings = [nvml.reading(handle) for handle in handles]
+    indices = range(torch.cuda.device_count())
+    readings = [nvml.reading(nvml.find_torch_device(index)) for index in indices]
     nvml.close()
-    pairs = enumerate(zip(readings, names, strict=True))
-    return [_gpu_status(index, reading, name) for index, (reading, name) in pairs]
+    return [
+        _gpu_status(index, reading, torch.cuda.get_device_name(index))
+        for index, reading in enumerate(readings)
+    ]

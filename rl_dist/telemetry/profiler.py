@@ -40,8 +40,7 @@ WINDOW = 5  # iterations
 TIMED = (2, 3)  # of them
 GRADIENTS = "waiting for gradients of other ranks"
 WAITING = "waiting for other ranks elsewhere"
-COPIES = "copies to and from the GPU"
-INSIDE = (GRADIENTS, WAITING, COPIES)  # not sections, but within them
+INSIDE = (GRADIENTS, WAITING)  # not sections, but within them
 NUM_OPERATORS = 12  # that are shown; the trace holds all
 Say = Callable[[str], None]
 Explain = Callable[[Mapping[str, float]], str]
@@ -135,21 +134,18 @@ class Profiler:
     def _report(self) -> str:
         """Write this rank's files; returns the text for the user."""
         # seconds of one iteration by section
-        operators, copies_s = _read_operators(self._trace, on_gpu=self._on_gpu)
         spent = self._times.seconds
         if self._world.size > 1:
             spent = spent | {name: self._totals[name] for name in (GRADIENTS, WAITING)}
         seconds = {name: total_s / len(TIMED) for name, total_s in spent.items()}
-        if copies_s:
-            seconds[COPIES] = copies_s
-
         name = f"rank_{self._world.rank}"
         timed = [self._first + number - 1 for number in TIMED]
         text = (
             f"profile of rank {self._world.rank}, mean of iterations {timed[0]} to {timed[-1]}\n"
             f"{section_table(seconds, self._totals['whole'] / len(TIMED))}\n"
             f"operators of iteration {self._first + WINDOW - 1} by their own time, "
-            f"tracing included\n{operators}\n{self._explain(seconds)}"
+            f"tracing included\n{_operator_table(self._trace, on_gpu=self._on_gpu)}\n"
+            f"{self._explain(seconds)}"
         )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -164,23 +160,18 @@ class Profiler:
         return f"{text}\nprofile: {self._folder} (rank_N.txt; traces for {opened})"
 
 
-def _read_operators(trace: profile, *, on_gpu: bool) -> tuple[str, float]:
-    """Return a table of the longest operators, and seconds of copies from or to a GPU.
-
-    An operator's time is its own, without operators that it called; on a GPU that of its kernels.
-    """
-    rows, copies_s = [], 0.0
+def _operator_table(trace: profile, *, on_gpu: bool) -> str:
+    """Return the longest operators; on a GPU an operator's own time is that of its kernels."""
+    rows = []
     for event in trace.key_averages():
         self_us: Any = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if event.key.startswith(("Memcpy HtoD", "Memcpy DtoH")):
-            copies_s += self_us / 1e6
         if self_us and not event.is_user_annotation:
             rows.append((self_us / 1e6, event.count, event.key))
     total_s = sum(self_s for self_s, *_ in rows)
     lines = [f"  {'operator':<50}{'calls':>9}{'seconds':>10}{'share':>8}"]
     for self_s, calls, name in sorted(rows, reverse=True)[:NUM_OPERATORS]:
         lines.append(f"  {name[:48]:<50}{calls:>9,}{self_s:>10.4f}{self_s / total_s:>8.1%}")
-    return "\n".join(lines), copies_s
+    return "\n".join(lines)
 
 
 def section_table(seconds: Mapping[str, float], total_s: float) -> str:

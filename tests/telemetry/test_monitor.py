@@ -144,13 +144,6 @@ def test_the_status_opens_no_device_that_this_process_does_not_use(monkeypatch):
     assert [(one.memory_free_gib, one.memory_reserved_gib) for one in found] == [(None, 0)] * 2
 
 
-def test_a_torch_without_cuda_still_lists_the_gpus_of_the_driver(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    lost, whole = get_multi_gpu_status(FakeNvml([NVMLError("GPU is lost"), gpu(1)]))
-    assert (lost.index, lost.name, lost.memory_total_gib) == (0, "does not answer", None)
-    assert (whole.index, whole.name, whole.memory_total_gib) == (1, "Fake 9000", 80)
-
-
 def test_clearing_hands_back_what_no_tensor_holds_and_touches_only_devices_in_use(monkeypatch):
     torch_with_a_gpu(monkeypatch)
     reserved, touched = {0: 0, 1: 5 * GIB}, []

@@ -18,7 +18,6 @@ from rl_dist.process_group.timing import listen, section
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.profiler import (
-    COPIES,
     GRADIENTS,
     WAITING,
     WINDOW,
@@ -202,7 +201,6 @@ def test_a_table_shows_the_tree_of_sections_with_what_is_left_over():
     [
         ({}, "the update"),
         ({"collect/environment": 4.5}, "the environment"),
-        ({"collect/environment": 4.5, COPIES: 4.2}, "copies between CPU and GPU"),
         ({"collect/policy": 4.5}, "policy inference"),
         ({GRADIENTS: 2.0, WAITING: 1.5}, "waiting for other ranks"),
     ],
