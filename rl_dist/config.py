@@ -48,7 +48,7 @@ _KINDS = {  # by the first word of pydantic's name for the error
 _ON_OFF = dict.fromkeys(("true", "yes", "on", "1"), True)
 _ON_OFF |= dict.fromkeys(("false", "no", "off", "0"), False)
 # flags of older versions without effect: configurations that hold them stay readable
-REMOVED = {"compile", "cudnn_autotune"}
+REMOVED = {"compile", "cudnn_autotune", "num_workers"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
-from agents.pretrain.windows import MarketWindows, as_batch
+from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
 from agents.run.config import discard_unstarted, fresh_directory, save_config
 from agents.run.resumed import print_dropped_flags, refuse_differences
@@ -79,8 +79,6 @@ class PretrainConfig:
     """Sequences in a batch, total over all ranks."""
     learning_rate: float = setting(1e-3, within=(0, 10), main=True)
     """Step size of Adam."""
-    num_workers: int = setting(0, "processes", within=(0, 1024))
-    """Processes of each rank that load batches; 0: the rank itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,7 @@ OWNERS = {
     item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)
 }
 # What a resumed run may change: how long, and where it runs.
-CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress", "num_workers"} | {
+CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress"} | {
     item.name for item in dataclasses.fields(LaunchConfig) if item.name != "precision"
 }
 
@@ -192,12 +190,8 @@ def run_fit(
     strategy_config = dataclasses.replace(config.launch.strategy_config, device_ids=gpu_ids)
     strategy = Strategy(strategy_config, world)
     module: nn.Module = strategy.wrap(make_module(config, train).to(world.device))
-    loader: Any = partial(
-        DataLoader,
-        batch_size=settings.batch_size,
-        collate_fn=as_batch,
-        num_workers=settings.num_workers,
-    )
+    # windows make whole batches themselves
+    loader: Any = partial(DataLoader, batch_size=settings.batch_size, collate_fn=lambda it: it)
     result = fit(
         module,
         loader(train, shuffle=True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,11 +87,6 @@ class MarketWindows(Dataset):
         inputs[:, :, 0] = self.cash[numbers]
         inputs[:, :, self.gap] = self.held[numbers].unsqueeze(1)
         return inputs, self.targets[market, rows]
-
-
-def as_batch(batch: Any) -> tuple[Tensor, Tensor]:
-    """Collate function of MarketWindows, which makes whole batches itself."""
-    return batch
 
 
 def _targets(close: Tensor) -> Tensor:

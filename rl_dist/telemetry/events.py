@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,37 +67,28 @@ class _Messenger:
 
     def __init__(self, command: str, run_dir: str) -> None:
         self.command, self.run_dir = command, run_dir
-        self.waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.running: subprocess.Popen[str] | None = None
-        self.ended = False
-        self.thread: threading.Thread | None = None  # only once there is an event
+        self.calls: list[Future[None]] = []
+        # or the command would inherit the launcher's block
+        unblock = (signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self.pool = ThreadPoolExecutor(1, "on_event", signal.pthread_sigmask, unblock)
 
     def send(self, event: dict[str, Any]) -> None:
-        self.waiting.put(event)
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._deliver, name="on_event", daemon=True)
-            self.thread.start()
+        self.calls.append(self.pool.submit(self._deliver, event))
 
     def close(self, wait_s: float) -> None:
-        if self.thread is None:
-            return
-        self.waiting.put(None)
         with suppress(KeyboardInterrupt):  # Ctrl-C: do not wait
-            self.thread.join(wait_s)
-        self.ended = True
+            wait(self.calls, wait_s)
+        self.pool.shutdown(wait=False, cancel_futures=True)
         self._kill()
-        self.thread.join(1.0)
 
-    def _deliver(self) -> None:
-        # or the command would inherit the launcher's block
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        while not self.ended and (event := self.waiting.get()) is not None:
-            try:
-                problem = self._call(event)
-            except Exception as error:  # whatever it is, the run goes on
-                problem = f"could not be called: {error}"
-            if problem:
-                logger.warning("on_event: the command for %s %s", event["event"], problem)
+    def _deliver(self, event: dict[str, Any]) -> None:
+        try:
+            problem = self._call(event)
+        except Exception as error:  # whatever it is, the run goes on
+            problem = f"could not be called: {error}"
+        if problem:
+            logger.warning("on_event: the command for %s %s", event["event"], problem)
 
     def _call(self, event: dict[str, Any]) -> str:
         """Run the command to its end; returns what went wrong."""

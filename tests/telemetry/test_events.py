@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import time
 
 import psutil
@@ -92,4 +93,4 @@ def test_without_a_command_nothing_is_called_and_no_thread_runs(call, tmp_path):
     assert call("", ("failed", "", {})) == []
     events.notify("failed")
     events.configure("true", tmp_path)
-    assert events._messenger.thread is None
+    assert "on_event_0" not in [thread.name for thread in threading.enumerate()]
