@@ -125,7 +125,7 @@ def measure_reductions(
 
 
 class MemoryDryRun:
-    """Memory of a training, computed and measured, once; `result` returns it or raises."""
+    """Memory of a training, computed and measured once; `result` may raise."""
 
     def __init__(self, planned: PlannedTraining, make_env: MakeEnv, facts: Facts) -> None:
         self.result = cache(partial(measure_memory, planned, make_env, facts))

@@ -11,6 +11,8 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
+from agents.evaluate.comparison import EQUAL_WEIGHT, LIMITED, ZEROED, summarize, text_table
+from agents.evaluate.statistics import Record, performance
 from agents.normalize import Normalizer
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
@@ -20,7 +22,6 @@ from rl_dist.process_group.world import World
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # other tasks are evaluated without them
-    from agents.evaluate.statistics import Record
     from agents.run.config import RunConfig
     from envs.trading.market_data import Market, Span
     from envs.trading.task import TradingTask
@@ -61,8 +62,6 @@ def run_markets(
     env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None
 ) -> Record:
     """One pass over all markets; one that ruins the policy stays at the value it had."""
-    from agents.evaluate.statistics import Record
-
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
@@ -93,8 +92,6 @@ def evaluate_markets(
 
     Returns the records of all M markets, in order, the same on every rank.
     """
-    from agents.evaluate.statistics import Record
-
     mine = [markets[index] for index in _shard(len(markets), world)]
     own: dict[str, list[list]] = {}
     if mine:
@@ -175,11 +172,6 @@ def episode_figures(
     }
 
 
-def _rule(rule: Callable[[Any], Tensor]) -> Controller:
-    """Return a rule that looks at the environment alone as a controller."""
-    return lambda env, obs, episode_start: rule(env)
-
-
 def compare(
     task: TradingTask,
     markets: Sequence[Market],
@@ -192,8 +184,10 @@ def compare(
 
     Without `baselines` the only rule is equal weight, bought at once.
     """
-    from agents.evaluate.comparison import EQUAL_WEIGHT, LIMITED
     from envs.trading.baselines import EqualWeight, MemorylessRule, ReferencePolicy
+
+    def rule(look: Callable[[Any], Tensor]) -> Controller:
+        return lambda env, obs, episode_start: look(env)
 
     def run(controllers: dict[str, Controller], **options: Any) -> dict[str, Record]:
         def make_env(own: Sequence[Market]) -> Any:
@@ -204,14 +198,14 @@ def compare(
     # policies and rules that trade every day, as in training
     daily = dict(policies)
     if baselines and task.real is None and task.trading.order_unit == "value":
-        daily["reference"] = _rule(ReferencePolicy(task.simulated))
-        daily["memoryless rule"] = _rule(MemorylessRule())
+        daily["reference"] = rule(ReferencePolicy(task.simulated))
+        daily["memoryless rule"] = rule(MemorylessRule())
     records = run(daily)
 
     # equal weight, bought and held: at once, and within the limit of orders
-    held = run({EQUAL_WEIGHT: _rule(EqualWeight())}, max_order=1.0, held=True)
+    held = run({EQUAL_WEIGHT: rule(EqualWeight())}, max_order=1.0, held=True)
     if baselines:
-        held |= run({LIMITED: _rule(EqualWeight())}, held=True)
+        held |= run({LIMITED: rule(EqualWeight())}, held=True)
     return {name: records[name] for name in policies} | held | records
 
 
@@ -227,8 +221,6 @@ def report(
 
     A cascade called "policy" is shown without its memory, too.
     """
-    from agents.evaluate.comparison import ZEROED, summarize, text_table
-
     policies: dict[str, Controller] = {n: PolicyController(*agent) for n, agent in agents.items()}
     if agents["policy"][0].config.policy == "clstm":
         policies[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
@@ -251,9 +243,6 @@ def validation(
             f"valid/{name}": value
             for name, value in episode_figures(task, config, policy, normalizer, world).items()
         }
-    from agents.evaluate.comparison import EQUAL_WEIGHT
-    from agents.evaluate.statistics import performance
-
     span = task.spans.valid
     if span is None:
         return None

@@ -99,7 +99,11 @@ def compute_memory(
     """
     parameters = itemsize * count_parameters(policy, shapes.num_obs, shapes.action_space)
     steps = train.num_steps * sizes.num_envs
-    seen, action, state = _step_bytes(policy, shapes, itemsize)
+    # of one step: observations, action, recurrent state
+    num_states = 0 if policy.policy == "mlp" else 4 if policy.feature_window else 6
+    seen = max(policy.feature_window, 1) * shapes.num_obs * itemsize
+    action = 8 if shapes.discrete else shapes.num_actions * itemsize
+    state = num_states * policy.hidden_size * itemsize
     raw = shapes.num_obs * shapes.obs_itemsize
 
     # rewards, return and length of 8 bytes, three flags
@@ -109,8 +113,15 @@ def compute_memory(
     # the last rollout is still there
     collecting = rollout + steps * (listed + successors) + rollout
     picked = steps * (seen + action + 4 * itemsize + 1 + 8 + 2 * itemsize)
-    kept = _minibatch_bytes(policy, train, sizes, shapes, itemsize, device_type)
-    minibatch, forward, backward = kept
+    columns = sizes.batch_size // sizes.num_microbatches
+    cells = train.bptt_steps * columns
+    minibatch = cells * (seen + action + 4 * itemsize + 1) + columns * state
+    minibatch *= sizes.num_microbatches  # the whole step's batch is picked out at once
+    terms = LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions
+    minibatch += cells * itemsize * terms
+    native = device_type == "cuda" or itemsize == 8  # oneDNN has no float64
+    work = _network_bytes(policy, shapes, train.bptt_steps, columns, itemsize, native)
+    forward, backward = work
     forward += max(0, backward - parameters)  # the last gradients are gone by then
     moments = {
         "collect": (collecting, 0),
@@ -129,45 +140,24 @@ def compute_memory(
     return MemoryNeed(parts, moment)
 
 
-def _step_bytes(policy: PolicyConfig, shapes: Shapes, itemsize: int) -> tuple[int, int, int]:
-    """Return the bytes of an observation, an action and a recurrent state."""
-    num_states = 0 if policy.policy == "mlp" else 4 if policy.feature_window else 6
-    return (
-        max(policy.feature_window, 1) * shapes.num_obs * itemsize,
-        8 if shapes.discrete else shapes.num_actions * itemsize,
-        num_states * policy.hidden_size * itemsize,
-    )
-
-
-def _minibatch_bytes(
-    policy: PolicyConfig,
-    train: TrainConfig,
-    sizes: Sizes,
-    shapes: Shapes,
-    itemsize: int,
-    device_type: str,
-) -> tuple[int, int, int]:
-    """Return the bytes of a minibatch, kept by its forward pass, and added by the backward pass."""
-    size, window = policy.hidden_size, policy.feature_window
-    columns = sizes.batch_size // sizes.num_microbatches
-    cells = train.bptt_steps * columns
-    seen, action, state = _step_bytes(policy, shapes, itemsize)
-    fixed = cells * (seen + action + 4 * itemsize + 1) + columns * state
-    fixed *= sizes.num_microbatches  # the whole step's batch is picked out at once
-    fixed += cells * itemsize * (LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions)
+def _network_bytes(
+    policy: PolicyConfig, shapes: Shapes, length: int, columns: int, itemsize: int, native: bool
+) -> tuple[int, int]:
+    """Return the bytes that networks keep for the backward pass, and that it adds."""
+    size, window, cells = policy.hidden_size, policy.feature_window, length * columns
     if policy.policy == "mlp":
-        return fixed, cells * itemsize * 4 * size, cells * itemsize * 3 * size
+        return cells * itemsize * 4 * size, cells * itemsize * 3 * size
     # every step of a stateless policy is a sequence of its own; others are cut by episode starts
     padded = num_pieces = float(cells)
     copied = 5
     if not policy.stateless:
-        sample = _pieces(shapes.episode_length, train.bptt_steps, min(columns, 256))
+        sample = _pieces(shapes.episode_length, length, min(columns, 256))
         padded, num_pieces = (columns * each for each in sample)
         copied = 3  # states in order, after each LSTM, and those stacked
 
     def lstm(cells: float, columns: float, num_inputs: int) -> float:
         """Return what an LSTM keeps for its backward pass, outputs aside."""
-        if device_type == "cuda" or itemsize == 8:  # oneDNN has no float64
+        if native:
             return cells * NATIVE_FLOATS * size * itemsize
         wide = max(num_inputs, size)
         # four gates, cell, states, and what oneDNN pads them to
@@ -180,10 +170,11 @@ def _minibatch_bytes(
         outputs = padded * (window + 3 + 4) * size * itemsize
     else:
         work += lstm(padded, num_pieces, shapes.num_obs)
-    states = num_pieces * copied * state
+    states = num_pieces * copied * (4 if window else 6) * size * itemsize
+    seen = max(window, 1) * shapes.num_obs * itemsize
     copies = padded * seen if num_pieces > columns else 0
     backward = padded * size * itemsize + 8 * size * size * itemsize
-    return fixed, int(work + outputs + states + copies), int(backward)
+    return int(work + outputs + states + copies), int(backward)
 
 
 @lru_cache(maxsize=512)

@@ -98,7 +98,7 @@ def check_plain(value: Any, where: str) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Make `path` hold `data` whole, or leave it as it was; its folder is made if missing.
+    """Make `path` hold `data` whole, or leave it as it was; make its folder.
 
     Raises:
         CheckpointError: names path, bytes needed and cause. No half-written file stays.

@@ -37,8 +37,9 @@ from rl_dist.parallel.loaders import SharedLoader, epoch_seed, pair_of, to_devic
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_reduce_max, all_reduce_sum
 from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
-from rl_dist.supervised.state import FitState, restore, save, tensorboard_of
+from rl_dist.supervised.state import FitState, open_board, restore, save
 from rl_dist.supervised.sums import Metric, Sums, check_loss
+from rl_dist.telemetry.metrics import without_nan
 
 __all__ = ["BatchError", "FitConfig", "FitResult", "accuracy", "evaluate", "fit"]
 
@@ -146,30 +147,34 @@ def fit(
     state = FitState(strategy, optimizer, scheduler, dict(extra or {}), facts)
     restore(state, run_dir, resume=resume)
     signum, shown = 0, config.progress
-    with tensorboard_of(state, run_dir) as to_tensorboard:
-        while not signum and state.epoch < config.epochs and not state.is_stale(config.patience):
-            # train, validate
-            started = time.perf_counter()
-            trained, signum = _train_epoch(state, module, batches, criterion, metrics, config)
-            if signum:
-                break
-            seconds = time.perf_counter() - started
-            _merge_buffers(module, strategy.world)
-            record = {"epoch": state.epoch + 1.0}
-            record |= {f"train/{name}": value for name, value in trained.items()}
-            if held_out is not None:
-                found = evaluate(module, held_out, criterion, strategy, metrics, progress=shown)
-                record |= {f"valid/{name}": value for name, value in found.items()}
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(record["valid/loss"])
-            elif scheduler is not None:
-                scheduler.step()
-            # keep, report
-            best = state.add(record) and validated
-            save(state, run_dir, keep=config.keep_checkpoints, best=best)
-            to_tensorboard(record)
-            _print_epoch(record, config, strategy.world, trained["samples"] / seconds, best)
-            signum = all_reduce_max(stop_flag.signum, strategy.world)
+    board = open_board(state, run_dir)
+    while not signum and state.epoch < config.epochs and not state.is_stale(config.patience):
+        # train, validate
+        started = time.perf_counter()
+        trained, signum = _train_epoch(state, module, batches, criterion, metrics, config)
+        if signum:
+            break
+        seconds = time.perf_counter() - started
+        _merge_buffers(module, strategy.world)
+        record = {"epoch": state.epoch + 1.0}
+        record |= {f"train/{name}": value for name, value in trained.items()}
+        if held_out is not None:
+            found = evaluate(module, held_out, criterion, strategy, metrics, progress=shown)
+            record |= {f"valid/{name}": value for name, value in found.items()}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(record["valid/loss"])
+        elif scheduler is not None:
+            scheduler.step()
+        # keep, report
+        best = state.add(record) and validated
+        save(state, run_dir, keep=config.keep_checkpoints, best=best)
+        if board:
+            board.write(without_nan(record), state.epoch)
+            board.flush()
+        _print_epoch(record, config, strategy.world, trained["samples"] / seconds, best)
+        signum = all_reduce_max(stop_flag.signum, strategy.world)
+    if board:
+        board.close()
     if not signum and validated:
         state.return_to_best()
     return FitResult(state.history, state.best_epoch if validated else state.epoch, signum)

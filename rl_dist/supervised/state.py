@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,34 +166,20 @@ def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) 
         raise UserError(problem, exit_code=1)
 
 
-@contextmanager
-def tensorboard_of(
-    state: FitState, run_dir: str | Path | None
-) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Give a function that adds an epoch's record to TensorBoard.
+def open_board(state: FitState, run_dir: str | Path | None) -> Board | None:
+    """Open TensorBoard's record of the main process, and write the epochs so far again.
 
-    A resumed run writes all its epochs again, so that each stands there once. Where files cannot
-    be written, fitting goes on without.
+    None: there is none here, or it cannot be written, and fitting goes on without.
     """
-    board = None
-    if run_dir is not None and state.strategy.world.is_main_process:
-        try:
-            for file in Path(run_dir).glob(EVENT_FILES + EVENTS_SUFFIX):
-                file.unlink()
-            board = Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX)
-        except OSError as error:
-            logger.warning("%s gets no record for TensorBoard: %s", run_dir, error.strerror)
-
-    def write(record: dict[str, float]) -> None:
-        if board is not None:
-            figures = {name: value for name, value in record.items() if name != "epoch"}
-            board.write(without_nan(figures), int(record["epoch"]))
-            board.flush()
-
+    if run_dir is None or not state.strategy.world.is_main_process:
+        return None
     try:
-        for record in state.history:
-            write(record)
-        yield write
-    finally:
-        if board is not None:
-            board.close()
+        for file in Path(run_dir).glob(EVENT_FILES + EVENTS_SUFFIX):
+            file.unlink()
+        board = Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX)
+    except OSError as error:
+        logger.warning("%s gets no record for TensorBoard: %s", run_dir, error.strerror)
+        return None
+    for record in state.history:
+        board.write(without_nan(record), int(record["epoch"]))
+    return board

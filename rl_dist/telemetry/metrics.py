@@ -25,6 +25,7 @@ from rl_dist.telemetry.state_file import open_state, replace_file
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 
 
@@ -406,7 +407,7 @@ def close_logging() -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """JSON types only: tensors and numpy scalars as numbers, NaN and infinities as None."""
+    """Return JSON types: numbers of tensors and numpy; None for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -425,6 +426,6 @@ def _scalars(plain: Mapping[str, Any]) -> list[tuple[str, float]]:
         if name == "ranks":
             for entry in value:
                 found += [(f"rank_{entry['rank']}/{tag}", n) for tag, n in _scalars(entry)]
-        elif isinstance(value, int | float) and name not in ("iteration", "global_step", "rank"):
+        elif isinstance(value, int | float) and name not in NO_SCALARS:
             found.append((name, float(value)))
     return found

@@ -165,7 +165,7 @@ def _gpu_status(index: int, seen: GpuReading, name: str = "") -> GpuStatus:
 
 
 def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
-    """Return the use of every GPU that torch sees now, in its order; empty without any.
+    """Return the use now of every GPU that torch sees, in its order.
 
     >>> from rl_dist import get_multi_gpu_status
     >>> for gpu in get_multi_gpu_status():

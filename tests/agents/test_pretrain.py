@@ -111,11 +111,6 @@ def test_portfolios_of_windows_are_whole_and_differ(observation):
     torch.testing.assert_close(cash + held.sum(-1), torch.ones(8), rtol=0, atol=1e-3)
 
 
-def test_a_span_shorter_than_a_window_is_refused():
-    with pytest.raises(ValueError, match="window 60 .* than a span of 61 days"):
-        make_windows(make_markets(), days=60)
-
-
 def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
     trained, tmp_path, monkeypatch
 ):
