@@ -39,7 +39,6 @@ from rl_dist.process_group.collectives import all_reduce_max, all_reduce_sum
 from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
 from rl_dist.supervised.state import FitState, open_board, restore, save
 from rl_dist.supervised.sums import Metric, Sums, check_loss
-from rl_dist.telemetry.metrics import without_nan
 
 __all__ = ["BatchError", "FitConfig", "FitResult", "accuracy", "evaluate", "fit"]
 
@@ -149,7 +148,6 @@ def fit(
     signum, shown = 0, config.progress
     board = open_board(state, run_dir)
     while not signum and state.epoch < config.epochs and not state.is_stale(config.patience):
-        # train, validate
         started = time.perf_counter()
         trained, signum = _train_epoch(state, module, batches, criterion, metrics, config)
         if signum:
@@ -167,10 +165,7 @@ def fit(
             scheduler.step()
         # keep, report
         best = state.add(record) and validated
-        save(state, run_dir, keep=config.keep_checkpoints, best=best)
-        if board:
-            board.write(without_nan(record), state.epoch)
-            board.flush()
+        save(state, run_dir, board, keep=config.keep_checkpoints, best=best)
         _print_epoch(record, config, strategy.world, trained["samples"] / seconds, best)
         signum = all_reduce_max(stop_flag.signum, strategy.world)
     if board:

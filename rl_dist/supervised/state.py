@@ -145,7 +145,9 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
         logger.info("going on from %s, epoch %d", found, state.epoch)
 
 
-def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) -> None:
+def save(
+    state: FitState, run_dir: str | Path | None, board: Board | None, *, keep: int, best: bool
+) -> None:
     """Write a checkpoint and the records so far; all ranks call and fail together."""
     if run_dir is None:
         return
@@ -164,10 +166,13 @@ def save(state: FitState, run_dir: str | Path | None, *, keep: int, best: bool) 
     problem = all_gather_json(problem, world)[0]
     if problem:
         raise UserError(problem, exit_code=1)
+    if board:
+        board.write(without_nan(state.history[-1]), state.epoch)
+        board.flush()
 
 
 def open_board(state: FitState, run_dir: str | Path | None) -> Board | None:
-    """Open TensorBoard's record of the main process, and write the epochs so far again.
+    """Open TensorBoard's record, and write the epochs so far again.
 
     None: there is none here, or it cannot be written, and fitting goes on without.
     """
