@@ -29,7 +29,7 @@ from rl_dist.checkpoint.seal import (
     read_sealed,
     seal,
 )
-from rl_dist.hardware.plain_files import remove
+from rl_dist.hardware.plain_files import log_once, remove
 
 # file systems that cannot sync a folder: names there are as safe as they get
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
@@ -97,32 +97,53 @@ def check_plain(value: Any, where: str) -> None:
         raise CheckpointError(f"{where} is a {kind}; make it a tensor or a plain value")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Make `path` hold `data` whole, or leave it as it was; make its folder.
+def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None) -> None:
+    """Make `path` hold `data` whole, or leave it as it was.
+
+    Args:
+        path: the file; its folder is made if missing.
+        second_name: gets the same content, just before `path` does: a hard link where the file
+            system knows them. A directory in its place stays, and is named once.
 
     Raises:
         CheckpointError: names path, bytes needed and cause. No half-written file stays.
     """
-    part = path.with_name(f"{os.getpid()}.pt.part")
+    # a leftover of another process cannot have this name
+    part, second = (path.with_name(f"{os.getpid()}.{number}.pt.part") for number in (1, 2))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.part"):
             remove(leftover)
-        with part.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(part, data)
+        if second_name:
+            try:
+                os.link(part, second)
+            except OSError:  # no hard links here, or too many: a copy
+                _write(second, data)
+            try:
+                second.replace(second_name)
+            except IsADirectoryError:
+                log_once(f"{second_name} cannot be written, for it is a directory: move it away")
+                second.unlink()
         part.replace(path)
         _sync_names(path.parent)
     except OSError as error:
-        with suppress(OSError):  # a folder that cannot be written holds nothing of ours
-            part.unlink(missing_ok=True)
+        for leftover in (part, second):
+            with suppress(OSError):  # a folder that cannot be written holds nothing of ours
+                leftover.unlink(missing_ok=True)
         cause = str(error.strerror or error)
         with suppress(OSError):
             cause += f" ({shutil.disk_usage(path.parent).free:,} bytes are free there)"
         raise CheckpointError(
             f"cannot write checkpoint {path} ({len(data):,} bytes): {cause}"
         ) from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_names(directory: Path) -> None:

@@ -45,13 +45,8 @@ def save_checkpoint(
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     if path.is_dir():
         _set_aside(path)
-    data, best_path = pack(state), path.with_name(BEST_FILE)
-    # best.pt first: a run killed between the two repeats this iteration, and finds its best there
-    if best and best_path.is_dir():
-        log_once(f"{best_path} cannot be written, for it is a directory: move it away")
-    elif best:
-        write_atomically(best_path, data)
-    write_atomically(path, data)
+    # best.pt first: a run killed between the two repeats this iteration, and finds its best there.
+    write_atomically(path, pack(state), second_name=path.with_name(BEST_FILE) if best else None)
     known = checkpoint_files(path.parent)
     at = known.index(path)
     # a pipe or directory is none of those to keep

@@ -110,10 +110,9 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    Every epoch begins by seeding torch from `config.seed`, the epoch and the rank, so that a
-    resumed run goes on as if it had not stopped; a stop signal ends an epoch early, and resuming
-    repeats it. Running statistics of BatchNorm are averaged over ranks after every epoch; other
-    buffers become those of rank 0.
+    Every epoch begins by seeding torch from `config.seed`, epoch and rank, so that a resumed run
+    goes on as if it had not stopped; a stop signal ends an epoch early, and resuming repeats it.
+    After an epoch BatchNorm's statistics are averaged over ranks; other buffers become rank 0's.
 
     Args:
         module: what `strategy.wrap` returned.
@@ -131,8 +130,7 @@ def fit(
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
     config, metrics = config or FitConfig(), metrics or {}
-    validated = validation is not None
-    _check_parts(module, optimizer, strategy, scheduler, config.patience, validated)
+    _check_parts(module, optimizer, strategy, scheduler, config.patience, validation is not None)
     batches = _shared(loader, strategy, training=True, seed=config.seed)
     held_out = _shared(validation, strategy, training=False) if validation is not None else None
     facts = {

@@ -148,7 +148,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
     full = r"00002.pt \(3\d,\d+ bytes\): No space left on device \(.* bytes are"
     for _ in range(2):  # nothing of the first failure stands in the way of the next
         with pytest.raises(CheckpointError, match=full):
-            save_checkpoint(disk, state, iteration=2, keep=1)
+            save_checkpoint(disk, state, iteration=2, keep=1, best=True)
         assert names(disk) == [path.name]
         assert_same(load_checkpoint(path), state)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
