@@ -3,12 +3,11 @@
     python benchmarks/speedup_accuracy.py [--job default|slow_env|both] [--scaling strong|weak|both]
 
 The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that
-do not communicate, with shorter rollouts where it has them, and ranks that only reduce. The
-measured run trains on two ranks. Both are started once; then they take turns, the other being
-halted: what the machine does meanwhile hits both alike, if turns are long (a core of a shared host
-may change its speed by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One
-JSON line per job and scaling: the error of each round's prediction and their median. Run it with
-nothing beside.
+do not communicate, and ranks that only reduce. The measured run trains on two ranks. Both are
+started once; then they take turns, the other being halted: what the machine does meanwhile hits
+both alike, if turns are long (a core of a shared host may change its speed by 1.7 every second;
+turns of 2 s missed by up to 40 % for that alone). One JSON line per job and scaling: the error of
+each round's prediction and their median. Run it with nothing beside.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 import torch
 
 from rl_dist.hardware.memory import available_cores
+from rl_dist.launch.all_reduce_bench import time_reductions
 from rl_dist.launch.short_run import SideBySide
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import Communication, predict
-from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, shorter_rollout
-from rl_dist.speedup.reduction_bench import measure_reductions
+from rl_dist.speedup.rank_cost import rank_cost_of, share_flags
 
 # The copies find benchmarks.slow_env wherever this was started.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -47,8 +46,8 @@ JOBS = {
 }  # fmt: skip
 # sizes that one rank alone has
 SIZES = {
-    "default": {"num_envs": 64, "batch_size": 128, "num_steps": 128, "bptt_steps": 32},
-    "slow_env": {"num_envs": 8, "batch_size": 16, "num_steps": 64, "bptt_steps": 16},
+    "default": {"num_envs": 64, "batch_size": 128},
+    "slow_env": {"num_envs": 8, "batch_size": 16},
 }
 
 
@@ -62,8 +61,6 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
     flags, sizes = JOBS[name], SIZES[name]
     share, problem = share_flags(sizes["num_envs"], sizes["batch_size"], RANKS, scaling)
     assert not problem, problem
-    shorter = shorter_rollout(sizes, sizes["num_envs"])
-    share.append(f"--num_steps={sizes['num_steps'] // shorter}")
     threads = threads_per_rank(RANKS)
     alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
     together = SideBySide([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
@@ -77,17 +74,15 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
         together.halt()
         iterations = max(3, round(turn_s / seconds_of(first)))
         num_bytes = alone.running[0].gradient_bytes()
-        talk = measure_reductions(RANKS, [num_bytes], threads=threads)
+        talk = time_reductions(RANKS, [num_bytes])
         communication = Communication(gradient_s=talk.gradients_s[num_bytes], small_s=talk.small_s)
         for _ in range(rounds):
             records = {}
             for side in (alone, together) if len(found) % 2 else (together, alone):
                 side.go_on()
-                records[side] = side.measure(iterations * (shorter if side is alone else 1))
+                records[side] = side.measure(iterations)
                 side.halt()
-            prediction = predict(
-                rank_cost_of(records[alone]).lengthened(shorter), RANKS, communication
-            )
+            prediction = predict(rank_cost_of(records[alone]), RANKS, communication)
             # steps over time
             measured = harmonic_mean([record["time/sps"] for record in records[together][0]])
             error = prediction.steps_per_s / measured - 1

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from gymnasium.vector import VectorEnv
 
@@ -29,7 +28,7 @@ from agents.trainer import MakeEnv
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.memory import clear_gpu_memory
 from rl_dist.hardware.report import Facts
-from rl_dist.launch.all_reduce_bench import BenchError, Measured, measure_all_reduce
+from rl_dist.launch.all_reduce_bench import BenchError, Reductions, time_reductions
 from rl_dist.launch.gpu_ids import parse_gpu_ids
 from rl_dist.launch.short_run import SideBySide
 from rl_dist.parallel.config import StrategyConfig
@@ -100,7 +99,7 @@ def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
 
 def measure_reductions(
     planned: PlannedTraining, backend: str, meanwhile: Callable[[], None]
-) -> tuple[Measured | None, str]:
+) -> tuple[Reductions | None, str]:
     """Let ranks reduce over a backend; return the figures, or None and why not.
 
     `meanwhile` runs while they start. A backend that the training does not need gets a few
@@ -111,12 +110,10 @@ def measure_reductions(
     ranks = ranks if device_type == "cuda" else max(2, ranks)
     needed = planned.reduces_over(backend) or planned.full
     sizes = sorted({*(BENCH_SIZES if needed else FEW_SIZES), planned.gradient_bytes})
-    more: dict[str, Any] = {"gradient_bytes": planned.gradient_bytes, "meanwhile": meanwhile}
-    if device_type == "cuda":
-        more["gpu_ids"] = planned.gpu_ids
+    gpu_ids = planned.gpu_ids if device_type == "cuda" else ()
     try:
-        repeats = 50 if planned.full else 10
-        return measure_all_reduce(ranks, sizes, device_type, repeats, **more), ""
+        found = time_reductions(ranks, sizes, device_type, meanwhile=meanwhile, gpu_ids=gpu_ids)
+        return found, ""
     except (BenchError, UserError) as error:
         return None, str(error)
 
@@ -227,7 +224,7 @@ def short_runs(planned: PlannedTraining) -> SideBySide:
 
 
 def measure_time(
-    planned: PlannedTraining, running: SideBySide, reductions: Measured | None, shapes: Shapes
+    planned: PlannedTraining, running: SideBySide, reductions: Reductions | None, shapes: Shapes
 ) -> TimeFigures:
     """Return the pace of the `short_runs`, from a few iterations."""
     train, sizes = planned.config.train, planned.sizes
@@ -240,7 +237,7 @@ def measure_time(
     slowest = copies[own.index(max(own))]
     seen = steps_per_episode([record for copy in copies for record in copy])
     sampled = shapes.episode_length if math.isfinite(shapes.episode_length) else None
-    reduction_s = reductions.ddp.reduction_s if reductions and reductions.ddp else 0.0
+    reduction_s = reductions.gradients_s[planned.gradient_bytes] if reductions else 0.0
     return TimeFigures(
         own_s=max(own),
         collect_s=statistics.median(record["time/collect_s"] for record in slowest),

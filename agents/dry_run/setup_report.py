@@ -16,7 +16,7 @@ from agents.run.memory import Shapes
 from agents.sizes import shares_out
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.report import Facts
-from rl_dist.launch.all_reduce_bench import Measured
+from rl_dist.launch.all_reduce_bench import Reductions
 from rl_dist.launch.launcher import LaunchConfig, resolve
 from rl_dist.launch.short_run import ShortRunError, ShortRunTimeoutError, SideBySide
 from rl_dist.parallel.choice import Hardware, check_strategy
@@ -94,7 +94,7 @@ def _by_default(launch: LaunchConfig) -> dict[str, str | int]:
 
 def report_reductions(
     planned: PlannedTraining, report: SetupReport, meanwhile: Callable[[], None]
-) -> Measured | None:
+) -> Reductions | None:
     """Let real ranks reduce; return the figures of the backend of training."""
     used, checks = None, []
     for backend in ("nccl", "gloo") if planned.device_type == "cuda" else ("gloo",):
@@ -112,7 +112,7 @@ def report_reductions(
 def report_time(
     planned: PlannedTraining,
     running: SideBySide,
-    reductions: Measured | None,
+    reductions: Reductions | None,
     shapes: Shapes,
     report: SetupReport,
 ) -> None:

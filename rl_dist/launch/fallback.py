@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from rl_dist.launch.all_reduce_bench import BenchError, measure_all_reduce
+from rl_dist.launch.all_reduce_bench import BenchError, time_reductions
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.parallel.choice import Measurement, choose_strategy
 from rl_dist.parallel.config import Mode
@@ -27,13 +27,11 @@ class Settled:
 
 
 def try_ranks(resolved: ResolvedLaunch) -> None:
-    """Start ranks that reduce and take a few DDP steps; raises BenchError."""
-    measure_all_reduce(
+    """Start ranks that reduce gradients; raises BenchError."""
+    time_reductions(
         resolved.num_ranks,
         [PROBE_BYTES],
         resolved.device_type,
-        repeats=1,
-        gradient_bytes=PROBE_BYTES,
         timeout_s=PROBE_TIMEOUT_S,
         gpu_ids=resolved.gpu_ids,
     )

@@ -45,11 +45,6 @@ class ShortRunError(Exception):
 class ShortRunTimeoutError(ShortRunError):
     """The copies work, but did not end in time."""
 
-    def __init__(self, message: str, config: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        # of the first copy, by section; empty: it was not there yet
-        self.config = config or {}
-
 
 class Copy(Child):
     """One running training."""
@@ -155,8 +150,6 @@ class SideBySide:
         iterations: int,
         timeout_s: float = 600.0,
         on_wait: Callable[[int], None] = lambda slowest: None,
-        *,
-        first_s: float = math.inf,
         enough_s: float = math.inf,
     ) -> list[list[Record]]:
         """Return the records of the next iterations, so many of the slowest copy.
@@ -164,7 +157,6 @@ class SideBySide:
         Args:
             timeout_s: for everything.
             on_wait: called over and over with the iterations that all have ended since their start.
-            first_s: of training until the first iteration ends.
             enough_s: of training, after which one iteration is enough, were it the first.
 
         Raises:
@@ -181,8 +173,7 @@ class SideBySide:
             on_wait(slowest)
             if ready_s == math.inf and all(copy.config() for copy in self.running):
                 ready_s = time.monotonic()
-            trained_s = time.monotonic() - ready_s
-            if slowest and trained_s > enough_s:
+            if slowest and time.monotonic() - ready_s > enough_s:
                 # the first iteration is slower than the others: it counts where it is alone
                 begun = [min(a, len(lines) - 1) for a, lines in zip(begun, ended, strict=True)]
                 iterations = 1
@@ -193,9 +184,9 @@ class SideBySide:
                 if copy.job.poll() is not None:
                     what = f"a short run of {SCRIPT.name} ended with code {copy.job.returncode}"
                     raise ShortRunError(f"{what}: {copy.error()}")
-            if time.monotonic() > deadline_s or (not slowest and trained_s > first_s):
+            if time.monotonic() > deadline_s:
                 words = f"a short run took too long for {iterations} iterations"
-                raise ShortRunTimeoutError(f"{words}; try smaller sizes", self.running[0].config())
+                raise ShortRunTimeoutError(f"{words}; try smaller sizes")
             time.sleep(POLL_S)
 
     def halt(self) -> None:
@@ -219,7 +210,6 @@ def measure_short_runs(
     *,
     warm_up: int = 2,
     timeout_s: float = 600.0,
-    first_s: float = math.inf,
     enough_s: float = math.inf,
     device_type: str = "cpu",
     on_wait: Callable[[float], None] = lambda share: None,
@@ -239,9 +229,7 @@ def measure_short_runs(
     with SideBySide(flags, copies, threads, device_type=device_type) as together:
         if warm_up:
             together.measure(warm_up - 1, timeout_s, waiting)
-        records = together.measure(
-            iterations, timeout_s, waiting, first_s=first_s, enough_s=enough_s
-        )
+        records = together.measure(iterations, timeout_s, waiting, enough_s)
         first = together.running[0]
         return Trial(records, first.config(), first.gradient_bytes(), first.memory_bytes())
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_dist.hardware.report import duration, gib
-from rl_dist.launch.all_reduce_bench import Measured
+from rl_dist.launch.all_reduce_bench import Reductions
 from rl_dist.launch.short_run import without
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
 
@@ -25,22 +25,19 @@ MOMENTS = {
 }
 
 
-def communication_check(backend: str, measured: Measured | None, error: str, needed: bool) -> Check:
+def communication_check(
+    backend: str, measured: Reductions | None, error: str, needed: bool
+) -> Check:
     """Check that ranks could reduce over a backend (else `error`), and how fast."""
     if measured is None:
         more = "; NCCL_DEBUG=INFO tells more" if backend == "nccl" else ""
         fix = f"see Host and Environment above{more}"
         return Check("Communication", backend, PROBLEM if needed else WARNING, error, fix)
-    smallest, largest = measured.times[0], measured.times[-1]
     words = f"{measured.num_ranks} rank(s), {measured.threads} thread(s) each: sums are right"
-    if ddp := measured.ddp:
-        took = f"{duration(ddp.reduction_s)} for its gradient of {gib(ddp.gradient_bytes)}"
-        words += f", DDP steps end with equal parameters ({took})"
     if measured.num_ranks > 1:
-        rate = largest.size_bytes / largest.median_s / 1e9
-        words += f"; {gib(smallest.size_bytes)} in {duration(smallest.median_s)}"
-        words += f", {gib(largest.size_bytes)} at {rate:.3g} GB/s"
-        if needed and smallest.median_s > SLOW_LATENCY_S[measured.device_type]:
+        times = [f"{gib(size)} {duration(s)}" for size, s in measured.gradients_s.items()]
+        words += f"; gradients take {', '.join(times)}"
+        if needed and min(measured.gradients_s.values()) > SLOW_LATENCY_S[measured.device_type]:
             fix = "ranks wait for cores: stop other programs, or use fewer ranks"
             return Check("Communication", backend, WARNING, words, fix)
     return Check("Communication", backend, OK, words)

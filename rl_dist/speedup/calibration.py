@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_dist.errors import UserError
 from rl_dist.hardware import memory
 from rl_dist.hardware.memory import available_cores
-from rl_dist.launch.all_reduce_bench import BenchTimeoutError
+from rl_dist.launch.all_reduce_bench import BenchTimeoutError, Reductions, time_reductions
 from rl_dist.launch.short_run import ShortRunTimeoutError, Trial, measure_short_runs, without
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.machines import LINKS, link_of_gpu
+from rl_dist.speedup.machines import LINKS, NETWORK, link_of_gpu
 from rl_dist.speedup.model import (
     OF_UPDATE,
     Communication,
@@ -35,15 +34,12 @@ from rl_dist.speedup.model import (
     modelled_communication,
     predict,
 )
-from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, shorter_rollout, steps_per_episode
-from rl_dist.speedup.reduction_bench import Reductions, measure_reductions
+from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, steps_per_episode
 from rl_dist.telemetry.progress import Stages
 
 SCALINGS = ("strong", "weak")
 QUICK_S = 42.0  # of measuring; starting Python and torch comes on top
-# Of training on one rank: if by then no iteration has ended, updates of one epoch are measured; if
-# some have, they are enough.
-FIRST_S = 12.0
+FIRST_S = 12.0  # of training on one rank, after which one ended iteration is enough
 QUICK_ITERATIONS, ITERATIONS = 3, 6  # measured of every short run
 REDUCTIONS = 0.3  # of the first short run's time
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
@@ -63,10 +59,9 @@ class Point:
     ranks: int
     scaling: str
     work: RankCost | None = None
-    alone: RankCost | None = None  # the same with nothing beside it; None: `work` is that
     communication: Communication = field(default_factory=Communication)
-    copies: int = 1  # that were measured side by side; 0: none of this share
     threads: int = 1
+    crowding: float = 1.0  # how many times slower `work` is for want of cores
     measured: bool = True  # work and reductions, with as many copies and ranks as it stands for
     problem: str = ""  # why this number of ranks cannot train the job
 
@@ -92,12 +87,9 @@ class Calibration:
     flags: list[str] = field(default_factory=list)
     gpus: list[int] = field(default_factory=lambda: [1])
     scalings: Sequence[str] = SCALINGS  # strong (the job's sizes are totals), weak (per rank)
-    iterations: int = QUICK_ITERATIONS  # measured of every short run
     device_type: str = "cpu"
     ranks_per_machine: int = 1
-    named_link: Link | None = None  # inside a machine; None: measured, where two devices are here
-    between: Link | None = None  # between machines, needed where there are several
-    uncontended: bool = False  # measure shares in one copy alone, too, as cards would run them
+    between: Link = LINKS[NETWORK]  # between machines
     thorough: bool = False  # measure every number of ranks, however long it takes
     stages: Stages = field(default_factory=lambda: Stages(shown=False))
     deadline_s: float = math.inf
@@ -106,8 +98,6 @@ class Calibration:
     # measured
     works: dict[Share, RankCost] = field(default_factory=dict)
     reductions: dict[int, Reductions] = field(default_factory=dict)  # by ranks
-    epochs: int = 1  # of the job's updates, for each that is measured
-    shorter: int = 1  # the same for rollouts
     copies_in_memory: int = 10**9
     env: str = ""
     gradient_bytes: int = 0
@@ -132,30 +122,17 @@ class Calibration:
         here = torch.cuda.device_count() if self.device_type == "cuda" else self.ranks_per_machine
         return min(self.ranks_per_machine, here)
 
-    def _copies(self, ranks: int) -> int:
-        """Ranks of the fullest machine, as far as there are devices here."""
-        return max(1, min(ranks, self._devices))
-
     def _share(self, ranks: int, scaling: str) -> Share:
-        if ranks == 1:
-            return self._alone(ranks, scaling)
-        copies = self._copies(ranks)
+        copies = max(1, min(ranks, self._devices))  # ranks of the fullest machine
         if self.device_type == "cpu":
             most = self.cores * (COPIES_PER_CORE if self.thorough else 1)
             copies = min(copies, most, self.copies_in_memory)
         threads = threads_per_rank(min(ranks, self.ranks_per_machine))
-        return self._alone(ranks, scaling)._replace(threads=threads, copies=copies)
+        return Share(ranks if scaling == "strong" else 1, threads, copies)
 
-    def _alone(self, ranks: int, scaling: str) -> Share:
-        return Share(ranks if scaling == "strong" else 1, threads_per_rank(1), 1)
-
-    def _crowding(self, ranks: int, share: Share) -> float:
-        """How many times slower so many ranks are than the copies measured."""
-        if self.device_type != "cpu" or ranks == 1:
-            return 1.0
-        counts = self._copies(ranks), share.copies
-        wanted, had = (max(1.0, count * share.threads / self.cores) for count in counts)
-        return wanted / had
+    def _crowding(self, copies: int, threads: int) -> float:
+        """How many times slower so many copies are than one, for want of cores."""
+        return max(1.0, copies * threads / self.cores) if self.device_type == "cpu" else 1.0
 
     def _share_flags(self, ranks: int, scaling: str = "strong") -> tuple[list[str], str]:
         return share_flags(self.num_envs, self.batch_size, ranks, scaling)
@@ -165,45 +142,21 @@ class Calibration:
     def measure_one(self) -> None:
         """Train the whole job on one rank for a moment."""
         whole = self._share(1, "strong")
-        patience = {} if self.thorough else {"first_s": FIRST_S, "enough_s": FIRST_S}
         self.stages.expect(1.0)
         started_s = time.monotonic()
-        try:
-            self.first = self._train(whole, [], "default", **patience)
-        except ShortRunTimeoutError as late:
-            if self.thorough or not late.config:
-                raise
-            self._take_less(late.config.get("ppo", {}))
-            self.stages.expect(1.0)
-            started_s = time.monotonic()
-            self.first = self._train(whole, [], "default", enough_s=FIRST_S)
+        first = self._train(whole, [], "default", math.inf if self.thorough else FIRST_S)
         self.first_s = time.monotonic() - started_s
-        work = rank_cost_of(self.first.records).repeated(self.epochs)
-        single = self.epochs > 1 or len(self.first.records[0]) == 1
-        self.works[whole] = work.modelled() if single else work
-        train = self.first.config["train"]
-        self.env = self.first.config["task"]["env"]
-        self.steps_per_episode = steps_per_episode(self.first.records[0])
+        work = rank_cost_of(first.records)
+        self.works[whole] = work.modelled() if len(first.records[0]) == 1 else work
+        train = first.config["train"]
+        self.env = first.config["task"]["env"]
+        self.steps_per_episode = steps_per_episode(first.records[0])
         self.batch_size = train["batch_size"]
         self.num_envs = work.env_steps // train["num_steps"]
-        self.gradient_bytes = self.first.gradient_bytes
-        self.shorter = 1 if self.thorough else shorter_rollout(train, self.num_envs)
+        self.gradient_bytes = first.gradient_bytes
         free = memory.host_memory().available
-        self.copies_in_memory = max(1, free // max(1, self.first.copy_bytes))
+        self.copies_in_memory = max(1, free // max(1, first.copy_bytes))
         self._conclude()
-
-    def _take_less(self, ppo: dict[str, Any]) -> None:
-        """Shorten a large job, or one on a busy machine.
-
-        No rollout is spent on filling the normalisers, and all epochs of an update take equally
-        long.
-        """
-        less: dict[str, Any] = {"normalize_obs": False, "normalize_rewards": False}
-        if ppo.get("update_epochs", 1) > 1 and not ppo.get("target_kl"):
-            self.epochs = ppo["update_epochs"]
-            less["update_epochs"] = 1
-        self.flags = without(self.flags, [*less])
-        self.flags += [f"--{name}={value}" for name, value in less.items()]
 
     def measure_shares(self) -> None:
         """Measure shares and reductions; the quick form stops in time."""
@@ -214,7 +167,8 @@ class Calibration:
             if time.monotonic() + costs[number] * self.first_s <= self.deadline_s:
                 try:
                     if isinstance(item, Share):
-                        self._measure_share(item)
+                        flags, _ = self._share_flags(item.divisor)
+                        self.works[item] = rank_cost_of(self._train(item, flags, "ddp").records)
                     else:
                         self._measure_reductions(item)
                 except (ShortRunTimeoutError, BenchTimeoutError):
@@ -228,34 +182,26 @@ class Calibration:
         *fewer, most = self.gpus
         limit = min(COPIES_PER_CORE * self.cores, self.copies_in_memory)
         limit = limit if self.device_type == "cpu" else most
-        here = [n for n in self.gpus if 2 < n <= min(limit, self._devices)]
-        plan: list[Share | int] = []
-        if self.named_link is None and min(most, self._devices) >= 2:
-            plan.append(2)  # shows the link
+        # over two ranks first: they show the link
+        plan: list[Share | int] = [2] if min(most, self._devices) >= 2 else []
         # the smallest shares first: with the whole job, they tell those between
         for ranks, scaling in [(n, scaling) for n in (most, *fewer) for scaling in self.scalings]:
-            shares = [self._share(ranks, scaling)]
-            if self.uncontended and self._copies(ranks) > 1:
-                shares.append(self._alone(ranks, scaling))
-            if not self._share_flags(ranks, scaling)[1]:
-                plan += [share for share in shares if share not in (*plan, *self.works)]
-        return plan if self.named_link else [*plan, *reversed(here)]
+            share = self._share(ranks, scaling)
+            if not self._share_flags(ranks, scaling)[1] and share not in (*plan, *self.works):
+                plan.append(share)
+        here = [n for n in self.gpus if 2 < n <= min(limit, self._devices)]
+        return [*plan, *reversed(here)]
 
     def _cost(self, item: Share | int) -> float:
         """Expected time of a measurement, in units of the first one's."""
         if not isinstance(item, Share):
             return REDUCTIONS * max(1.0, item / self.cores)
         # half of a short run is taken to be the start, which no smaller share shortens
-        return (1 + 1 / item.divisor / self.shorter) / 2 * max(1.0, item.copies / self.cores)
+        return (1 + 1 / item.divisor) / 2 * max(1.0, item.copies / self.cores)
 
-    def _measure_share(self, share: Share) -> None:
-        flags, _ = self._share_flags(share.divisor)
-        if self.shorter > 1:
-            flags += [f"--num_steps={self.first.config['train']['num_steps'] // self.shorter}"]
-        work = rank_cost_of(self._train(share, flags, "ddp").records)
-        self.works[share] = work.lengthened(self.shorter).repeated(self.epochs)
-
-    def _train(self, share: Share, flags: list[str], strategy: str, **patience: float) -> Trial:
+    def _train(
+        self, share: Share, flags: list[str], strategy: str, enough_s: float = math.inf
+    ) -> Trial:
         sizes = " ".join(flags) or "sizes as given"
         self.stages.begin(f"{share.copies} training(s) of {share.threads} thread(s), {sizes}")
         names = [flag[2:].partition("=")[0] for flag in flags]
@@ -263,20 +209,19 @@ class Calibration:
             [*without(self.flags, names), *flags, f"--strategy={strategy}"],
             share.copies,
             share.threads,
-            self.iterations,
+            ITERATIONS if self.thorough else QUICK_ITERATIONS,
             warm_up=2 if self.thorough else 0,
             timeout_s=min(600.0, self._left_s()) if self.works else 600.0,
             device_type=self.device_type,
             on_wait=self.stages.advance,
-            **patience,
+            enough_s=enough_s,
         )
 
     def _measure_reductions(self, ranks: int) -> None:
         self.stages.begin(f"reductions over {ranks} ranks")
-        sizes = sorted({max(4, int(self.gradient_bytes * f) // 4 * 4) for f in FIT_FACTORS})
-        self.reductions[ranks] = measure_reductions(
-            ranks, sizes, self.device_type, threads_per_rank(ranks), min(180.0, self._left_s())
-        )
+        sizes = sorted({max(4, int(self.gradient_bytes * factor)) for factor in FIT_FACTORS})
+        most_s = min(180.0, self._left_s())
+        self.reductions[ranks] = time_reductions(ranks, sizes, self.device_type, timeout_s=most_s)
 
     def _left_s(self) -> float:
         return max(10.0, self.deadline_s - time.monotonic())
@@ -291,28 +236,25 @@ class Calibration:
         reduced = f"reductions assumed ({self.link.name})"
         if self.reductions:
             reduced = f"reductions over {', '.join(map(str, self.reductions))} ranks"
-        epochs = f" with 1 epoch of {self.epochs}" if self.epochs > 1 else ""
         more = "" if self.thorough else "; --thorough measures every number of ranks"
-        self.sources = f"measured: {job} of the job{epochs}; {reduced}; the rest is modelled{more}"
+        self.sources = f"measured: {job} of the job; {reduced}; the rest is modelled{more}"
 
     def _point(self, ranks: int, scaling: str) -> Point:
         if problem := self._share_flags(ranks, scaling)[1]:
             return Point(ranks=ranks, scaling=scaling, problem=problem)
         share = self._share(ranks, scaling)
-        work, crowding = self._work(share), self._crowding(ranks, share)
-        if crowding != 1.0:
-            work = work.times(crowding).modelled()
+        crowding = self._crowding(max(1, min(ranks, self._devices)), share.threads)
+        more = crowding / self._crowding(share.copies, share.threads)
+        work = self._work(share)
         communication, reduced = self._communication(ranks)
-        contended = self.uncontended and self._copies(ranks) > 1
         return Point(
             ranks=ranks,
             scaling=scaling,
-            work=work,
-            alone=self._work(self._alone(ranks, scaling)) if contended else None,
+            work=work if more == 1.0 else work.times(more).modelled(),
             communication=communication,
-            copies=share.copies if share in self.works else 0,
             threads=share.threads,
-            measured=share in self.works and crowding == 1.0 and reduced,
+            crowding=crowding,
+            measured=share in self.works and more == 1.0 and reduced,
         )
 
     def _work(self, share: Share) -> RankCost:
@@ -322,15 +264,12 @@ class Calibration:
         known: dict[float, RankCost] = {}
         # of each size the one with the most similar number of threads
         for other in sorted(self.works, key=lambda other: -abs(other.threads - share.threads)):
-            if share.copies > 1 or other.copies == 1:
-                slower = other.threads / share.threads if self.device_type == "cpu" else 1.0
-                known[1 / other.divisor] = self.works[other].times(slower, OF_UPDATE)
+            slower = other.threads / share.threads if self.device_type == "cpu" else 1.0
+            known[1 / other.divisor] = self.works[other].times(slower, OF_UPDATE)
         return interpolate(known, 1 / share.divisor).modelled()
 
     def _find_link(self) -> Link:
         """The link inside this machine, as far as it can be measured here."""
-        if self.named_link is not None:
-            return self.named_link
         if min(self.gpus[-1], self.ranks_per_machine) == 1:
             return Link(name="none")
         if 2 in self.reductions:
@@ -345,12 +284,12 @@ class Calibration:
             return Communication(), True
         if ranks in self.reductions and ranks <= self.ranks_per_machine:
             measured = self.reductions[ranks]
-            gradient_s = measured.gradients_s[self.gradient_bytes // 4 * 4]
+            gradient_s = measured.gradients_s[self.gradient_bytes]
             return Communication(gradient_s=gradient_s, small_s=measured.small_s), True
         sizes = self.gradient_bytes, ranks, self.ranks_per_machine
-        found = modelled_communication(*sizes, self.link, self.between or self.link)
+        found = modelled_communication(*sizes, self.link, self.between)
         # ranks that share cores copy and add one after the other
-        times = self._crowding(ranks, Share(1, 1, 1))
+        times = self._crowding(max(1, min(ranks, self._devices)), 1)
         slower = Communication(gradient_s=found.gradient_s * times, small_s=found.small_s * times)
         return slower, False
 
@@ -362,7 +301,6 @@ def calibrate(
     device_type: str = "cpu",
     ranks_per_machine: int = 0,
     thorough: bool = False,
-    iterations: int = 0,
     on_first: Callable[[Calibration], None] = lambda first: None,
     **options: Any,
 ) -> Calibration:
@@ -372,12 +310,11 @@ def calibrate(
         flags: of the training script.
         gpus: numbers of ranks.
         ranks_per_machine: 0: the GPUs here, or on the CPU all ranks.
-        iterations: 0: few, or more if thorough.
         on_first: called with the first figures, as soon as one rank is measured; not if thorough.
         options: other fields of `Calibration`.
 
     Raises:
-        UserError: flags that training refuses, or numbers of ranks that cannot be measured here.
+        UserError: flags that training refuses.
     """
     gpus = sorted({1, *gpus})
     default = torch.cuda.device_count() if device_type == "cuda" else gpus[-1]
@@ -387,18 +324,11 @@ def calibrate(
         device_type=device_type,
         ranks_per_machine=ranks_per_machine or default,
         thorough=thorough,
-        iterations=iterations or (ITERATIONS if thorough else QUICK_ITERATIONS),
         deadline_s=math.inf if thorough else time.monotonic() + QUICK_S,
         cores=available_cores(),
         load=os.getloadavg()[0],
         **options,
     )
-    most = gpus[-1]
-    if gpus[0] < 1:
-        raise UserError(f"--gpus {gpus[0]} must be at least 1")
-    if found.between is None and most > found.ranks_per_machine:
-        fix = f"name the network between them: {', '.join(LINKS)}"
-        raise UserError(f"--between: {most} GPUs are more than {found.ranks_per_machine}; {fix}")
     found.measure_one()
     if not thorough:
         on_first(found)

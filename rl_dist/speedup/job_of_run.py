@@ -19,7 +19,6 @@ OF_TRADING = ("data", "market", "trading")
 NO_FLAGS = REMOVED | {
     name for name, item in declarations(LaunchConfig).items() if not (item.is_flag and item.stored)
 }
-FIX = "give the flags of training instead of RUN_DIR"
 
 
 def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -28,26 +27,20 @@ def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: names the file, and what is wrong with it.
     """
-    path = run_dir / CONFIG_FILE
-    config = _parse(_read(run_dir, CONFIG_FILE), path)
+    (config,) = _read(run_dir, CONFIG_FILE)
     sections = isinstance(config, dict) and all(isinstance(v, dict) for v in config.values())
     env = config.get("task", {}).get("env") if sections else None
     if not isinstance(env, str) or "train" not in config:
-        raise UserError(f"{path} is no configuration of a run with task, env and train; {FIX}")
+        what = "is no configuration of a run with task, env and train"
+        raise UserError(f"{run_dir / CONFIG_FILE} {what}; give flags of training instead")
     return config
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics.
-
-    Raises:
-        UserError: there are none, or what they hold is no record.
-    """
-    path = run_dir / METRICS_FILE
-    lines = _read(run_dir, METRICS_FILE).rpartition(b"\n")[0].splitlines()
-    records = [_parse(line, path) for line in lines]
+    """The whole lines of a run's metrics; raises like `read_config`."""
+    records = _read(run_dir, METRICS_FILE)
     if not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{path} is damaged: a line is no JSON object")
+        raise UserError(f"{run_dir / METRICS_FILE} is damaged: a line is no JSON object")
     return records
 
 
@@ -87,18 +80,16 @@ def budget_of(run_dir: Path | None, num_episodes: int | None, total_steps: int) 
     return num_episodes or of_run["num_episodes"], total_steps or of_run["total_steps"]
 
 
-def _read(run_dir: Path, name: str) -> bytes:
+def _read(run_dir: Path, name: str) -> list[Any]:
+    """The JSON values of a file, of metrics one by line, as far as it has whole lines."""
     if not all((run_dir / needed).is_file() for needed in (CONFIG_FILE, METRICS_FILE)):
         needed = f"{CONFIG_FILE} and {METRICS_FILE}"
         raise UserError(f"{run_dir} is no run directory: it holds no {needed}")
     try:
-        return read_plain(run_dir / name, None)
+        text = read_plain(run_dir / name, None)
+        texts = text.rpartition(b"\n")[0].splitlines() if name == METRICS_FILE else [text]
+        return [json.loads(each) for each in texts]
     except OSError as error:
         raise UserError(f"{run_dir / name} cannot be read: {error.strerror or error}") from None
-
-
-def _parse(text: bytes, path: Path) -> Any:
-    try:
-        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+        raise UserError(f"{run_dir / name} is damaged: {error}") from None

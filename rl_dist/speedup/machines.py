@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rl_dist.errors import UserError
 from rl_dist.speedup.model import Link
 
 AS_OF = "2026-11"
+CARDS_PER_MACHINE, NETWORK = 8, "InfiniBand NDR"  # assumed where nothing else is named
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,6 @@ GPUS = {
         # https://glennklockwood.com/garden/processors/h100
         GpuModel("H100 SXM", 67, "NVLink 4", (2.40, 12.29)),
         GpuModel("H200", 67, "NVLink 4", (3.45, 6.31)),
-        # https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
         GpuModel("B200", 75, "NVLink 5", (5.00, 6.79)),
         # https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation, both
         GpuModel("RTX 4090", 82.6, "PCIe 4 through the host", (0.29, 0.88)),
@@ -70,14 +71,12 @@ LINKS = {
 }
 
 
-def find_link(name: str) -> Link:
-    """A link by its name; raises UserError, which lists those there are."""
-    return LINKS[_known(name, list(LINKS), "--link and --between")]
-
-
-def find_gpus(name: str) -> list[GpuModel]:
-    """The cards named, "A + B" for unequal ones together; raises like `find_link`."""
-    return [GPUS[_known(part.strip(), list(GPUS), "--gpu")] for part in name.split("+")]
+def find(name: str, known: dict[str, Any], flag: str) -> Any:
+    """What has this name among GPUS or LINKS; raises UserError, which lists them."""
+    for key, value in known.items():
+        if key.lower() == name.lower():
+            return value
+    raise UserError(f"{flag}: {name!r} is not known; there are {', '.join(known)}")
 
 
 def gpu_named(device_name: str) -> GpuModel | None:
@@ -89,14 +88,6 @@ def gpu_named(device_name: str) -> GpuModel | None:
 
 
 def link_of_gpu(device_name: str) -> Link:
-    """The link between cards that torch gives this name; UserError: not known."""
-    if gpu := gpu_named(device_name):
-        return LINKS[gpu.link if "PCIe" not in device_name else "PCIe 4"]
-    raise UserError(f"--link: name the link between GPUs like {device_name}: {', '.join(LINKS)}")
-
-
-def _known(name: str, names: list[str], flag: str) -> str:
-    for known in names:
-        if known.lower() == name.lower():
-            return known
-    raise UserError(f"{flag}: {name!r} is not known; there are {', '.join(names)}")
+    """The link between cards that torch gives this name; of unknown ones PCIe."""
+    gpu = gpu_named(device_name)
+    return LINKS[gpu.link if gpu and "PCIe" not in device_name else "PCIe 4"]

@@ -22,7 +22,7 @@ import numpy as np
 
 # standard error, as a share, of an iteration that was not measured: an assumption
 MODEL_ERROR = 0.1
-# of an iteration: SUMS, AGREEMENTS and two for each gather, see rl_dist.speedup.reduction_bench
+# of an iteration: SUMS, AGREEMENTS and two for each gather, see rl_dist.launch.all_reduce_bench
 SMALL_COLLECTIVES = 7
 OF_UPDATE = ("update_s", "rest_s", "step_spread_s", "update_spread_s")
 OF_ITERATION = (*OF_UPDATE, "collect_s", "collect_spread_s")
@@ -51,15 +51,6 @@ class RankCost:
     def times(self, factor: float, names: tuple[str, ...] = OF_ITERATION) -> RankCost:
         """The same with these figures multiplied."""
         return replace(self, **{name: getattr(self, name) * factor for name in names})
-
-    def repeated(self, epochs: int) -> RankCost:
-        """So many times as many gradient steps on the same rollout."""
-        return self.times(epochs, ("update_s", "update_spread_s", "gradient_steps"))
-
-    def lengthened(self, times: int) -> RankCost:
-        """Rollouts so many times longer, with more gradient steps of the same size."""
-        longer = self.times(times, (*OF_ITERATION, "env_steps", "gradient_steps"))
-        return replace(longer, step_spread_s=self.step_spread_s)
 
     def modelled(self) -> RankCost:
         """The same, known no better than the model knows it."""
@@ -192,21 +183,16 @@ def expected_maximum(count: int) -> float:
     return float((middles * np.diff(chance)).sum())
 
 
-_CORES = "ranks slow each other down: give each rank cores of its own"
-_LEVEL = "environments differ in speed: raise --num_steps, or level out what slows some down"
-_FEWER = "raise --batch_size for fewer, larger gradient steps, or use a faster link"
-_ENVS = "a rollout of fewer environments is hardly shorter: raise --num_envs, or try weak scaling"
-_BATCH = "smaller minibatches do not pay: raise --batch_size and --num_envs"
-# Part of the time: in words, and the fixes for strong and weak scaling.
+# Part of the time: in words, and how to fix it.
 LOSSES = {
-    "rollouts": ("in rollouts", _ENVS, _CORES),
-    "update": ("in the update", _BATCH, f"{_CORES} or a GPU"),
-    "communication": ("reducing gradients", _FEWER, _FEWER),
-    "waiting": ("waiting for the slowest rank", _LEVEL, _LEVEL),
+    "rollouts": ("in rollouts", "raise --num_envs, or give each rank cores of its own"),
+    "update": ("in the update", "raise --batch_size and --num_envs, or give each rank more cores"),
+    "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
+    "waiting": ("waiting for the slowest rank", "raise --num_steps, or level out environments"),
 }
 
 
-def bottleneck(one: Prediction, many: Prediction, scaling: str, unit: str) -> tuple[str, str]:
+def bottleneck(one: Prediction, many: Prediction, unit: str) -> tuple[str, str]:
     """Return the reason why N ranks are not N times as fast, and the fix or ""."""
     speedup = many.steps_per_s / one.steps_per_s
     head = f"{many.ranks} {unit} give {speedup:.2f}x"
@@ -216,7 +202,6 @@ def bottleneck(one: Prediction, many: Prediction, scaling: str, unit: str) -> tu
     ideal = many.env_steps / many.ranks / one.env_steps
     lost_s = {name: many.parts_s[name] - one.parts_s[name] * ideal for name in LOSSES}
     worst = max(LOSSES, key=lambda part: lost_s[part])
-    where, strong, weak = LOSSES[worst]
+    where, fix = LOSSES[worst]
     share = f"{lost_s[worst] / many.iteration_s:.0%} of an iteration"
-    why = f"{head} instead of {many.ranks}x: most is lost {where} ({share})"
-    return why, strong if scaling == "strong" else weak
+    return f"{head} instead of {many.ranks}x: most is lost {where} ({share})", fix

@@ -22,33 +22,29 @@ def plot_speedup(rows: Sequence[dict[str, Any]], path: Path, title: str = "") ->
     Args:
         rows: as in `rl_dist.speedup.report.SpeedupReport`, without those that have a problem.
     """
-    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row["gpus"]):
-        lines.setdefault((row["machine"], row["scaling"]), []).append(row)
-    machines = list(dict.fromkeys(machine for machine, _ in lines))
     gpus = sorted({row["gpus"] for row in rows})
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(9.0, 6.2), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
     above.plot([1, gpus[-1]], [1, gpus[-1]], ":", color="#999999", label="ideal")
     below.axhline(1.0, color="#999999", linestyle=":")
-    # each line: a colour for every machine, weak scaling dashed
-    for (machine, scaling), line in lines.items():
-        color = COLORS[machines.index(machine) % len(COLORS)]
-        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4}
-        style["linestyle"] = "--" if scaling == "weak" else "-"
-        here = [row["gpus"] for row in line]
-        estimate = " (estimate)" if line[0]["estimate"] else ""
-        label = f"{machine}{estimate}, {scaling}"
-        above.plot(here, [row["speedup"] for row in line], label=label, **style)
-        below.plot(here, [row["efficiency"] for row in line], **style)
-        if all(row.get("speedup_interval") for row in line):
-            low, high = zip(*(row["speedup_interval"] for row in line), strict=True)
-            above.fill_between(here, low, high, color=color, alpha=0.12, linewidth=0)
+    # a colour for every machine, weak scaling dashed
+    machines = dict.fromkeys(row["machine"] for row in rows)
+    for number, machine in enumerate(machines):
+        for scaling, style in (("strong", "o-"), ("weak", "o--")):
+            line = [r for r in rows if (r["machine"], r["scaling"]) == (machine, scaling)]
+            line.sort(key=lambda row: row["gpus"])
+            here, color = [row["gpus"] for row in line], COLORS[number % len(COLORS)]
+            label = f"{machine}, {scaling}" if line else None
+            above.plot(here, [row["speedup"] for row in line], style, color=color, label=label)
+            below.plot(here, [row["efficiency"] for row in line], style, color=color)
+            if line and "speedup_interval" in line[0]:
+                low, high = zip(*(row["speedup_interval"] for row in line), strict=True)
+                above.fill_between(here, low, high, color=color, alpha=0.12, linewidth=0)
     # both axes of speedup double, so that the ideal is straight
     above.set_xscale("log", base=2)
     above.set_yscale("log", base=2)
-    above.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    above.yaxis.set_major_formatter("{x:g}")
     above.set(ylabel="speedup, shaded: 95 %")
     above.set_title(title, fontsize=9)
     above.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -56,10 +52,6 @@ def plot_speedup(rows: Sequence[dict[str, Any]], path: Path, title: str = "") ->
     below.set_ylim(0, max(1.1, 1.05 * max(row["efficiency"] for row in rows)))
     below.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     below.set_xticks(gpus, [str(number) for number in gpus])
-    for axis in (above, below):
-        axis.minorticks_off()
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

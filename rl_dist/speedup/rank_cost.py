@@ -7,10 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rl_dist.errors import UserError
 from rl_dist.speedup.model import RankCost
-
-SHORTER = 4  # a quick rollout has at least one fourth of the job's steps
 
 
 def share_flags(num_envs: int, batch_size: int, ranks: int, scaling: str) -> tuple[list[str], str]:
@@ -23,23 +20,9 @@ def share_flags(num_envs: int, batch_size: int, ranks: int, scaling: str) -> tup
     return [f"--num_envs={num_envs // ranks}", f"--batch_size={batch_size // ranks}"], ""
 
 
-def shorter_rollout(train: dict[str, int], num_envs: int) -> int:
-    """The factor, up to SHORTER, by which rollouts of whole minibatches shrink."""
-    # batch_size 0: measured when a run begins
-    known = train["batch_size"] and train.get("bptt_steps")
-    if not known or train.get("grad_accumulation", 1) > 1:
-        return 1
-    sequences = train["num_steps"] // train["bptt_steps"]  # of one environment
-    least = train["batch_size"] // math.gcd(num_envs, train["batch_size"])
-    found = [n for n in range(2, SHORTER + 1) if sequences % n == 0 and sequences // n % least == 0]
-    return max(found, default=1)
-
-
 def rank_cost_of(copies: Sequence[Sequence[dict[str, Any]]]) -> RankCost:
     """One rank's own work, from the metrics of independent one-rank runs."""
     records = [record for records in copies for record in records]
-    if not records:
-        raise UserError("no iteration was measured: give more --iterations")
     rows = []
     for record in records:
         elapsed_s = record["global_step"] / record["iteration"] / record["time/sps"]

@@ -6,18 +6,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean
 from typing import Any
 
 import torch
 
 from rl_dist.hardware.report import duration
 from rl_dist.speedup.calibration import Calibration, Point
-from rl_dist.speedup.machines import AS_OF, LINKS, GpuModel, gpu_named
+from rl_dist.speedup.machines import AS_OF, CARDS_PER_MACHINE, LINKS, GpuModel, gpu_named
 from rl_dist.speedup.model import OF_UPDATE, Prediction, bottleneck, modelled_communication
 
 HERE = "this machine"
-CARDS_PER_MACHINE, ASSUMED_NETWORK = 8, "InfiniBand NDR"  # of cards that one does not own
 # beside ranks or GPUs, and cost
 COLUMNS = ("scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time",
            "source")  # fmt: skip
@@ -46,42 +44,29 @@ class Budget:
             return f"{self.num_episodes:,} episodes: unknown, as no episode ended in the short runs"
         return f"{self.num_episodes:,} episodes of {self.steps_per_episode:.0f} steps"
 
-    def hourly(self, cards: Sequence[GpuModel]) -> tuple[float, ...]:
-        """Lowest and highest cost, of unequal cards the mean; empty: unknown."""
+    def hourly(self, card: GpuModel | None) -> tuple[float, ...]:
+        """Lowest and highest cost; empty: unknown."""
         if self.price_per_hour is not None:
             return self.price_per_hour, self.price_per_hour
-        prices = [card.usd_per_hour for card in cards if card.usd_per_hour]
-        if len(prices) < len(cards):
-            return ()
-        return tuple(map(fmean, zip(*prices, strict=True)))
+        return (card and card.usd_per_hour) or ()
 
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """All predictions of one call."""
+    """All predictions of one call, as JSON values; what is not known is None."""
 
+    title: str  # job, date and machine
     rows: list[dict[str, Any]]
     calibration: dict[str, Any]
     budget: str
     notes: list[str] = field(default_factory=list)
     cost_unit: str = "USD"
 
-    @property
-    def title(self) -> str:
-        """Job, date and machine."""
-        return "{env}, {num_envs} environments; {hardware}, {date}".format(**self.calibration)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; what is not known is null."""
-        return vars(self)
-
-
-def report_of(
-    calibration: Calibration, budget: Budget, cards: Sequence[list[GpuModel]]
-) -> SpeedupReport:
-    """Rows for this machine, then for every card or mixture of cards."""
+def report_of(calibration: Calibration, budget: Budget, cards: Sequence[GpuModel]) -> SpeedupReport:
+    """Rows for this machine, then for every card."""
     here, cores = calibration.points, calibration.cores
-    rows = [_row(point, here[0], calibration, budget, []) for point in here]
+    rows = [_row(point, here[0], budget, calibration.device_type) for point in here]
     notes = [calibration.sources] if calibration.sources else []
     if calibration.was_busy:
         wanted = f"{calibration.load:.1f} processes wanted its {cores} core(s)"
@@ -89,46 +74,39 @@ def report_of(
     most = max(point.ranks for point in here if point.work)
     if calibration.device_type == "cpu" and cores < min(most, calibration.ranks_per_machine):
         notes.append(f"{HERE} has {cores} core(s): more than {cores} ranks compete for them")
+    if most > calibration.ranks_per_machine or (cards and most > CARDS_PER_MACHINE):
+        notes.append(f"machines are connected by {calibration.between.name}, if --between is right")
     if cards:
         tflops = device_tflops(calibration.device_type)
-        network = calibration.between.name if calibration.between else f"{ASSUMED_NETWORK}, assumed"
         notes.append(
             f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as "
-            f"measured here by one copy alone with {here[0].threads} core(s), the rest scaled by "
-            f"peak fp32 rates from {tflops:.3g} TFLOP/s per thread or GPU here; up to "
-            f"{CARDS_PER_MACHINE} in a machine, between machines {network}"
+            f"measured here, the rest scaled by peak fp32 rates from {tflops:.3g} TFLOP/s per "
+            f"thread or GPU here; up to {CARDS_PER_MACHINE} in a machine"
         )
-        for several in cards:
-            moved = [_moved(point, calibration, several, tflops) for point in here]
-            rows += [_row(point, moved[0], calibration, budget, several) for point in moved]
+        for card in cards:
+            moved = [_moved(point, calibration, card, tflops) for point in here]
+            rows += [_row(point, moved[0], budget, "cuda", card) for point in moved]
+    facts = _facts(calibration)
+    title = "{env}, {num_envs} environments; {hardware}, {date}".format(**facts)
     unit = "USD" if budget.price_per_hour is None else "as asked"
-    return SpeedupReport(rows, _facts(calibration), budget.words, notes, unit)
+    return SpeedupReport(title, rows, facts, budget.words, notes, unit)
 
 
-def _moved(
-    point: Point, calibration: Calibration, cards: list[GpuModel], tflops_here: float
-) -> Point:
-    """A point on cards, of which the slowest sets the pace."""
+def _moved(point: Point, calibration: Calibration, card: GpuModel, tflops_here: float) -> Point:
+    """A point on cards, each with cores of its own."""
     if point.work is None:
         return point
-    alone = point.alone is not None
-    threads = calibration.points[0].threads if alone else point.threads
-    rate = tflops_here * (threads if calibration.device_type == "cpu" else 1)
-    work = point.alone or point.work
-    factor = rate / min(card.fp32_tflops for card in cards)
+    rate = tflops_here * (point.threads if calibration.device_type == "cpu" else 1)
     communication = modelled_communication(
         calibration.gradient_bytes,
         point.ranks,
-        max(1, min(CARDS_PER_MACHINE, calibration.ranks_per_machine)),
-        min((LINKS[card.link] for card in cards), key=lambda link: link.bytes_per_s),
-        calibration.between or LINKS[ASSUMED_NETWORK],
+        min(CARDS_PER_MACHINE, calibration.ranks_per_machine),
+        LINKS[card.link],
+        calibration.between,
     )
+    own = point.work.times(1 / point.crowding)
     return replace(
-        point,
-        work=work.times(factor, OF_UPDATE),
-        communication=communication,
-        copies=1 if alone else point.copies,
-        threads=threads,
+        point, work=own.times(rate / card.fp32_tflops, OF_UPDATE), communication=communication
     )
 
 
@@ -149,12 +127,12 @@ def device_tflops(device_type: str) -> float:
 
 
 def _row(
-    point: Point, one: Point, calibration: Calibration, budget: Budget, cards: list[GpuModel]
+    point: Point, one: Point, budget: Budget, device_type: str, card: GpuModel | None = None
 ) -> dict[str, Any]:
-    unit = "ranks" if calibration.device_type == "cpu" and not cards else "GPUs"
+    unit = "ranks" if device_type == "cpu" else "GPUs"
     row = {
-        "machine": " + ".join(card.name for card in cards) or HERE,
-        "estimate": bool(cards),
+        "machine": card.name if card else HERE,
+        "estimate": card is not None,
         "gpus": point.ranks,
         "unit": unit,
         "scaling": point.scaling,
@@ -167,7 +145,7 @@ def _row(
     source = "measured" if point.measured else "modelled"
     reason, fix, margin = "one rank alone", "", 0.0
     if point.ranks > 1:
-        reason, fix = bottleneck(alone, found, point.scaling, unit)
+        reason, fix = bottleneck(alone, found, unit)
         # 95 %, both predictions being uncertain
         margin = min(0.9, 1.96 * math.hypot(alone.relative_error, found.relative_error))
     return row | {
@@ -175,17 +153,15 @@ def _row(
         "speedup": speedup,
         "efficiency": speedup / point.ranks,
         "speedup_interval": [speedup * (1 - margin), speedup * (1 + margin)],
-        "source": "estimate" if cards else source,
-        "copies": point.copies,
-        "threads": point.threads,
+        "source": "estimate" if card else source,
         "bottleneck": reason,
         "fix": fix,
         **asdict(found),
-        **_bill(found, budget, cards),
+        **_bill(found, budget, card),
     }
 
 
-def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict[str, Any]:
+def _bill(prediction: Prediction, budget: Budget, card: GpuModel | None) -> dict[str, Any]:
     """Hours and cost of the whole run; None: unknown."""
     if math.isnan(budget.env_steps):
         return dict.fromkeys(("hours", "hours_interval", "cost", "gpu_hours"))
@@ -195,7 +171,7 @@ def _bill(prediction: Prediction, budget: Budget, cards: list[GpuModel]) -> dict
     return {
         "hours": hours,
         "hours_interval": [seconds * hours_per_s for seconds in prediction.interval_s],
-        "cost": [price * gpu_hours for price in budget.hourly(cards)] or None,
+        "cost": [price * gpu_hours for price in budget.hourly(card)] or None,
         "gpu_hours": gpu_hours,
     }
 

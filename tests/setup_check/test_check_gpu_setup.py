@@ -65,8 +65,8 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
     assert found["plan"]["num_ranks"] == 2 and found["plan"]["device_type"] == "cpu"
     (gloo,) = found["communication"]
     parameters = found["memory"]["computed"]["parameters"]
-    assert gloo["backend"] == "gloo" and gloo["ddp"]["gradient_bytes"] == parameters
-    assert {1024, 2**26, parameters} <= {item["size_bytes"] for item in gloo["times"]}
+    sizes = {int(size) for size in gloo["gradients_s"]}
+    assert gloo["backend"] == "gloo" and {1024, 2**26, parameters} <= sizes
     memory, time = found["memory"], found["time"]
     assert memory["measured_peak"] > 3 * parameters
     assert memory["needed"] == memory["process"] + memory["measured_peak"]
@@ -203,11 +203,11 @@ def test_a_gpu_that_does_not_start_is_a_problem_and_no_traceback(facts, monkeypa
 def test_one_cpu_rank_only_tries_reductions_and_several_time_all_sizes(monkeypatch):
     asked = []
 
-    def measure(ranks, sizes, device_type, repeats, **options):
+    def measure(ranks, sizes, device_type, **options):
         asked.append((ranks, sizes))
         raise BenchError("not here")
 
-    monkeypatch.setattr(dry_run, "measure_all_reduce", measure)
+    monkeypatch.setattr(dry_run, "time_reductions", measure)
     for ranks, full in ((1, False), (2, False), (1, True)):
         plan = planned(ranks, full=full)
         assert dry_run.measure_reductions(plan, "gloo", lambda: None) == (None, "not here")

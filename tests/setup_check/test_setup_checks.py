@@ -20,7 +20,7 @@ from rl_dist.hardware.report import (
     print_gpu_info,
     read_disk,
 )
-from rl_dist.launch.all_reduce_bench import DdpSteps, Measured, SizeTime
+from rl_dist.launch.all_reduce_bench import Reductions
 from rl_dist.setup_check.checks import Plan, check_facts
 from rl_dist.setup_check.measured import (
     MemoryFigures,
@@ -296,14 +296,13 @@ def test_a_disk_is_tried_where_the_run_would_be(tmp_path):
 
 
 def reduced(ranks=2, latency_s=0.0005):
-    times = (SizeTime(1024, latency_s, latency_s, latency_s, 9), SizeTime(2**26, 0.1, 0.1, 0.1, 5))
-    return Measured(ranks, "cpu", "gloo", 1, times, DdpSteps(4096, 0.01, 0.002, "0" * 64))
+    return Reductions(ranks, "cpu", "gloo", 1, {1024: latency_s, 2**26: 0.1}, 0.001)
 
 
 @pytest.mark.parametrize(
     ("measured", "needed", "verdict", "words"),
     [
-        (reduced(), True, "ok", "equal parameters (2 ms for its gradient of 4 KiB)"),
+        (reduced(), True, "ok", "1 KiB 500 us, 64 MiB 100 ms"),
         (reduced(latency_s=0.05), True, "warning", "wait for cores"),
         (reduced(latency_s=0.05), False, "ok", "sums are right"),  # not timed alone, and not needed
         (None, True, "problem", "a rank hung"),

@@ -10,13 +10,14 @@ from agents_ranks import make_job, world_of_one
 from agents.trainer import Training, train
 from rl_dist.hardware import memory
 from rl_dist.hardware.memory import HostMemory
+from rl_dist.launch import all_reduce_bench as bench
+from rl_dist.launch.all_reduce_bench import Reductions
 from rl_dist.launch.short_run import ShortRunTimeoutError, Trial
 from rl_dist.process_group.world import StopFlag, threads_per_rank
-from rl_dist.speedup import calibration, reduction_bench
+from rl_dist.speedup import calibration
 from rl_dist.speedup.machines import LINKS
 from rl_dist.speedup.model import SMALL_COLLECTIVES, Communication
-from rl_dist.speedup.rank_cost import share_flags, shorter_rollout, steps_per_episode
-from rl_dist.speedup.reduction_bench import Reductions, measure_reductions
+from rl_dist.speedup.rank_cost import share_flags, steps_per_episode
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.progress import Stages
 
@@ -28,21 +29,6 @@ def test_a_ranks_share_has_the_totals_divided_or_the_same():
     assert share_flags(64, 128, 2, "weak") == (["--num_envs=64"], "")
     flags, problem = share_flags(64, 128, 3, "strong")
     assert not flags and "3 ranks" in problem and "--scaling weak" in problem
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "batch_size", "times"),
-    [
-        (128, 128, 2),  # two sequences of each environment are one minibatch of 128
-        (128, 256, 1),
-        (128, 0, 1),  # batch_size auto
-        (96, 64, 3),
-        (2048, 64, 4),  # not ever shorter: what is fixed in an iteration would weigh too much
-    ],
-)
-def test_rollouts_are_shortened_to_whole_minibatches(num_steps, batch_size, times):
-    sizes = {"num_steps": num_steps, "bptt_steps": 32, "batch_size": batch_size}
-    assert shorter_rollout(sizes, num_envs=64) == times
 
 
 def test_steps_per_episode():
@@ -64,16 +50,8 @@ def test_training_makes_as_many_small_collectives_as_are_measured(tmp_path):
                 calls.append(world.doing.calls)
 
         train(Training(job, world), Counting(), StopFlag())
-    bench = reduction_bench
     assert calls[1] - calls[0] == SMALL_COLLECTIVES
     assert bench.SUMS + bench.AGREEMENTS + 2 * bench.GATHERS == SMALL_COLLECTIVES
-
-
-@pytest.mark.slow
-def test_reductions_are_measured_between_ranks():
-    found = measure_reductions(2, [4096, 2**20])
-    assert set(found.gradients_s) == {4096, 2**20}
-    assert all(1e-6 < seconds < 5.0 for seconds in (*found.gradients_s.values(), found.small_s))
 
 
 # ---- injected machines
@@ -85,9 +63,9 @@ class Machine:
     def __init__(self, monkeypatch, cores=2, gpus=0, copy_bytes=0):
         self.asked, self.shares, self.reduced = [], [], []
         self.copy_bytes = copy_bytes
-        self.too_long, self.first_s = False, 0.0
+        self.too_long = False
         monkeypatch.setattr(calibration, "measure_short_runs", self.measure_short_runs)
-        monkeypatch.setattr(calibration, "measure_reductions", self.measure_reductions)
+        monkeypatch.setattr(calibration, "time_reductions", self.time_reductions)
         monkeypatch.setattr(calibration, "available_cores", lambda: cores)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
@@ -98,9 +76,6 @@ class Machine:
     ):
         if self.asked and self.too_long:
             raise ShortRunTimeoutError("too long")
-        if options.get("first_s", math.inf) < self.first_s:
-            raise ShortRunTimeoutError("too slow", {"ppo": {"update_epochs": 4}})
-        self.flags = flags
         on_wait(0.5)
         sizes = [flag for flag in flags if "num_envs" in flag or "batch" in flag]
         self.asked.append((copies, threads))
@@ -116,22 +91,23 @@ class Machine:
         config = {"train": {"num_steps": 128, "batch_size": 128}, "task": {"env": "Recall-v0"}}
         return Trial([[record, record]] * copies, config, 4_000_000, self.copy_bytes)
 
-    def measure_reductions(self, ranks, sizes, device_type, threads, timeout_s):
+    def time_reductions(self, ranks, sizes, device_type, timeout_s):
         self.reduced.append(ranks)
-        return Reductions({size: 1e-5 + size * 1e-11 for size in sizes}, 1e-4)
+        gradients_s = {size: 1e-5 + size * 1e-11 for size in sizes}
+        return Reductions(ranks, device_type, "gloo", 1, gradients_s, 1e-4)
 
     def calibrate(self, gpus, flags=(), **options):
         stages = Stages(shown=False)
         options = {"device_type": self.device_type, "stages": stages} | options
         found = calibration.calibrate(flags, gpus, **options)
-        if not self.too_long and not self.first_s:
+        if not self.too_long:
             assert stages.number == stages.total == len(self.asked) + len(self.reduced)
         return found
 
 
 def test_gpus_that_are_here_are_measured_and_machines_beyond_modelled(monkeypatch):
     machine = Machine(monkeypatch, gpus=2)
-    found = machine.calibrate([2, 8], between=LINKS["InfiniBand NDR"], **STRONG)
+    found = machine.calibrate([2, 8], **STRONG)
     assert found.ranks_per_machine == 2 and found.gradient_bytes == 4_000_000
     assert [copies for copies, _ in machine.asked] == [1, 2, 2]  # a full machine of the four
     assert machine.shares[1] == ["--num_envs=8", "--batch_size=16"] and machine.reduced == [2]
@@ -165,10 +141,11 @@ def test_no_list_of_gpus_needs_more_copies_than_cores(monkeypatch, gpus):
 
 
 def test_ranks_that_share_cores_take_as_many_times_longer(monkeypatch):
-    found = Machine(monkeypatch).calibrate([2, 8], named_link=LINKS["loopback"], **STRONG)
+    found = Machine(monkeypatch).calibrate([2, 8], **STRONG)
     two, eight = found.points[1:]
     assert two.work.collect_s == pytest.approx(0.05 + 0.05 / 2)
     assert eight.work.collect_s == pytest.approx((0.05 + 0.05 / 8) * 4)
+    assert (two.crowding, eight.crowding) == (1.0, 4.0)
 
 
 def test_when_the_time_is_used_up_one_rank_is_enough(monkeypatch):
@@ -180,28 +157,6 @@ def test_when_the_time_is_used_up_one_rank_is_enough(monkeypatch):
     assert [point.ranks for point in found.points if point.measured] == [1, 1]
     assert [point.work for point in first] == [point.work for point in found.points]
     assert "reductions assumed" in found.sources
-
-
-def test_of_a_job_that_is_slow_here_one_epoch_stands_for_all(monkeypatch):
-    machine = Machine(monkeypatch)
-    machine.first_s = 60.0
-    found = machine.calibrate([2], ["--update_epochs=4"], named_link=LINKS["loopback"])
-    epochs = [flag for flag in machine.flags if "epochs" in flag]
-    work = found.points[0].work
-    assert epochs == ["--update_epochs=1"] and work.gradient_steps == 4 * 8
-    assert work.collect_s == pytest.approx(0.1) and work.update_s == pytest.approx(4 * 0.3)
-    assert work.relative_error == 0.1
-
-
-def test_for_cards_a_share_is_measured_with_nothing_beside_it(monkeypatch):
-    machine = Machine(monkeypatch)
-    found = machine.calibrate([2, 4], uncontended=True, named_link=LINKS["loopback"])
-    alone = [n for n, (copies, _) in enumerate(machine.asked) if copies == 1]
-    assert ["--num_envs=32", "--batch_size=64"] in [machine.shares[n] for n in alone]
-    assert {machine.asked[n][1] for n in alone} == {threads_per_rank(1)}
-    assert [point.alone is None for point in found.points] == [True, False, False] * 2
-    weak = [point for point in found.points if point.scaling == "weak" and point.ranks > 1]
-    assert all(point.alone == found.points[0].work for point in weak)
 
 
 # ---- thorough: every number of ranks with as many copies
@@ -216,8 +171,7 @@ def test_thorough_measures_every_number_of_ranks(monkeypatch):
 
 def test_what_cannot_be_divided_is_not_in_the_plan(monkeypatch):
     machine = Machine(monkeypatch)
-    options = {"thorough": True, "named_link": LINKS["loopback"]}
-    found = machine.calibrate([2, 3], **options)  # 64 environments
+    found = machine.calibrate([2, 3], thorough=True)  # 64 environments
     assert [point.problem != "" for point in found.points] == [False, False, True] + 3 * [False]
     assert sorted(copies for copies, _ in machine.asked) == [1, 2, 2, 3]
 

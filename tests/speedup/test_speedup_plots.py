@@ -5,14 +5,14 @@ import pytest
 
 from rl_dist.speedup.plots import plot_speedup
 
-MACHINES = ("this machine", "RTX 6000 Ada", "A100 + H100 SXM", "H200 + B200")
+MACHINES = ("this machine", "RTX 6000 Ada", "A100", "H100 SXM")
 
 
 def test_the_ideal_is_straight_names_stand_beside_and_each_machine_has_its_colour(
     tmp_path, monkeypatch
 ):
     rows = [
-        {"machine": machine, "scaling": scaling, "gpus": gpus, "estimate": machine != MACHINES[0],
+        {"machine": machine, "scaling": scaling, "gpus": gpus,
          "speedup": 0.9 * gpus, "efficiency": 0.9, "speedup_interval": [0.8 * gpus, gpus]}
         for machine in MACHINES for scaling in ("strong", "weak") for gpus in (1, 2, 8)
     ]  # fmt: skip
