@@ -212,7 +212,11 @@ HALF = replace(WORK, env_steps=500, collect_s=0.5, update_s=0.5)
     ("many", "gradient_s", "words"),
     [
         (HALF, 0.0, "2 ranks give 2.00x: they scale well -> "),
-        (replace(HALF, collect_s=1.0), 0.0, "in rollouts (33% of an iteration) -> raise --num_envs"),
+        (
+            replace(HALF, collect_s=1.0),
+            0.0,
+            "in rollouts (33% of an iteration) -> raise",
+        ),
         (HALF, 0.1, "reducing gradients (50% of an iteration) -> raise --batch_size"),
         (replace(HALF, collect_spread_s=1.0), 0.0, "waiting for the slowest rank"),
         (replace(WORK, update_s=2.0), 0.0, "in the update"),
