@@ -1,4 +1,4 @@
-"""Ranks that reduce as training does: does it work, is it right, how long does it take?
+"""Ranks that reduce as training does: verified, and timed.
 
     found = time_reductions(2, [1024, 2**20])
     found.gradients_s[1024]  # 0.0002
@@ -75,7 +75,7 @@ def time_reductions(
     meanwhile: Callable[[], None] = lambda: None,
     gpu_ids: Sequence[int] = (),
 ) -> Reductions:
-    """Time the reduction of gradients of each size, and an iteration's small collectives.
+    """Time reductions of gradients of each size, and small collectives.
 
     Args:
         sizes_bytes: of float32 gradients.
