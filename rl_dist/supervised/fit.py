@@ -121,8 +121,7 @@ def fit(
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
         scheduler: torch's, stepped after every epoch; ReduceLROnPlateau sees the validation loss.
-        run_dir: gets checkpoints/ (the best one as best.pt), metrics.jsonl and TensorBoard's; with
-            `resume` fitting goes on from its newest valid checkpoint, if there is one.
+        run_dir: gets checkpoints/, metrics.jsonl and TensorBoard's; `resume` goes on from there.
         extra: plain values and tensors to store in checkpoints as "extra".
 
     Raises:
@@ -130,7 +129,8 @@ def fit(
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
     config, metrics = config or FitConfig(), metrics or {}
-    _check_parts(module, optimizer, strategy, scheduler, config.patience, validation is not None)
+    validated = validation is not None
+    _check_parts(module, optimizer, strategy, scheduler, config.patience, validated)
     batches = _shared(loader, strategy, training=True, seed=config.seed)
     held_out = _shared(validation, strategy, training=False) if validation is not None else None
     facts = {
