@@ -19,11 +19,16 @@ from rl_dist.process_group.timing import StepClock, section
 from rl_dist.process_group.world import World
 from rl_dist.telemetry import events
 
-# what `update` reports of LossParts and of the gradient's norm, in this order
-METRICS = (
-    *("loss/total", "loss/policy", "loss/value", "loss/entropy"),
-    *("ppo/approx_kl", "ppo/clip_fraction", "optim/grad_norm"),
-)
+# how `update` reports the fields of LossParts, and the gradient's norm
+METRICS = {
+    "total": "loss/total",
+    "policy": "loss/policy",
+    "value": "loss/value",
+    "entropy": "loss/entropy",
+    "approx_kl": "ppo/approx_kl",
+    "clip_fraction": "ppo/clip_fraction",
+    "grad_norm": "optim/grad_norm",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -243,7 +248,8 @@ class PPO:
 
         # means over ranks and steps
         sums = all_reduce_sum({"totals": totals, "steps": float(num_steps)}, self.world)
-        means = dict(zip(METRICS, (sums["totals"] / sums["steps"]).tolist(), strict=True))
+        names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
+        means = dict(zip(names, (sums["totals"] / sums["steps"]).tolist(), strict=True))
         means |= {"optim/steps": float(num_steps), "optim/skipped_steps": num_skipped}
         if self.strategy.scaler:
             means["optim/loss_scale"] = self.strategy.scaler.get_scale()

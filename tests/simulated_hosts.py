@@ -66,7 +66,9 @@ class Host:
         """Start a command in a log file of its own, on one core, as if the host had no more."""
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
+        # a test that trained in this process has bound it to loopback
+        own = {name: each for name, each in os.environ.items() if "_SOCKET_IFNAME" not in name}
+        variables = own | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self.command("taskset", "--cpu-list", core(self.number), *argv, cwd=cwd),

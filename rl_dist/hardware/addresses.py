@@ -10,7 +10,7 @@ import tempfile
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
-# what tells that a scheduler started several copies of a command, and how to start ranks there
+# variables of schedulers that started several copies of a command, and how to start ranks there
 COPIES = {
     "SLURM_NTASKS": "start them by srun with torchrun, as deploy/slurm.sbatch does",
     "PET_NNODES": "start them by torchrun, which reads the PET_* variables",

@@ -32,7 +32,7 @@ def code_version() -> str:
 
 
 def difference(ranks: list[dict[str, str]]) -> str:
-    """Return what differs between the hosts of these ranks, by host, torch and code; or ""."""
+    """Return what differs between these ranks' hosts, torch or code; "" if nothing."""
     first = ranks[0]
     for name, words in (("torch", "torch"), ("code", "this project's code, version")):
         for other in ranks:

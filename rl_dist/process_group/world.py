@@ -215,7 +215,10 @@ def open_world(
         _stay_on_loopback()
     if device == "cuda":
         count = torch.cuda.device_count()
-        gpu = gpu_ids[local_rank] if gpu_ids else local_rank % count if count == 1 else local_rank
+        gpu = gpu_ids[local_rank] if gpu_ids else local_rank
+        # one of its own, by SLURM's --gpus-per-task for example
+        if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
+            gpu = 0
         if gpu >= count:
             raise UserError(
                 f"device cuda: rank {local_rank} of this machine needs its own GPU, "
@@ -228,6 +231,8 @@ def open_world(
         place = torch.device("cpu")
         options = {"backend": "gloo"}
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
+    if device == "cuda":
+        _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank, size)
     dist.init_process_group(
         rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
     )
@@ -239,6 +244,17 @@ def open_world(
         _current.watchdog = Watchdog(_current.doing, store, rank, size, timeout_s)
     logger.info("rank %d of %d on %s, %d threads", rank, size, place, torch.get_num_threads())
     return _current
+
+
+def _refuse_shared_gpu(uuid: str, store: dist.Store, rank: int, size: int) -> None:
+    """Refuse a GPU that a rank before this one has taken: NCCL would fail on it, or wait."""
+    store.set(f"gpu/{rank}", uuid)
+    for other in range(rank):
+        if store.get(f"gpu/{other}").decode() == uuid:
+            raise UserError(
+                f"ranks {other} and {rank} have the same GPU: start fewer ranks, "
+                "or let each see a GPU of its own"
+            )
 
 
 def close_world(world: World) -> None:

@@ -21,10 +21,11 @@ from gpu_jobs import (
     world_on,
 )
 from gymnasium.spaces import Box
+from policies import run_stepwise
 from torch import nn
 from train_runs import REPO, only_error, records, start, train_here
 
-from agents.lstm import run_sequence, run_stepwise
+from agents.lstm import run_sequence
 from agents.noise import action_noise
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect

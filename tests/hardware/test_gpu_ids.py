@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from train_runs import only_error, train_here
 
 from agents.run.config import SECTIONS, RunConfig
@@ -9,7 +10,7 @@ from agents.run.resumed import resumed_config
 from rl_dist.config import parse_flags
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import LaunchConfig, resolve
-from rl_dist.process_group.world import open_world
+from rl_dist.process_group.world import _refuse_shared_gpu, open_world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -101,8 +102,31 @@ def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
     with pytest.raises(InterruptedError, match=f"cuda:{gpu}"):
         open_world("cuda", gpu_ids=gpu_ids)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError, match="needs its own GPU, but torch sees 1"):
         open_world("cuda", gpu_ids=gpu_ids)
+
+
+def test_a_rank_takes_the_only_gpu_that_it_is_let_see(machine, monkeypatch):
+    machine(1, visible="3", ranks=2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr("rl_dist.process_group.world.leave_with_parent", lambda parent: None)
+
+    def stop_here(device):
+        raise InterruptedError(str(device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", stop_here)
+    with pytest.raises(InterruptedError, match="cuda:0"):
+        open_world("cuda")
+
+
+def test_two_ranks_with_the_same_gpu_are_refused_by_number():
+    store = HashStore()
+    for rank, uuid in enumerate(("GPU-a", "GPU-b")):
+        _refuse_shared_gpu(uuid, store, rank, 3)
+    with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU"):
+        _refuse_shared_gpu("GPU-b", store, 2, 3)
 
 
 def resumed(saved, *argv):

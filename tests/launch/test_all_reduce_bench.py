@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -23,7 +24,12 @@ def test_every_size_is_timed_on_as_many_ranks_as_asked():
 
 def jobs():
     """The processes of ours that start ranks to measure."""
-    return [p for p in psutil.Process().children() if "all_reduce_bench" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if "all_reduce_bench" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_an_error_of_the_caller_meanwhile_ends_the_ranks():
