@@ -401,6 +401,11 @@ def stand_ins(gpu):
 
     alike = {"total_memory": 80 * GIB, "multi_processor_count": 100}
     properties = types.SimpleNamespace(name="no GPU", major=9, minor=0, **alike)
+
+    def properties_of(device=None):
+        index = gpu.current if device is None else torch.device(device).index
+        return types.SimpleNamespace(**vars(properties), uuid=f"GPU-{index}")
+
     cuda = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -409,7 +414,7 @@ def stand_ins(gpu):
         "current_device": lambda: gpu.current,
         "get_device_capability": lambda *args: (9, 0),
         "get_device_name": lambda *args: properties.name,
-        "get_device_properties": lambda *args: properties,
+        "get_device_properties": properties_of,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *args: None,

@@ -231,7 +231,7 @@ def open_world(
         place = torch.device("cpu")
         options = {"backend": "gloo"}
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
-    if device == "cuda":
+    if device == "cuda" and size > 1:
         _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank, size)
     dist.init_process_group(
         rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
