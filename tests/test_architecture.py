@@ -33,8 +33,8 @@ MAX_UNITS = {"units": 14, "imports between units": 45, "layers": 6}  # of each p
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {
-    "source": 22_000,
-    "tests": 19_600,
+    "source": 27_000,
+    "tests": 23_000,
     "README.md": 150,
     "train_distributed.py": 150,
     "to understand PPO": 1_900,
