@@ -8,6 +8,7 @@ from typing import Literal
 
 from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
+from rl_dist.telemetry.loggers import named_loggers
 
 LearningRateRule = Literal["none", "sqrt", "linear"]
 AUTO = 0  # batch_size: measured by the ranks when a run begins
@@ -80,12 +81,16 @@ class TrainConfig:
     collective_timeout: float = setting(300.0, "seconds", within=(1, 80_000))
     """End the run when a rank neither arrives nor makes progress for this long; start-up may take
     600."""
+    loggers: Text = setting("", "names")
+    """Log to these besides TensorBoard, by comma: wandb, mlflow (pip install 'clstm-ppo[wandb]').
+    Their own variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are obeyed."""
     monitor_every: float = setting(1.0, "seconds", within=(0, 86_400))
     """Sample each rank's use of GPU, CPU and memory this often; 0: off."""
     profile: bool = setting(False)
     """Measure where the time of a few iterations goes, in RUN_DIR/profile."""
 
     def __post_init__(self) -> None:
+        named_loggers(self.loggers)
         if self.keep_best.startswith("valid/") and not self.validate_every:
             raise ValueError(
                 f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0"

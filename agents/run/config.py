@@ -28,6 +28,7 @@ from rl_dist.hardware.plain_files import read_plain
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.parallel.config import SpeedConfig
 from rl_dist.process_group.watchdog import end_rank
+from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import (
     EVENT_FILES,
     METRICS_FILE,
@@ -215,6 +216,8 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
         start=training.global_step if train.total_steps else training.episodes,
         purge_step=training.global_step + 1,
         lock=(lock.path, lock.file) if lock else None,
+        loggers=named_loggers(train.loggers),
+        config=training.job.config,
     )
     writer.update_state(
         strategy=training.ppo.strategy.mode,

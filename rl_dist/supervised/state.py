@@ -24,10 +24,10 @@ from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.errors import UserError, one_line
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
+from rl_dist.telemetry.loggers import Board, Guarded
 from rl_dist.telemetry.metrics import (
     EVENT_FILES,
     METRICS_FILE,
-    Board,
     without_nan,
     write_whole,
 )
@@ -146,7 +146,7 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
 
 
 def save(
-    state: FitState, run_dir: str | Path | None, board: Board | None, *, keep: int, best: bool
+    state: FitState, run_dir: str | Path | None, board: Guarded | None, *, keep: int, best: bool
 ) -> None:
     """Write a checkpoint and the records so far; all ranks call and fail together."""
     if run_dir is None:
@@ -171,7 +171,7 @@ def save(
         board.flush()
 
 
-def open_board(state: FitState, run_dir: str | Path | None) -> Board | None:
+def open_board(state: FitState, run_dir: str | Path | None) -> Guarded | None:
     """Open TensorBoard's record, and write the epochs so far again.
 
     None: there is none here, or it cannot be written, and fitting goes on without.
@@ -181,7 +181,7 @@ def open_board(state: FitState, run_dir: str | Path | None) -> Board | None:
     try:
         for file in Path(run_dir).glob(EVENT_FILES + EVENTS_SUFFIX):
             file.unlink()
-        board = Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX)
+        board = Guarded("TensorBoard", Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX))
     except OSError as error:
         logger.warning("%s gets no record for TensorBoard: %s", run_dir, error.strerror)
         return None

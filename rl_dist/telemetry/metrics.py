@@ -9,7 +9,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,13 +19,13 @@ from tqdm import tqdm
 from rl_dist.errors import UserError, unwritable
 from rl_dist.hardware.plain_files import leads_to, log_once, plain_file, read_plain
 from rl_dist.process_group.world import World
+from rl_dist.telemetry.loggers import Board, Guarded, flat_settings, open_logger
 from rl_dist.telemetry.progress import Progress
 from rl_dist.telemetry.state_file import open_state, replace_file
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
 
 
@@ -48,48 +48,6 @@ class NullWriter:
         """Finish; safe to call twice."""
 
 
-class Board:
-    """TensorBoard's record of a folder; it ends where the disk refuses it."""
-
-    def __init__(self, folder: str | Path, *, purge_step: int | None, suffix: str = "") -> None:
-        """Open a new event file.
-
-        Args:
-            purge_step: see `MetricsWriter`.
-            suffix: ends the file's name.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        # a second to import: the main process only
-        from torch.utils.tensorboard import SummaryWriter
-
-        options: dict[str, Any] = {"purge_step": purge_step, "filename_suffix": suffix}
-        # it writes in a thread, every 10 s; None: it has ended
-        self.board: Any = SummaryWriter(str(folder), flush_secs=10, **options)
-
-    def write(self, record: Mapping[str, Any], step: int) -> None:
-        """Add the numbers of a record without NaN and infinities."""
-        for tag, value in _scalars(record):
-            self._call("add_scalar", tag, value, step)
-
-    def flush(self) -> None:
-        """Put all that was written on disk."""
-        self._call("flush")
-
-    def close(self) -> None:
-        """Finish the file."""
-        self._call("close")
-
-    def _call(self, method: str, *args: Any) -> None:
-        try:
-            if self.board:
-                getattr(self.board, method)(*args)
-        except OSError as error:
-            self.board = None
-            logger.warning("TensorBoard's record ends here: %s", error.strerror or error)
-
-
 class MetricsWriter(NullWriter):
     """Writes a record per iteration to all files and the progress display."""
 
@@ -103,6 +61,8 @@ class MetricsWriter(NullWriter):
         start: int = 0,
         purge_step: int | None = None,
         lock: tuple[Path, IO[bytes]] | None = None,
+        loggers: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the files of a run, and append to metrics.jsonl.
 
@@ -113,17 +73,25 @@ class MetricsWriter(NullWriter):
             purge_step: the first `global_step` still to come. A running TensorBoard forgets what
                 it has seen from there on, if the run's first writer gave this, too.
             lock: path and open file that lock the directory; once it is gone, nothing is written.
+            loggers: others to log to beside TensorBoard, see `loggers.LOGGERS`.
+            config: the run's settings by section, which loggers show beside its metrics.
 
         Raises:
-            UserError: the directory cannot be written.
+            UserError: the directory cannot be written, or a logger cannot begin.
         """
         assert world.is_main_process
+        settings = flat_settings(config or {})
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(Path(run_dir, METRICS_FILE))
-            self._board = Board(run_dir, purge_step=purge_step)
+            board = Board(run_dir, purge_step=purge_step)
+            if settings and not start:
+                board.describe(settings)
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
+        self._loggers = [Guarded("TensorBoard", board)]
+        for name in loggers:
+            self._loggers.append(Guarded(name, open_logger(name, Path(run_dir), settings)))
         self._progress = Progress(total, unit, start)
         self._lock = lock
         self._state = open_state(Path(run_dir), lock)
@@ -145,9 +113,11 @@ class MetricsWriter(NullWriter):
                 check_in_place(*self._lock)
             self._lines.write(json.dumps(plain, allow_nan=False))
         except UserError:
-            self._board.board = None  # it would write into another folder
+            for open_one in self._loggers:
+                open_one.logger = None  # it would write into another folder
             raise
-        self._board.write(plain, plain["global_step"])
+        for open_one in self._loggers:
+            open_one.write(plain, plain["global_step"])
         self._progress.show(plain, done)
         if self._state:
             self._state.add_record(plain)
@@ -165,11 +135,12 @@ class MetricsWriter(NullWriter):
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
         self._lines.flush()
-        self._board.flush()
+        for open_one in self._loggers:
+            open_one.flush()
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
-        for part in (self._progress, self._lines, self._board, self._state):
+        for part in (self._progress, self._lines, *self._loggers, self._state):
             if part:
                 part.close()
 
@@ -417,15 +388,3 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _scalars(plain: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """TensorBoard's tags and values; rank N's stand below rank_N/."""
-    found = []
-    for name, value in plain.items():
-        if name == "ranks":
-            for entry in value:
-                found += [(f"rank_{entry['rank']}/{tag}", n) for tag, n in _scalars(entry)]
-        elif isinstance(value, int | float) and name not in NO_SCALARS:
-            found.append((name, float(value)))
-    return found

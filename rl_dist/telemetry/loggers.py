@@ -1,0 +1,252 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+
+TensorBoard is always written. The others are asked for by `--loggers`, and imported only then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_dist.errors import UserError, one_line
+from rl_dist.hardware.plain_files import plain_file, read_plain
+
+logger = logging.getLogger(__name__)
+NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
+PROJECT = "clstm-ppo"  # where Weights & Biases and MLflow keep the runs, unless their variables say
+# TensorBoard's "Custom scalars": the first screen of a training, from what matters most
+LAYOUT = {
+    "is it learning?": {
+        "return": ["Multiline", [r"^episode/return$", r"^valid/return$"]],
+        "entropy": ["Multiline", [r"^loss/entropy$"]],
+        "explained variance of the returns": ["Multiline", [r"^ppo/explained_variance$"]],
+    },
+    "are the updates sane?": {
+        "KL divergence": ["Multiline", [r"^ppo/approx_kl$"]],
+        "clipped share": ["Multiline", [r"^ppo/clip_fraction$"]],
+        "norm of the gradient": ["Multiline", [r"^optim/grad_norm$"]],
+    },
+    "is it fast?": {
+        "environment steps per second": ["Multiline", [r"^time/sps$"]],
+        "seconds of an iteration": ["Multiline", [r"^time/(collect|update|sync)_s$"]],
+    },
+}
+HPARAM_METRICS = ("episode/return", "valid/return", "time/sps")
+
+
+class Logger(Protocol):
+    """Takes the scalars of every iteration; called on the main process only."""
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Log numbers by name at an environment step."""
+
+    def flush(self) -> None:
+        """Put all that was written where it survives this process."""
+
+    def close(self) -> None:
+        """Finish the run."""
+
+
+class Board:
+    """TensorBoard's record of a folder."""
+
+    def __init__(self, folder: str | Path, *, purge_step: int | None, suffix: str = "") -> None:
+        """Open a new event file.
+
+        Args:
+            purge_step: see `MetricsWriter`.
+            suffix: ends the file's name.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        # a second to import: the main process only
+        from torch.utils.tensorboard import SummaryWriter
+
+        options: dict[str, Any] = {"purge_step": purge_step, "filename_suffix": suffix}
+        # it writes in a thread, every 10 s
+        self.board: Any = SummaryWriter(str(folder), flush_secs=10, **options)
+
+    def describe(self, settings: Mapping[str, Any]) -> None:
+        """Add the first screen's layout, and the settings to the tab HParams."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self.board.add_custom_scalars(LAYOUT)
+        simple = {name: value for name, value in settings.items() if value is not None}
+        for part in hparams(simple, dict.fromkeys(HPARAM_METRICS, 0.0)):
+            self.board._get_file_writer().add_summary(part)
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Add scalars at a step."""
+        for tag, value in scalars.items():
+            self.board.add_scalar(tag, value, step)
+
+    def flush(self) -> None:
+        """Put all that was written on disk."""
+        self.board.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        self.board.close()
+
+
+class WandbLogger:
+    """A run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run_dir.resolve().name,
+            id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
+            resume="allow",  # a training that goes on stays one run
+            dir=str(run_dir),
+            config=dict(settings),
+        )
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Log scalars; steps that were logged before a resume are dropped by the service."""
+        self.run.log(dict(scalars), step=step)
+
+    def flush(self) -> None:
+        """Do nothing: a process of its own writes."""
+
+    def close(self) -> None:
+        """Upload or store what is left."""
+        self.run.finish()
+
+
+class MlflowLogger:
+    """A run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
+        self.client, self.metric = MlflowClient(tracking_uri=place), Metric
+        self.run_id = _kept_id(run_dir, "mlflow", lambda: self._begin(run_dir, settings, Param))
+        self.client.update_run(self.run_id, status="RUNNING")
+
+    def _begin(self, run_dir: Path, settings: Mapping[str, Any], param: Any) -> str:
+        """Create the run, with the settings as parameters; returns its id."""
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self.client.get_experiment_by_name(name)
+        place = found.experiment_id if found else self.client.create_experiment(name)
+        run_id: str = self.client.create_run(place, run_name=run_dir.resolve().name).info.run_id
+        params = [param(key, str(value)[:500]) for key, value in settings.items()]
+        for first in range(0, len(params), 100):  # as many as one call may hold
+            self.client.log_batch(run_id, params=params[first : first + 100])
+        return run_id
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Log scalars in one call."""
+        metrics = [self.metric(name, value, 0, step) for name, value in scalars.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def flush(self) -> None:
+        """Do nothing: every call is written."""
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self.client.set_terminated(self.run_id)
+
+
+LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+}
+
+
+class Guarded:
+    """A logger that ends with a warning when it fails: training goes on."""
+
+    def __init__(self, name: str, opened: Logger) -> None:
+        self.name = name
+        self.logger: Logger | None = opened  # None: it has ended
+
+    def write(self, record: Mapping[str, Any], step: int) -> None:
+        """Log the numbers of a record that holds no NaN and no infinity."""
+        self._call("write", dict(scalars_of(record)), step)
+
+    def flush(self) -> None:
+        """Put all that was written where it survives this process."""
+        self._call("flush")
+
+    def close(self) -> None:
+        """Finish the record."""
+        self._call("close")
+        self.logger = None
+
+    def _call(self, method: str, *args: Any) -> None:
+        try:
+            if self.logger:
+                getattr(self.logger, method)(*args)
+        except Exception as error:  # a disk, a network, foreign code: none may end a training
+            self.logger = None
+            reason = (error.strerror if isinstance(error, OSError) else "") or one_line(error)
+            logger.warning("%s's record ends here: %s", self.name, reason)
+
+
+def named_loggers(text: str) -> list[str]:
+    """Return the names in a comma-separated list.
+
+    Raises:
+        ValueError: one of them is unknown.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(f"loggers {name} is unknown: name some of {', '.join(LOGGERS)}")
+    return names
+
+
+def open_logger(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Logger:
+    """Open a logger by name.
+
+    Raises:
+        UserError: its package is not installed, or refuses.
+    """
+    try:
+        return LOGGERS[name](run_dir, settings)
+    except ImportError as error:
+        raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
+    except Exception as error:  # no login, no network, ...
+        raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
+
+
+def scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Tags and values of a record's numbers; rank N's stand below rank_N/."""
+    for key, value in record.items():
+        if isinstance(value, bool | int | float) and key not in NO_SCALARS:
+            yield prefix + key, float(value)
+    for rank in record.get("ranks", ()):
+        yield from scalars_of(rank, f"{prefix}rank_{rank.get('rank')}/")
+
+
+def flat_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested configuration as one level of section.field, of simple values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flat_settings(value, f"{prefix}{key}.")
+        else:
+            plain = value is None or isinstance(value, bool | int | float | str)
+            flat[prefix + key] = value if plain else str(value)
+    return flat
+
+
+def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
+    """Return the id that this run has at a service; made at first, then read from a file."""
+    path = run_dir / f"{name}_run_id"
+    if path.exists():
+        return read_plain(path).decode().strip()
+    made = make()
+    with open(path, "w", encoding="utf-8", opener=plain_file) as file:
+        file.write(made)
+    return made
