@@ -40,12 +40,18 @@ def random_words(
 
 
 def action_noise(
-    space: spaces.Space, seed: int, env_offset: int, num_envs: int, first_step: int, num_steps: int
+    space: spaces.Space,
+    seed: int,
+    env_offset: int,
+    num_envs: int,
+    first_step: int,
+    num_steps: int,
+    color: float = 0.0,
 ) -> Tensor:
     """Noise [num_steps, num_envs, A] for a rollout, float64 on CPU.
 
-    Standard normal for Box actions (Box-Muller), standard Gumbel for Discrete ones: the action is
-    the argmax of logits + noise, which samples the softmax exactly.
+    Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for Discrete
+    ones: the action is the argmax of logits + noise, which samples the softmax exactly.
     """
     # Gumbel, from uniforms in (0, 1) that are exact
     if isinstance(space, spaces.Discrete):
@@ -62,4 +68,28 @@ def action_noise(
     radius = np.sqrt(-2.0 * np.log((radius_bits.astype(np.float64) + 0.5) * 2.0**-32))
     angle = angle_bits.astype(np.float64) * (2.0 * np.pi * 2.0**-32)
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
-    return torch.from_numpy(pairs.reshape(num_steps, num_envs, -1)[:, :, :num_actions].copy())
+    white = pairs.reshape(num_steps, num_envs, -1)[:, :, :num_actions].copy()
+    return torch.from_numpy(colored(white, color))
+
+
+def colored(white: np.ndarray, exponent: float) -> np.ndarray:
+    """Give standard normal noise [T, B, A] a power spectrum of 1 / frequency**exponent over time.
+
+    Neighbouring steps of an environment push the same way, so that exploration gets somewhere; each
+    number alone stays standard normal, and so do the log-probabilities of single actions. 0 is
+    white noise, 1 pink, 2 Brownian. Source: Hollenstein, Martius and Piater, "Colored noise in PPO"
+    (AAAI 2024), https://arxiv.org/abs/2312.11091; a rollout is one stretch of noise.
+    """
+    num_steps = len(white)
+    if not exponent or num_steps == 1:
+        return white
+    frequencies = np.fft.rfftfreq(num_steps)  # cycles per step
+    frequencies[0] = frequencies[1]  # as strong as the slowest wave
+    gain = frequencies ** (-exponent / 2)
+    weight = np.full(len(gain), 2.0)  # a wave stands for two terms of the full transform,
+    weight[0] = 1.0
+    if num_steps % 2 == 0:
+        weight[-1] = 1.0  # but for the mean and the fastest one
+    gain /= np.sqrt((weight * gain**2).sum() / num_steps)
+    waves = np.fft.rfft(white, axis=0) * gain[:, None, None]
+    return np.fft.irfft(waves, num_steps, axis=0)

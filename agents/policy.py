@@ -37,6 +37,9 @@ class PolicyConfig:
     """off: the state is zeroed before every step, to measure what memory is worth."""
     log_std_init: float = setting(-0.5, "nats", within=(-5, 2))
     """Initial log standard deviation of continuous actions."""
+    noise_color: float = setting(0.0, within=(0, 2))
+    """Of the noise of continuous actions over time: 0 white, 1 pink; 0.5 to 1 reach sparse rewards
+    that white noise does not."""
 
     def __post_init__(self) -> None:
         if self.feature_window and self.policy == "mlp":

@@ -163,7 +163,8 @@ class Training:
         self.world.set_phase("collect")
         train, sizes = self.job.train, self.sizes
         share = (sizes.env_offset, sizes.num_envs)
-        noise = action_noise(self.action_space, train.seed, *share, lifetime_step, train.num_steps)
+        when, color = (lifetime_step, train.num_steps), self.job.policy.noise_color
+        noise = action_noise(self.action_space, train.seed, *share, *when, color)
         rollout = collect(
             self.policy,
             self.obs_normalizer,

@@ -30,6 +30,11 @@ for _env_id, _single, _batch in (
         "memory_tasks.cartpole_positions:CartPolePositionsEnv",
         "memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
     ),
+    (
+        "MountainCarPositions-v0",
+        "memory_tasks.mountain_car_positions:MountainCarPositionsEnv",
+        "memory_tasks.mountain_car_positions:MountainCarPositionsVectorEnv",
+    ),
 ):
     if _env_id not in gymnasium.registry:
         gymnasium.register(

@@ -49,7 +49,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     state_names: tuple[str, ...] = ()
 
     def __init__(
-        self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Discrete
+        self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Space
     ) -> None:
         self.num_envs = num_envs
         self.single_observation_space = observation_space

@@ -67,3 +67,33 @@ def test_runs_streams_environments_and_lives_share_no_seed():
             seeds += stream_seeds(seed, stream, 0, 50)
         seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, life=3)
     assert len(set(seeds)) == len(seeds) == 20 * 4 * 50
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+def test_colored_noise_is_standard_normal_at_every_step_with_the_spectrum_asked_for(exponent):
+    noise = action_noise(box(2), 7, 0, 2000, 0, 64, exponent).numpy()  # [64, 2000, 2]
+    variances = noise.reshape(64, -1).var(axis=1)
+    assert abs(variances - 1.0).max() < 0.12  # 4000 numbers each: a deviation of 0.022
+    assert abs((noise**4).mean() - 3.0) < 0.3
+    power = (abs(np.fft.rfft(noise, axis=0)) ** 2).mean(axis=(1, 2))[1:-1]  # of frequencies
+    slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
+    assert slope == pytest.approx(-exponent, abs=0.05)
+
+
+def test_colored_noise_does_not_depend_on_how_environments_are_grouped_into_ranks():
+    together = action_noise(box(3), 3, 0, 8, 32, 16, 1.0)
+    parts = [action_noise(box(3), 3, first, 2, 32, 16, 1.0) for first in (0, 2, 4, 6)]
+    assert torch.equal(torch.cat(parts, dim=1), together)
+
+
+def test_no_color_and_rollouts_of_one_step_leave_the_noise_white():
+    white = action_noise(box(3), 3, 0, 8, 32, 16)
+    assert torch.equal(action_noise(box(3), 3, 0, 8, 32, 16, 0.0), white)
+    assert torch.equal(action_noise(box(3), 3, 0, 8, 32, 1, 1.0), white[:1])
+
+
+def test_choices_among_few_actions_keep_their_noise():
+    space = spaces.Discrete(4)
+    assert torch.equal(
+        action_noise(space, 3, 0, 8, 32, 16, 1.0), action_noise(space, 3, 0, 8, 32, 16)
+    )
