@@ -161,7 +161,7 @@ class PipelineStrategy(Strategy):
         self.half.loss_of = loss_of
         numbers = torch.arange(len(microbatches))
         schedule = self._schedule(len(microbatches), microbatches[0].episode_start.shape, num_terms)
-        with self.world.reducing("pipeline"):
+        with self.world.reduction_context("pipeline"):
             # forward and backward; the terms are known to the second stage only
             if self.stage == FEATURES:
                 schedule.step(numbers)

@@ -288,7 +288,8 @@ class PPO:
             with self.strategy.accumulating(last=number == self.num_microbatches):
                 losses.append(self._loss(microbatch))
                 self.clock.mark("forward")
-                with self.strategy.reducing(losses[-1].total / self.num_microbatches) as loss:
+                scaled = losses[-1].total / self.num_microbatches
+                with self.strategy.backward_context(scaled) as loss:
                     loss.backward()
             self.clock.mark("backward")
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))

@@ -124,10 +124,11 @@ class Training:
         self.restarts_reported = 0  # of environments
         self.carry = self._reset()
 
-    def _reset(self, life: int = 0) -> Carry:
-        """Begin new episodes everywhere; `life` tells resumed runs apart."""
+    def _reset(self, resumed_at: int = 0) -> Carry:
+        """Begin new episodes everywhere; other ones in a run resumed at an iteration."""
         train, sizes = self.job.train, self.sizes
-        seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, sizes.env_offset, sizes.num_envs, life)
+        first, count = sizes.env_offset, sizes.num_envs
+        seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])  # type: ignore[arg-type]
 
     @property
@@ -289,7 +290,7 @@ class Training:
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
         if state["environments"] is None:  # other episodes than before, the same at every resume
-            self.carry = self._reset(life=self.iteration)
+            self.carry = self._reset(resumed_at=self.iteration)
             return
         own = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)
         carry = {name: value[own].to(self.world.device) for name, value in state["carry"].items()}
@@ -366,7 +367,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.obs_normalizer)
         check_best_metric(job, metrics)
-        improved = best.look(metrics)
+        improved = best.update(metrics)
         done = training.global_step if config.total_steps else training.episodes
         writer.write(metrics, done=done)
         last = bool(signal) or finished

@@ -8,11 +8,13 @@ import numpy as np
 POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, EVALUATION_STREAM = range(5)
 
 
-def stream_seeds(seed: int, stream: int, first: int, count: int, life: int = 0) -> list[int]:
+def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int = 0) -> list[int]:
     """Seeds number first .. first + count - 1 of a stream, one 63-bit integer each.
 
-    For environments the number is their global index; `life` counts the restarts of environments
-    that cannot be snapshot (resume): a new life, other episodes.
+    For environments the number is their global index; `resumed_at` is the iteration from
+    which a run goes on whose environments cannot be snapshot: other episodes than before.
     """
-    sequences = (np.random.SeedSequence([seed, stream, first + i, life]) for i in range(count))
+    sequences = (
+        np.random.SeedSequence([seed, stream, first + i, resumed_at]) for i in range(count)
+    )
     return [int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)) for sequence in sequences]

@@ -105,10 +105,10 @@ def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
         return launch, resolve(launch)
     from rl_dist.launch.fallback import resolve_launch
 
-    settled = resolve_launch(launch)
-    if settled.note and is_first():
-        print(settled.note)
-    return settled.config, settled.resolved
+    decision = resolve_launch(launch)
+    if decision.note and is_first():
+        print(decision.note)
+    return decision.config, decision.resolved
 
 
 def _record(

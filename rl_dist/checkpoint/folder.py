@@ -157,8 +157,8 @@ class Best:
             found = _value_of_best(names, directory / BEST_FILE)
         self.value = all_gather_json(found, world)[0]
 
-    def look(self, metrics: Mapping[str, Any]) -> bool:
-        """Return True if these metrics beat all before; all ranks must call.
+    def update(self, metrics: Mapping[str, Any]) -> bool:
+        """Take in these metrics; True if they beat all before. All ranks must call.
 
         Raises:
             UserError: the metric is no number.

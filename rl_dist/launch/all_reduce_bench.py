@@ -165,7 +165,7 @@ def _gradient_s(num_bytes: int, world: World) -> float:
     def reduce() -> None:
         loss = wrapped(value)
         wrapped.zero_grad(set_to_none=True)
-        with world.reducing():
+        with world.reduction_context():
             loss.backward()
 
     found_s = _last_comer_s(reduce, world)

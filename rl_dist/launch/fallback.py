@@ -18,8 +18,8 @@ PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A launch that can begin."""
+class LaunchDecision:
+    """What `resolve_launch` decided: a launch that can begin."""
 
     config: LaunchConfig  # with what was stepped down to, or chosen before
     resolved: ResolvedLaunch
@@ -39,7 +39,7 @@ def try_ranks(resolved: ResolvedLaunch) -> None:
 
 def resolve_launch(
     config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] = try_ranks
-) -> Settled:
+) -> LaunchDecision:
     """Decide as `resolve` does, but for earlier choices and --fallback.
 
     What a run chose on the same ranks stands; --fallback steps down to what works.
@@ -51,10 +51,10 @@ def resolve_launch(
         with suppress(ValueError):
             resolved = resolve(_with_mode(config, config.chosen_strategy))
             if resolved.place == config.chosen_on:
-                return Settled(config, resolved)
+                return LaunchDecision(config, resolved)
         config = dataclasses.replace(config, chosen_strategy="", chosen_on="")
     if not config.fallback:
-        return Settled(config, resolve(config))
+        return LaunchDecision(config, resolve(config))
     config.check_hybrid()
     if config.strategy != "none":  # a mistake in other flags is no reason to step down
         # torchrun's ranks are as many as they are
@@ -72,16 +72,16 @@ def resolve_launch(
 
     found = choose_strategy(config.strategy_config, None, attempt, fallback=True)
     if found.mode == config.strategy:
-        return Settled(config, resolve(config))
+        return LaunchDecision(config, resolve(config))
     lower = _with_mode(config, found.mode)
     resolved = resolve(lower)
-    settled = dataclasses.replace(
+    decided = dataclasses.replace(
         config,
         chosen_strategy=cast("Mode", found.mode),
         chosen_on=resolved.place,
         gradient_compression=lower.gradient_compression,
     )
-    return Settled(settled, resolved, f"{found.reason}, {resolved.place}")
+    return LaunchDecision(decided, resolved, f"{found.reason}, {resolved.place}")
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:

@@ -77,7 +77,7 @@ def run_as_rank(
     page: ReportPage,
     launcher_pid: int,
 ) -> None:
-    """Be a rank; stop signals are blocked until `install`."""
+    """Run `fn` as this rank's process; stop signals are blocked until `install`."""
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
@@ -99,7 +99,7 @@ def run_as_rank(
 
 
 def flush_and_exit(code: int) -> NoReturn:
-    """End this process without teardown, after its last words."""
+    """Flush output and logs, and end this process without teardown."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -81,7 +81,7 @@ class Copy(Child):
 
 
 @dataclass(frozen=True)
-class Trial:
+class ShortRunResult:
     """The measurements of copies while all of them trained."""
 
     # by copy: its metrics of the iterations that all copies trained through
@@ -213,7 +213,7 @@ def measure_short_runs(
     enough_s: float = math.inf,
     device_type: str = "cpu",
     on_wait: Callable[[float], None] = lambda share: None,
-) -> Trial:
+) -> ShortRunResult:
     """Train copies and measure them while all of them train; see `SideBySide`.
 
     Args:
@@ -231,7 +231,7 @@ def measure_short_runs(
             together.measure(warm_up - 1, timeout_s, waiting)
         records = together.measure(iterations, timeout_s, waiting, enough_s)
         first = together.running[0]
-        return Trial(records, first.config(), first.gradient_bytes(), first.memory_bytes())
+        return ShortRunResult(records, first.config(), first.gradient_bytes(), first.memory_bytes())
 
 
 def ended_lines(run_dir: Path) -> list[bytes]:

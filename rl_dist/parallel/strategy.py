@@ -142,7 +142,7 @@ class Strategy:
         return wrapped
 
     def end_update(self) -> None:
-        """Make the bare module whole on every rank; nothing is missing but in a pipeline."""
+        """Give every rank all new parameters; only a pipeline has to exchange any."""
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
@@ -159,19 +159,19 @@ class Strategy:
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     @contextmanager
-    def reducing(self, loss: Tensor) -> Iterator[Tensor]:
-        """Enclose `backward` of the loss that it gives: gradients are reduced over ranks.
+    def backward_context(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield the scaled loss; its `backward` inside reduces gradients over ranks.
 
         A loss that is not finite makes the gradient NaN, which all ranks see.
         """
         one = torch.ones_like(loss)
-        with section("backward"), self.world.reducing():
+        with section("backward"), self.world.reduction_context():
             scaled = self.scaler.scale(loss) if self.scaler else loss
             yield scaled * torch.where(torch.isfinite(loss.detach()), one, one * torch.nan)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's loss, reduced over ranks; see `reducing`."""
-        with self.reducing(loss) as scaled:
+        """Add the gradient of this rank's loss, reduced over ranks."""
+        with self.backward_context(loss) as scaled:
             scaled.backward()
 
     @section("optimizer")

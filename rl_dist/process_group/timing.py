@@ -36,7 +36,7 @@ def listen(listener: Listener | None) -> None:
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Give what is done inside a name; also a decorator."""
+    """Name the work inside the block for the listener; also a decorator."""
     if _listener is None:
         yield
         return

@@ -89,7 +89,7 @@ class World:
             self.sync_seconds += time.perf_counter() - started
 
     @contextmanager
-    def reducing(self, place: str = "") -> Iterator[None]:
+    def reduction_context(self, place: str = "") -> Iterator[None]:
         """Surround a backward pass; its waiting for others goes to `gradient_seconds`.
 
         Args:

@@ -20,7 +20,12 @@ import torch
 from rl_dist.hardware import memory
 from rl_dist.hardware.memory import available_cores
 from rl_dist.launch.all_reduce_bench import BenchTimeoutError, Reductions, time_reductions
-from rl_dist.launch.short_run import ShortRunTimeoutError, Trial, measure_short_runs, without
+from rl_dist.launch.short_run import (
+    ShortRunResult,
+    ShortRunTimeoutError,
+    measure_short_runs,
+    without,
+)
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.machines import LINKS, NETWORK, link_of_gpu
 from rl_dist.speedup.model import (
@@ -178,13 +183,13 @@ class Calibration:
         self._conclude()
 
     def _plan(self) -> list[Share | int]:
-        """What to measure, the most telling first: shares, numbers of ranks."""
+        """What to measure, the most informative first: shares, numbers of ranks."""
         *fewer, most = self.gpus
         limit = min(COPIES_PER_CORE * self.cores, self.copies_in_memory)
         limit = limit if self.device_type == "cpu" else most
         # over two ranks first: they show the link
         plan: list[Share | int] = [2] if min(most, self._devices) >= 2 else []
-        # the smallest shares first: with the whole job, they tell those between
+        # the smallest shares first: the whole job and they give those between
         for ranks, scaling in [(n, scaling) for n in (most, *fewer) for scaling in self.scalings]:
             share = self._share(ranks, scaling)
             if not self._share_flags(ranks, scaling)[1] and share not in (*plan, *self.works):
@@ -201,7 +206,7 @@ class Calibration:
 
     def _train(
         self, share: Share, flags: list[str], strategy: str, enough_s: float = math.inf
-    ) -> Trial:
+    ) -> ShortRunResult:
         sizes = " ".join(flags) or "sizes as given"
         self.stages.begin(f"{share.copies} training(s) of {share.threads} thread(s), {sizes}")
         names = [flag[2:].partition("=")[0] for flag in flags]

@@ -1,4 +1,4 @@
-"""The job of a run as its directory tells it: flags, how long, records."""
+"""The job of a run as its directory records it: flags, duration, metrics."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_runs_streams_environments_and_lives_share_no_seed():
     for seed in range(20):
         for stream in (POLICY_STREAM, ENVIRONMENT_STREAM, EVALUATION_STREAM):
             seeds += stream_seeds(seed, stream, 0, 50)
-        seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, life=3)
+        seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, resumed_at=3)
     assert len(set(seeds)) == len(seeds) == 20 * 4 * 50
 
 

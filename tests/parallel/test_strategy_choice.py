@@ -209,8 +209,8 @@ def test_a_run_with_auto_is_bit_for_bit_the_one_with_the_strategy_it_chose(
 
 
 def test_what_was_chosen_stands_on_the_same_ranks_only():
-    settled = resolve_launch(CHOSEN)
-    assert settled.config.strategy_config.mode == "ddp" and settled.resolved.num_ranks == 2
+    decision = resolve_launch(CHOSEN)
+    assert decision.config.strategy_config.mode == "ddp" and decision.resolved.num_ranks == 2
     moved = resolve_launch(dataclasses.replace(CHOSEN, num_gpus=1))
     assert moved.config.strategy_config.mode == "auto" and moved.config.chosen_on == ""
     alone = dataclasses.replace(CHOSEN, chosen_strategy="none", chosen_on="1 rank on cpu")
@@ -256,19 +256,19 @@ def cannot(resolved):
 @pytest.mark.parametrize("strategy", ["default", "ddp", "auto"])
 def test_ranks_that_cannot_work_together_step_down_to_one(strategy):
     config = LaunchConfig(device="cpu", num_gpus=2, strategy=strategy, fallback=True)
-    settled = resolve_launch(config, probe=cannot)
-    assert (settled.resolved.num_ranks, settled.config.chosen_strategy) == (1, "none")
-    assert "2 ranks failed: NCCL error" in settled.note and "strategy dp needs" in settled.note
-    assert settled.note.endswith(": fallback to strategy none, 1 rank on cpu")
-    assert settled.config.num_gpus == 2  # what was asked for is kept beside it
-    assert resolve_launch(settled.config, probe=cannot).config == settled.config
+    decision = resolve_launch(config, probe=cannot)
+    assert (decision.resolved.num_ranks, decision.config.chosen_strategy) == (1, "none")
+    assert "2 ranks failed: NCCL error" in decision.note and "strategy dp needs" in decision.note
+    assert decision.note.endswith(": fallback to strategy none, 1 rank on cpu")
+    assert decision.config.num_gpus == 2  # what was asked for is kept beside it
+    assert resolve_launch(decision.config, probe=cannot).config == decision.config
 
 
 @pytest.mark.slow
 def test_ranks_that_work_stay_as_asked():
     config = LaunchConfig(device="cpu", num_gpus=2, strategy="ddp", fallback=True)
-    settled = resolve_launch(config, probe=try_ranks)  # for real
-    assert (settled.config, settled.note, settled.resolved.num_ranks) == (config, "", 2)
+    decision = resolve_launch(config, probe=try_ranks)  # for real
+    assert (decision.config, decision.note, decision.resolved.num_ranks) == (config, "", 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rl_dist.hardware import memory
 from rl_dist.hardware.memory import HostMemory
 from rl_dist.launch import all_reduce_bench as bench
 from rl_dist.launch.all_reduce_bench import Reductions
-from rl_dist.launch.short_run import ShortRunTimeoutError, Trial
+from rl_dist.launch.short_run import ShortRunResult, ShortRunTimeoutError
 from rl_dist.process_group.world import StopFlag, threads_per_rank
 from rl_dist.speedup import calibration
 from rl_dist.speedup.machines import LINKS
@@ -89,7 +89,7 @@ class Machine:
         record |= {"time/sps": steps / 0.5, "global_step": steps, "iteration": 1}
         record |= {"episode/count": 32, "episode/length": 256.0}
         config = {"train": {"num_steps": 128, "batch_size": 128}, "task": {"env": "Recall-v0"}}
-        return Trial([[record, record]] * copies, config, 4_000_000, self.copy_bytes)
+        return ShortRunResult([[record, record]] * copies, config, 4_000_000, self.copy_bytes)
 
     def time_reductions(self, ranks, sizes, device_type, timeout_s):
         self.reduced.append(ranks)
