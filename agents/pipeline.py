@@ -28,6 +28,7 @@ from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.mesh import make_mesh
 from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.hosts import devices_differ
 from rl_dist.process_group.world import World
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class PipelineStrategy(Strategy):
         self.own = self.stages[self.stage]
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.own)
         logger.info("gradients of %d bytes", self.gradient_bytes)
+        self.unequal_devices = devices_differ(self.world)
         with self.world.waiting("start of the pipeline"):
             for parameter in self.parameters:
                 dist.broadcast(parameter.detach(), src=0)
@@ -188,6 +190,7 @@ class PipelineStrategy(Strategy):
     ) -> tuple[Tensor, bool]:
         """Clip by the norm over both stages and step this one, on all ranks or on none."""
         self._forget_other_stage(optimizer)
+        self._grad_norm = self.agreed_norm(self._grad_norm)
         stepped = bool(torch.isfinite(self._grad_norm))  # the same on all ranks
         if stepped:
             clip_grads_with_norm_(self.own, max_grad_norm, self._grad_norm.to(self.own[0].dtype))

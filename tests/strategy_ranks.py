@@ -2,16 +2,20 @@
 
 import itertools
 import json
+import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from rl_dist_ranks import make_module
+from torch.nn.utils import get_total_norm
 
 from rl_dist.errors import UserError
 from rl_dist.parallel.choice import Hardware, choose_strategy, measure_mode
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
 
 
@@ -68,4 +72,40 @@ def choose(out_dir):
     )
     found["chosen"] = vars(chosen)
     Path(out_dir, f"{world.rank}.json").write_text(json.dumps(found))
+    close_world(world)
+
+
+def norm_of_another_device(*args):
+    """The gradient's norm as it is where sums are rounded differently."""
+    norm = get_total_norm(*args)
+    return torch.nextafter(norm, torch.full_like(norm, torch.inf))
+
+
+def train_on_unequal_devices(out_dir):
+    """Clip by a norm that is another one on rank 1, whose kernels are of a lesser CPU."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        os.environ["ATEN_CPU_CAPABILITY"] = "default"  # read by torch's first kernel
+    world = open_world("cpu", timeout_s=30)
+    hashes = {}
+    for mode in ("ddp", "hybrid"):
+        for agreed in (True, False):
+            strategy = Strategy(StrategyConfig(mode=mode), world)
+            module = make_module(seed=0).float()
+            wrapped = strategy.wrap(module)
+            assert strategy.unequal_devices
+            strategy.unequal_devices = agreed
+            optimizer = torch.optim.SGD(strategy.parameters, lr=1.0)
+            norm_of = norm_of_another_device if rank == 1 else get_total_norm
+            with (
+                mock.patch("rl_dist.parallel.strategy.get_total_norm", norm_of),
+                mock.patch("torch.nn.utils.get_total_norm", norm_of),
+            ):
+                for _ in range(50):
+                    optimizer.zero_grad()
+                    strategy.backward(wrapped(torch.full((4, 3), 5.0 + rank)).square().mean())
+                    strategy.step(optimizer, max_grad_norm=0.5)
+            hashes[f"{mode} {agreed}"] = parameter_hash(module)
+            strategy.close()
+    Path(out_dir, f"{world.rank}.json").write_text(json.dumps(hashes))
     close_world(world)

@@ -70,19 +70,23 @@ class Shards:
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the sharded gradient; return the norm of the whole."""
+    def _gradients(self) -> list[Tensor]:
         grads = [p.grad for p in self.parameters]
-        shards = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
-        own = nn.utils.get_total_norm(shards)
+        return [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+
+    def grad_norm(self) -> Tensor:
+        """Return the norm of the whole gradient; all ranks call."""
+        own = nn.utils.get_total_norm(self._gradients())
         square = own.double().square()
         with self.world.waiting("norm of the gradient"):
             dist.all_reduce(square, group=self.mesh.get_group(SHARD))
-        norm = square.sqrt().to(own.dtype)
+        return square.sqrt().to(own.dtype)
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the sharded gradient, whose whole has this norm, down to `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for shard in shards:
+        for shard in self._gradients():
             shard.mul_(factor)
-        return norm
 
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""

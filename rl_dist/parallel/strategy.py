@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader
 
 from rl_dist.errors import UserError
@@ -35,6 +36,7 @@ from rl_dist.parallel.config import (
     set_cuda_math,
 )
 from rl_dist.parallel.ordered_ddp import OrderedDDP
+from rl_dist.process_group.hosts import devices_differ
 from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import GROUP_TIMEOUT, World
 
@@ -81,6 +83,7 @@ class Strategy:
         sharded = self.mode == "hybrid" and not config.pipelined
         self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
         self.gradient_bytes = self.skipped = 0
+        self.unequal_devices = False
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module whose forward trains it; it must be on the world's device.
@@ -98,6 +101,7 @@ class Strategy:
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
         logger.info("gradients of %d bytes", self.gradient_bytes)
         self.module = self.bare = module
+        self.unequal_devices = devices_differ(self.world)
         if self.mode == "dp":
             from rl_dist.parallel.data_parallel import DataParallel
 
@@ -190,9 +194,12 @@ class Strategy:
         if self.scaler:
             self.scaler.unscale_(optimizer)
         if self.shards:
-            grad_norm = self.shards.clip(max_grad_norm)
+            grad_norm = self.agreed_norm(self.shards.grad_norm())
+            self.shards.clip(max_grad_norm, grad_norm)
         else:
-            grad_norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            grad_norm = self.agreed_norm(get_total_norm(gradients))
+            clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
         stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
         if stepped:
             optimizer.step()
@@ -203,6 +210,17 @@ class Strategy:
             self.scaler.update()
         self.skipped += not stepped
         return grad_norm, stepped
+
+    def agreed_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of rank 0's gradient where devices differ; all ranks call.
+
+        The reduced gradients are equal to the bit, but unequal devices add their squares in another
+        order: each would clip by a factor of its own, and the ranks would drift apart.
+        """
+        if self.unequal_devices:
+            with self.world.waiting("norm of the gradient"):
+                dist.broadcast(norm, src=0)
+        return norm
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients that would not be reduced, and parameters that are not trained."""

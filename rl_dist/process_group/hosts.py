@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import socket
 import time
+import zlib
 from pathlib import Path
 
 import torch
 
 from rl_dist.errors import UserError
 from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
-from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World
 
 CODE = Path(__file__).parents[2]
@@ -29,6 +31,18 @@ def code_version() -> str:
     for path in sorted(path for name in PACKAGES for path in (CODE / name).rglob("*.py")):
         digest.update(f"{path.relative_to(CODE)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def devices_differ(world: World) -> bool:
+    """Return True if ranks are on unlike devices, which may round sums otherwise."""
+    if world.size == 1:
+        return False
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+    else:
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    mark = zlib.crc32(name.encode())
+    return all_reduce_max(mark, world) != -all_reduce_max(-mark, world)
 
 
 def difference(ranks: list[dict[str, str]]) -> str:
