@@ -46,8 +46,10 @@ def run_rank(
     lock: RunLock | None,
 ) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
-    timeout_s = config.train.collective_timeout
-    world = open_world(resolved.device_type, timeout_s, resolved.gpu_ids, resolved.threads)
+    timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout
+    world = open_world(
+        resolved.device_type, timeout_s, resolved.gpu_ids, resolved.threads, startup_s
+    )
     with ExitStack() as closing:
         closing.enter_context(explained_faults(config, run_dir, world))
         run_dir, resume_from = agree_on_start(run_dir, resume_from, config, world)

@@ -79,8 +79,9 @@ class TrainConfig:
     """Compare the parameters of all ranks after this many iterations and before every save; 0: only
     before a save."""
     collective_timeout: float = setting(300.0, "seconds", within=(1, 80_000))
-    """End the run when a rank neither arrives nor makes progress for this long; start-up may take
-    600."""
+    """End the run when a rank neither arrives nor makes progress for this long."""
+    startup_timeout: float = setting(600.0, "seconds", within=(1, 80_000))
+    """The same until the first rollout: for ranks to meet, connect and build environments."""
     loggers: Text = setting("", "names")
     """Log to these besides TensorBoard, by comma: wandb, mlflow (pip install 'clstm-ppo[wandb]').
     Their own variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are obeyed."""

@@ -50,8 +50,8 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
         cause = " ".join(str(error).split())[:200]
         raise ValueError(
             f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
-            f"within {timeout_s:g} s: check both on every machine, that {size} ranks were started, "
-            f"and the firewall ({cause})"
+            f"within {timeout_s:g} s (--startup_timeout): check both on every machine, that {size} "
+            f"ranks were started, and the firewall ({cause})"
         ) from None
 
 

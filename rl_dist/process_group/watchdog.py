@@ -6,7 +6,8 @@ thread of its own. A rank that waits reads the others'. It ends when
 
 - all ranks wait, but not all in the same collective: none of these calls will ever come back;
 - a rank has left for good and never made the call in which this one waits; or
-- a rank has neither come nor made progress for `timeout_s`. A slow rank that goes on is waited for.
+- a rank has neither come nor made progress for `timeout_s` (in start-up: `startup_timeout_s`). A
+  slow rank that goes on is waited for.
 
 Where the store is lost, training goes on as long as no collective takes longer than `timeout_s`.
 """
@@ -122,18 +123,26 @@ class Watchdog:
     """The thread of one rank that publishes its status and looks after the others."""
 
     def __init__(
-        self, doing: RankStatus, store: dist.Store, rank: int, size: int, timeout_s: float
+        self,
+        doing: RankStatus,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        startup_timeout_s: float = STARTUP_TIMEOUT_S,
     ) -> None:
         self.doing = doing
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self.period_s = min(PERIOD_S, timeout_s / 10)
+        self.startup_timeout_s = startup_timeout_s
+        self.period_s = min(PERIOD_S, timeout_s / 10, startup_timeout_s / 10)
         self._store: dist.Store | StatusFiles
         if isinstance(store, dist.FileStore):
             self._store = StatusFiles(store.path)  # type: ignore[attr-defined]  # it has
         else:
-            self._store = dist.PrefixStore("doing", store)
+            # a connection of its own: one is blocked while the main thread waits in it
+            self._store = dist.PrefixStore("doing", store.clone())
         self._number = 0
         self._own = RankStatus("")
         self._own_since_s = time.monotonic()
@@ -175,8 +184,7 @@ class Watchdog:
             self._publish()
 
     def _limit_s(self) -> float:
-        in_startup = self._own.phase == STARTUP
-        return max(self.timeout_s, STARTUP_TIMEOUT_S) if in_startup else self.timeout_s
+        return self.startup_timeout_s if self._own.phase == STARTUP else self.timeout_s
 
     def _waited_s(self) -> float:
         return time.monotonic() - self._own_since_s
@@ -257,7 +265,8 @@ class Watchdog:
         waited = f"waited {self._waited_s():.0f} s {self._own.where}"
         if not missing:
             return f"{waited}, as all other ranks do: their connection is broken"
-        return f"{waited} for {' and '.join(missing)} (--collective_timeout {self.timeout_s:g})"
+        flag = "--startup_timeout" if self._own.phase == STARTUP else "--collective_timeout"
+        return f"{waited} for {' and '.join(missing)} ({flag} {self._limit_s():g})"
 
     def _log_stack(self) -> None:
         """Log where the main thread is."""

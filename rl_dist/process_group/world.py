@@ -185,16 +185,21 @@ def ignored_limit() -> str:
 
 
 def open_world(
-    device: str, timeout_s: float = 300.0, gpu_ids: Sequence[int] = (), threads: int = 0
+    device: str,
+    timeout_s: float = 300.0,
+    gpu_ids: Sequence[int] = (),
+    threads: int = 0,
+    startup_timeout_s: float = STARTUP_TIMEOUT_S,
 ) -> World:
     """Join the process group that the environment describes, or open one of size 1.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
-        timeout_s: longest wait for a rank that makes no progress; start-up: STARTUP_TIMEOUT_S.
+        timeout_s: longest wait for a rank that makes no progress.
         gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i, or the
             only one that its launcher lets it see.
         threads: of this rank; 0: see `threads_per_rank`.
+        startup_timeout_s: `timeout_s` until the first phase begins.
 
     Raises:
         UserError: no CUDA device for this rank.
@@ -230,18 +235,26 @@ def open_world(
     else:
         place = torch.device("cpu")
         options = {"backend": "gloo"}
-    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), STARTUP_TIMEOUT_S)
+    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
     if device == "cuda" and size > 1:
         _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank, size)
-    dist.init_process_group(
-        rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
-    )
+    _current = World(rank, local_rank, size, place, options["backend"])
+    if size > 1:
+        limits_s = timeout_s, startup_timeout_s
+        _current.watchdog = Watchdog(_current.doing, store, rank, size, *limits_s)
+    # they meet in the store, but may not reach each other: then the watchdog ends this rank
+    _current.doing.place = "connection of the ranks"
+    try:
+        dist.init_process_group(
+            rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
+        )
+    except BaseException:
+        close_world(_current)
+        raise
+    _current.doing.place = ""
     # NCCL may meet there again later
     if isinstance(store, dist.FileStore) and options["backend"] == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
-    _current = World(rank, local_rank, size, place, options["backend"])
-    if size > 1:
-        _current.watchdog = Watchdog(_current.doing, store, rank, size, timeout_s)
     logger.info("rank %d of %d on %s, %d threads", rank, size, place, torch.get_num_threads())
     return _current
 

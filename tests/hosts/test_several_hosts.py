@@ -20,13 +20,6 @@ STEPS = 64  # of one iteration
 ITERATIONS = 40  # of the long runs
 SHORT = [*RECALL, "--total_steps", 5 * STEPS]
 LONG = [*RECALL, "--total_steps", ITERATIONS * STEPS, "--checkpoint_every", "2"]
-# instead of ten minutes
-IN_5_S = """
-import sys, train_distributed
-from rl_dist.process_group import world
-world.STARTUP_TIMEOUT_S = 5
-sys.exit(train_distributed.main())
-"""
 
 
 @pytest.fixture
@@ -93,7 +86,8 @@ def test_a_host_that_never_joins_is_told_within_the_timeout(network, tmp_path):
     agent = torchrun(first, *flags, conf="join_timeout=5")
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     variables |= {"MASTER_ADDR": "first", "MASTER_PORT": "29501"}
-    rank = first.start(sys.executable, "-c", IN_5_S, *flags, **variables)
+    command = [sys.executable, "train_distributed.py", *flags, "--startup_timeout", "5"]
+    rank = first.start(*command, **variables)
     assert agent.wait() == 1 and "RendezvousTimeoutError" in agent.text.splitlines()[-1]
     assert rank.wait() == 2
     line = rank.text.splitlines()[-1]

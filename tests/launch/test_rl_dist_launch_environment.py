@@ -209,13 +209,33 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, taken_port, 
     free = str(free_port())
     for rank, port, expected in (
         (1, free, f"rank 1 did not meet all 2 ranks at MASTER_ADDR 127.0.0.1, MASTER_PORT {free}"),
-        (0, free, r"rank 0 did not meet all 2 ranks .* within 1 s: check both.*no sign of rank 1"),
+        (
+            0,
+            free,
+            r"rank 0 did not meet all 2 ranks .* within 1 s \(--startup_timeout\): check both.*"
+            "no sign of rank 1",
+        ),
         (0, str(taken_port), f"MASTER_PORT {taken_port} is taken"),
     ):
         environment(**TORCHRUN | {"RANK": str(rank), "MASTER_PORT": port})
         with pytest.raises(ValueError, match=expected):
             open_store(rank, 2, "", 1.0)
     assert capfd.readouterr().err == ""  # nor does torch add pages of its own
+
+
+def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):
+    """Rank 1 meets rank 0 in the store, and then hangs."""
+    port = str(free_port())
+    environment(**TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port})
+    opening = "world.open_world('cpu', startup_timeout_s=2)"
+    job = start("-c", f"from rl_dist.process_group import world; {opening}")
+    environment(**TORCHRUN | {"MASTER_PORT": port})
+    store = open_store(1, 2, "", 60.0)
+    _, err = job.communicate(timeout=60)
+    line = err.splitlines()[-1]
+    assert "in 'connection of the ranks'" in line and "for rank 1, which never came" in line
+    assert "(--startup_timeout 2)" in line and job.returncode == 1
+    del store
 
 
 def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
