@@ -73,7 +73,7 @@ def action_noise(
 
 
 def colored(white: np.ndarray, exponent: float) -> np.ndarray:
-    """Give standard normal noise [T, B, A] a power spectrum of 1 / frequency**exponent over time.
+    """Give white normal noise [T, B, A] the spectrum 1 / frequency**exponent.
 
     Neighbouring steps of an environment push the same way, so that exploration gets somewhere; each
     number alone stays standard normal, and so do the log-probabilities of single actions. 0 is

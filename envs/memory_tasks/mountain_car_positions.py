@@ -1,4 +1,4 @@
-"""MountainCarPositions-v0: a sparse reward, continuous actions, and no velocities.
+"""MountainCarPositions-v0: sparse reward, continuous actions, no velocities.
 
 MountainCarContinuous-v0 shown by its position alone. Effort costs, and only the summit pays, which
 no noise that is white in time reaches: a policy then learns to stand still (mean return 0).
