@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from agents.network.heads import num_outputs
 from rl_dist.seeding import NOISE_STREAM
 
 WORDS_PER_COUNTER = 4  # Philox 4x64 makes four 64-bit words for every value of its counter
@@ -50,18 +51,17 @@ def action_noise(
 ) -> Tensor:
     """Noise [num_steps, num_envs, A] for a rollout, float64 on CPU.
 
-    Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for Discrete
-    ones: the action is the argmax of logits + noise, which samples the softmax exactly.
+    Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for every
+    choice of others: an action is the argmax of logits + noise, which samples the softmax exactly.
     """
     # Gumbel, from uniforms in (0, 1) that are exact
-    if isinstance(space, spaces.Discrete):
-        words = random_words(seed, env_offset, num_envs, first_step, num_steps, int(space.n))
+    num_actions = num_outputs(space)
+    if not isinstance(space, spaces.Box):
+        words = random_words(seed, env_offset, num_envs, first_step, num_steps, num_actions)
         uniforms = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
         return torch.from_numpy(-np.log(-np.log(uniforms)))
 
     # normal, two by two, from a radius and an angle
-    assert isinstance(space, spaces.Box) and space.shape is not None
-    num_actions = int(np.prod(space.shape))
     words = random_words(seed, env_offset, num_envs, first_step, num_steps, -(-num_actions // 2))
     radius_bits = words >> np.uint64(32)
     angle_bits = words & np.uint64(0xFFFFFFFF)

@@ -7,26 +7,35 @@ ranks nor large offsets cost precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from envs.vector.layout import Layout
+
 
 class RunningMoments(nn.Module):
-    """Mean and variance of [F] quantities over everything merged so far."""
+    """Mean and variance of [F] quantities over everything merged so far.
+
+    With `columns`, of these alone: the others keep mean 0 and variance 1.
+    """
 
     count: Tensor
     mean: Tensor
     variance: Tensor
 
-    def __init__(self, num_features: int) -> None:
+    def __init__(self, num_features: int, columns: Sequence[int] | None = None) -> None:
         super().__init__()
+        self.columns = slice(None) if columns is None else list(columns)
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(num_features, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
         """Sums [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
-        deviations = samples.flatten(0, -2).double() - self.mean
+        own = samples.flatten(0, -2)[:, self.columns]
+        deviations = own.double() - self.mean[self.columns]
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
@@ -40,9 +49,10 @@ class RunningMoments(nn.Module):
         total = self.count + count
         shift = deviations / total
         # Chan et al. (1979), parallel variance, written around the old mean
-        self.variance.copy_((self.variance * self.count + squares) / total - shift.square())
-        self.variance.clamp_(min=0.0)
-        self.mean.add_(shift)
+        mean, variance = self.mean[self.columns], self.variance[self.columns]
+        merged = (variance * self.count + squares) / total - shift.square()
+        self.variance[self.columns] = merged.clamp(min=0.0)
+        self.mean[self.columns] = mean + shift
         self.count.copy_(total)
 
 
@@ -50,10 +60,16 @@ class Normalizer(nn.Module):
     """Shift and scale to mean 0 and deviation 1, clipped; identity when disabled."""
 
     def __init__(
-        self, num_features: int, *, enabled: bool = True, center: bool = True, clip: float = 10.0
+        self,
+        num_features: int,
+        *,
+        columns: Sequence[int] | None = None,  # that have statistics; None: all
+        enabled: bool = True,
+        center: bool = True,
+        clip: float = 10.0,
     ):
         super().__init__()
-        self.moments = RunningMoments(num_features)
+        self.moments = RunningMoments(num_features, columns)
         self.enabled = enabled
         self.center = center
         self.clip = clip
@@ -65,3 +81,10 @@ class Normalizer(nn.Module):
         scale = (self.moments.variance + 1e-8).rsqrt().to(values.dtype)
         shift = self.moments.mean.to(values.dtype) if self.center else 0.0
         return ((values - shift) * scale).clamp(-self.clip, self.clip)
+
+
+def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
+    """Return the normaliser of rows, which leaves all but vectors alone."""
+    vectors = layout.columns("vector")
+    columns = None if len(vectors) == layout.size else vectors
+    return Normalizer(layout.size, columns=columns, enabled=enabled)

@@ -84,7 +84,7 @@ class FeatureStage(Stage):
     def forward(self, number: Tensor) -> Tensor:
         """Return the features [L, N, H] of the microbatch of a number [1]."""
         own = self.microbatches[int(number)]
-        state = own.lstm_state[:, 4:]
+        state = own.lstm_state[:, self.policy.num_decision_states :]
         return self.run(self.policy.features, own.obs, state, own.episode_start)[0]
 
 
@@ -94,7 +94,7 @@ class DecisionStage(Stage):
     def forward(self, features: Tensor, *, number: Tensor) -> Tensor:
         """Return the terms [K] of a microbatch's loss for its features [L, N, H]."""
         own = self.microbatches[int(number)]
-        state = own.lstm_state[:, :4]
+        state = own.lstm_state[:, : self.policy.num_decision_states]
         actor, values = self.run(self.policy.decisions, features, state, own.episode_start)
         return torch.stack(self.loss_of(self.policy.evaluate(actor, values, own.actions), own))
 

@@ -1,4 +1,4 @@
-"""The policy: a cascade of LSTMs (CLSTM), and its memoryless twin.
+"""The policy: encoder, cores and heads; by default a cascade of LSTMs (CLSTM).
 
 A feature LSTM feeds an actor and a critic LSTM. Source: Zou et al., "A novel deep reinforcement
 learning based automated stock trading system using cascaded LSTM networks",
@@ -8,15 +8,19 @@ https://arxiv.org/abs/2212.02721.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.distributions import Categorical, Distribution
 
 from agents.lstm import run_sequence
+from agents.network import heads
+from agents.network.cores import CORES, PassThrough
+from agents.network.encoders import Encoder
+from envs.vector.layout import Layout
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import autocast
@@ -26,10 +30,15 @@ from rl_dist.parallel.config import autocast
 class PolicyConfig:
     """Shape of the policy network."""
 
-    policy: Literal["clstm", "mlp"] = setting("clstm")
-    """clstm: a cascade of LSTMs; mlp: the same without memory."""
+    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp"] = setting("clstm")
+    """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: the cascade without
+    memory."""
     hidden_size: int = setting(128, "units", within=(1, 8192), main=True)
     """Width of every LSTM and every layer."""
+    num_layers: int = setting(1, "layers", within=(1, 64))
+    """Layers of every core."""
+    separate_trunks: bool = setting(False)
+    """lstm, gru, mingru: one core for the actor and one for the critic."""
     feature_window: int = setting(0, "steps", within=(0, 1024), presets={"--preset paper": 30})
     """0: the feature LSTM keeps its state between steps; n: it reads the last n observations at
     every step, as in the paper."""
@@ -42,14 +51,24 @@ class PolicyConfig:
     that white noise does not."""
 
     def __post_init__(self) -> None:
-        if self.feature_window and self.policy == "mlp":
+        if self.feature_window and self.policy != "clstm":
             raise ValueError(
                 "feature_window works with policy clstm only: drop it or use --policy clstm"
             )
         if not self.memory and (self.feature_window or self.policy == "mlp"):
             raise ValueError(
-                "no-memory works with policy clstm without feature_window only: drop one of them"
+                "no-memory needs a recurrent policy without feature_window: drop one of them"
             )
+        if self.separate_trunks and self.policy in ("clstm", "mlp"):
+            raise ValueError(
+                f"separate_trunks does nothing with policy {self.policy}, whose actor and critic "
+                "have cores of their own: drop it"
+            )
+
+    @property
+    def is_cascade(self) -> bool:
+        """Whether a shared core feeds those of actor and critic."""
+        return self.policy in ("clstm", "mlp")
 
     @property
     def stateless(self) -> bool:
@@ -66,55 +85,94 @@ class Evaluation(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Actor and critic over a recurrent core; never stores recurrent state.
+    """Actor and critic over recurrent cores; never stores recurrent state.
 
-    The state is one tensor [B, S, H] (S = 0 for the memoryless twin): it goes in and comes out.
-    With `feature_window` n, an observation passed in is the last n of the episode, oldest first,
+        row -> encoder -> feature core -> tanh layer -> actor core -> actions
+                                                     -> critic core -> value
+
+    A cascade has all three cores, a shared trunk the first, separate trunks the other two. The
+    state is one tensor [B, S, H] (S = 0 without memory): it goes in and comes out. With
+    `feature_window` n, an observation passed in is the last n of the episode, oldest first,
     flattened to n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
-    With `low_precision`, LSTMs and layers compute in that type; all else keeps its own.
+    With `low_precision`, cores and layers compute in that type; all else keeps its own.
     """
 
     low_precision: torch.dtype | None = None
     BATCH_AXES = (1, 1, 0, 1)  # of the sequences, in the inputs of `forward`; 1 in its outputs
 
-    def __init__(self, config: PolicyConfig, num_obs: int, action_space: spaces.Space) -> None:
+    def __init__(
+        self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
+    ) -> None:
+        """Make a policy for rows of a layout, or for vectors of that many numbers."""
         super().__init__()
-        self.config, self.num_obs = config, num_obs
-        self.discrete = isinstance(action_space, spaces.Discrete)
-        if isinstance(action_space, spaces.Discrete):
-            self.num_actions = int(action_space.n)
-        else:
-            assert isinstance(action_space, spaces.Box) and action_space.shape is not None
-            self.num_actions = int(np.prod(action_space.shape))
+        self.config = config
+        self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
+        self.num_obs = self.layout.size
+        self.num_actions = heads.num_outputs(action_space)
+        self.discrete = not isinstance(action_space, spaces.Box)
+        self.action_sizes: tuple[int, ...] = ()  # choices of each of several actions
+        if isinstance(action_space, spaces.MultiDiscrete):
+            self.action_sizes = tuple(action_space.nvec.tolist())
+            self.choices = heads.Choices(self.action_sizes)
+        if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
+        self.mask_columns = self.layout.columns("mask")
+
+        # encoder and cores
         size = config.hidden_size
-        core: Any = nn.LSTM if config.policy == "clstm" else _TanhLayer
-        self.feature_core = core(num_obs, size)
-        self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
-        self.actor_core = core(size, size)
-        self.critic_core = core(size, size)
+        self.feature_encoder = Encoder(self.layout, size)
+        width = self.feature_encoder.num_outputs
+        own_cores = config.is_cascade or config.separate_trunks  # of actor and critic
+        self.feature_core: Any = PassThrough()
+        self.feature_mlp: nn.Module = nn.Identity()
+        if config.is_cascade or not own_cores:
+            self.feature_core = self._core(width)
+            self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
+            width = size
+        self.actor_core: Any = self._core(width) if own_cores else PassThrough()
+        self.critic_core: Any = self._core(width) if own_cores else PassThrough()
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
+    def _core(self, num_inputs: int) -> nn.Module:
+        """Return a new core."""
+        config = self.config
+        return CORES[config.policy](num_inputs, config.hidden_size, config.num_layers)
+
     def _initialise(self) -> None:
-        """Orthogonal weights, zero biases, open forget gates (Jozefowicz et al. 2015)."""
-        size = self.config.hidden_size
+        """Orthogonal weights, zero biases, cores that begin with remembering."""
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.orthogonal_(parameter, math.sqrt(2.0) if "mlp" in name else 1.0)
+            if parameter.ndim >= 2:
+                gained = "mlp" in name or "images" in name
+                nn.init.orthogonal_(parameter, math.sqrt(2.0) if gained else 1.0)
             elif name != "log_std":
                 nn.init.zeros_(parameter)
-            if "bias_ih" in name:
-                nn.init.ones_(parameter[size : 2 * size])  # the forget gate
+        for core in (self.feature_core, self.actor_core, self.critic_core):
+            core.open_gates()
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
+
+    def shapes(self) -> dict[str, Any]:
+        """Return what a checkpoint says of inputs and outputs; see `spaces_of`."""
+        return {
+            "num_obs": self.num_obs,
+            "num_actions": self.num_actions,
+            "discrete": self.discrete,
+            "action_sizes": list(self.action_sizes),
+            "layout": self.layout.to_json(),
+        }
+
+    @property
+    def num_decision_states(self) -> int:
+        """Number of the state's first [B, H] vectors: the actor's and the critic's."""
+        own: int = self.actor_core.num_states + self.critic_core.num_states
+        return own
 
     @property
     def num_states(self) -> int:
-        """Number of [B, H] vectors in the state: (h, c) of each stateful LSTM."""
-        if self.config.policy == "mlp":
-            return 0
-        return 4 if self.config.feature_window else 6
+        """Number of [B, H] vectors in the state; the feature core's are the last."""
+        of_features = 0 if self.config.feature_window else self.feature_core.num_states
+        return self.num_decision_states + of_features
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state [num_envs, S, H]."""
@@ -132,67 +190,65 @@ class Policy(nn.Module):
             (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
         # without memory every step is a sequence of its own
-        if self.config.policy == "mlp":
-            with autocast(self.low_precision, obs.device):
-                features = self.feature_mlp(self.feature_core(obs))
-                actor = self.actor_core(features)
-                critic = self.critic_core(features)
-            return self._heads(actor, critic), state
-        if self.config.stateless and len(obs) > 1:
+        if not self.config.memory and len(obs) > 1:
             steps = obs.flatten(0, 1)[None]  # [1, L * N, F]
             outputs, _ = self.network(steps, self.initial_state(steps.shape[1]))
             return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
-        if self.config.stateless:
+        if not self.config.memory:
             state = torch.zeros_like(state)
 
-        # the cascade
+        # features, then actor and critic
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
-        features, feature_state = self.features(obs, before[4:])
-        outputs, decision_state = self.decisions(features, before[:4])
-        after = torch.cat([*decision_state, *feature_state]).permute(1, 0, 2)
-        return outputs, after.to(state.dtype)
+        num_own = self.num_decision_states
+        features, feature_state = self.features(obs, before[num_own:])
+        (actor, values), own_state = self.decisions(features, before[:num_own])
+        if self.mask_columns:
+            newest = obs[..., -self.num_obs :]
+            actor = heads.forbid(actor, newest[..., self.mask_columns])
+        after = torch.cat([own_state, feature_state]).permute(1, 0, 2)
+        return (actor, values), after.to(state.dtype)
 
-    def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """First half of the cascade, without resets.
 
-        Takes obs [L, N, F], or [L, N, n * F] with a window, and (h, c) of the feature LSTM before
-        them, [2, N, H], or [0, N, H] with a window. Returns features [L, N, H] of the parameters'
-        type, and the state after them.
+        Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state before
+        them, [S, N, H]. Returns features [L, N, H] of the parameters' type, and the state after.
         """
         with autocast(self.low_precision, obs.device):
             if self.config.feature_window:
-                return self.feature_mlp(self._windowed_features(obs)).to(state.dtype), ()
-            outputs, new_state = _run_lstm(self.feature_core, obs, state)
+                return self.feature_mlp(self._windowed_features(obs)).to(state.dtype), state
+            outputs, new_state = self.feature_core(self.feature_encoder(obs), state)
             return self.feature_mlp(outputs).to(state.dtype), new_state
 
-    def decisions(
-        self, features: Tensor, state: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    def decisions(self, features: Tensor, state: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Second half of the cascade, without resets.
 
-        Takes features [L, N, H], and (h, c) of the actor's and of the critic's LSTM before them,
-        [4, N, H]. Returns (actor [L, N, A], values [L, N]) and the state after them.
+        Takes features [L, N, H], and the actor's and the critic's state before them, [S, N, H].
+        Returns (actor [L, N, A], values [L, N]) and the state after them.
         """
+        split = self.actor_core.num_states
         with autocast(self.low_precision, features.device):
-            actor, actor_state = _run_lstm(self.actor_core, features, state[0:2])
-            critic, critic_state = _run_lstm(self.critic_core, features, state[2:4])
-        return self._heads(actor, critic), (*actor_state, *critic_state)
-
-    def _heads(self, actor: Tensor, critic: Tensor) -> tuple[Tensor, Tensor]:
+            actor, actor_state = self.actor_core(features, state[:split])
+            critic, critic_state = self.critic_core(features, state[split:])
         dtype = self.critic_head.weight.dtype
-        return self.actor_head(actor.to(dtype)), self.critic_head(critic.to(dtype)).squeeze(-1)
+        values = self.critic_head(critic.to(dtype)).squeeze(-1)
+        return (self.actor_head(actor.to(dtype)), values), torch.cat([actor_state, critic_state])
 
     def _windowed_features(self, obs: Tensor) -> Tensor:
         """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
         windows = obs.reshape(-1, self.config.feature_window, self.num_obs).transpose(0, 1)
-        return self.feature_core(windows)[0][-1].unflatten(0, obs.shape[:2])
+        size = (self.feature_core.num_states, windows.shape[1], self.config.hidden_size)
+        zeros = self.critic_head.weight.new_zeros(size)
+        outputs = self.feature_core(self.feature_encoder(windows), zeros)[0]
+        return outputs[-1].unflatten(0, obs.shape[:2])
 
     def distribution(self, actor: Tensor) -> Distribution:
         """Action distribution of actor outputs [..., A]."""
+        if self.action_sizes:
+            return self.choices.distribution(actor)
         if self.discrete:
             return Categorical(logits=actor, validate_args=False)
-        normal = Normal(actor, self.log_std.exp(), validate_args=False)
-        return Independent(normal, 1, validate_args=False)
+        return heads.gaussian(actor, self.log_std)
 
     @torch.no_grad()
     def act(
@@ -205,12 +261,14 @@ class Policy(nn.Module):
             noise: [B, A] from `agents.noise`; None takes the most likely action.
 
         Returns:
-            actions ([B, A], unclipped, or [B] int64), logprobs [B], values [B], state [B, S, H].
+            actions ([B, A], unclipped, or [B] or [B, D] int64), logprobs [B], values [B] and the
+            state [B, S, H].
         """
         (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
         actor = actor[0]  # [B, A]
         if self.discrete:
-            actions = (actor if noise is None else actor + noise).argmax(-1)
+            noisy = actor if noise is None else actor + noise
+            actions = (self.choices(noisy) if self.action_sizes else noisy).argmax(-1)
         else:
             actions = actor if noise is None else actor + self.log_std.exp() * noise
         logprobs = self.distribution(actor).log_prob(actions)
@@ -237,19 +295,22 @@ class Policy(nn.Module):
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 
 
-def _run_lstm(lstm: nn.LSTM, inputs: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One LSTM over inputs [L, N, F] from state [2, N, H]."""
-    if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
-        hidden, cell = torch.lstm_cell(inputs[0], (state[0], state[1]), *lstm.all_weights[0])
-        return hidden[None], (hidden[None], cell[None])
-    return lstm(inputs, (state[0:1], state[1:2]))
+def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
+    """Return the layout of observations and the space of actions of a checkpoint.
 
-
-class _TanhLayer(nn.Sequential):
-    """Stands in an LSTM's place in the memoryless twin."""
-
-    def __init__(self, num_inputs: int, num_outputs: int) -> None:
-        super().__init__(nn.Linear(num_inputs, num_outputs), nn.Tanh())
+    Older checkpoints say nothing of layouts: theirs are vectors.
+    """
+    layout = Layout.from_json(state["layout"]) if "layout" in state else None
+    layout = layout or Layout.vector(state["num_obs"])
+    if layout.size != state["num_obs"]:
+        raise UserError(
+            f"the checkpoint is damaged: its layout has {layout.size} numbers, not num_obs "
+            f"{state['num_obs']}"
+        )
+    number = state["num_actions"]
+    if sizes := state.get("action_sizes"):
+        return layout, spaces.MultiDiscrete(sizes)
+    return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
 
 
 def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:

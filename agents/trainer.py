@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agents.gae import gae
 from agents.noise import action_noise
-from agents.normalize import Normalizer
+from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import (
     PPO,
@@ -27,6 +27,7 @@ from agents.ppo import (
 )
 from agents.rollout import Carry, Rollout, collect, cut_rollout, episode_metrics, fresh_carry
 from agents.sizes import Sizes, TrainConfig, shard_sizes
+from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import (
     CHECKPOINT_DIR,
     MEASURED,
@@ -99,14 +100,14 @@ class Training:
         # environments
         self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
         self.action_space = self.env.single_action_space
-        num_obs = int(self.env.single_observation_space.shape[0])  # type: ignore[index]
+        layout = Layout.of(self.env)
 
         # policy and normalisers, the same on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
-        self.policy = Policy(job.policy, num_obs, self.action_space).to(world.device, job.dtype)
+        self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
             job.pretrained.load_into(self.policy)
-        self.obs_normalizer = Normalizer(num_obs, enabled=train.normalize_obs)
+        self.obs_normalizer = observation_normalizer(layout, train.normalize_obs)
         self.reward_normalizer = Normalizer(1, enabled=train.normalize_rewards, center=False)
         for normalizer in (self.obs_normalizer, self.reward_normalizer):
             normalizer.to(world.device)
@@ -255,9 +256,7 @@ class Training:
             "iteration": self.iteration,
             "global_step": self.global_step,
             "episodes": self.episodes,
-            "num_obs": self.policy.num_obs,
-            "num_actions": self.policy.num_actions,
-            "discrete": self.policy.discrete,
+            **self.policy.shapes(),
             "policy": policy,
             "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,

@@ -17,6 +17,7 @@ from benchmarks.source_tree import PACKAGES, import_targets, length, read_source
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
+LAYOUT = "envs.vector.layout"  # plain data, no torch: agents may import it
 LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")  # no torch: envs may import them
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
@@ -29,7 +30,7 @@ PRINTERS = {  # parts of rl_dist that may print
     *("launch/rank_group", "launch/supervisor", "resume_check/command", "speedup/command"),
     *("status/command", "telemetry/progress"),
 }
-MAX_UNITS = {"units": 14, "imports between units": 45, "layers": 6}  # of each package
+MAX_UNITS = {"units": 15, "imports between units": 45, "layers": 6}  # of each package
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {
@@ -63,6 +64,8 @@ def layers(sources):
         allowed = LAYERS[source.package] | ({"envs"} if commands else set())
         for line, name in import_targets(source):
             if source.package == "envs" and name.startswith(LEAVES):
+                continue
+            if source.package == "agents" and name.startswith(LAYOUT):
                 continue
             foreign = any(f"{name}.".startswith(f"{f}.") for f in FOREIGN[source.package])
             if name.split(".")[0] in ours - allowed or foreign:
@@ -248,6 +251,7 @@ PLANTED = {
         {WORLD: "import envs"}, {WORLD: "def f():\n    from agents.ppo import PPO"},
         {WORLD: "import gymnasium"}, {ENV: "from ...rl_dist.process_group import world"},
         {ENV: "from torch import distributed"}, {"agents/trainer.py": "from envs.trading import E"},
+        {A: "from envs.vector.spaces import leaves"},
         {A: "import train_distributed", "train_distributed.py": ""},
     ],
     cycles: [
@@ -255,7 +259,7 @@ PLANTED = {
         {A: "import agents.b", "agents/b.py": "import agents.c", "agents/c.py": "from .a import f"},
     ],
     units: [
-        {f"envs/a{i}.py": "" for i in range(15)}, {f"envs/a/b{i}.py": "" for i in range(11)},
+        {f"envs/a{i}.py": "" for i in range(16)}, {f"envs/a/b{i}.py": "" for i in range(11)},
         {"envs/a.py": "from envs import b", "envs/b.py": "from envs import a"},
     ],
     sizes: [
@@ -295,7 +299,9 @@ PLANTED = {
 CONFIG = "@dataclass(frozen=True, kw_only=True)\nclass PPOConfig:\n    '''Says so.'''"
 CLEAN = {
     "agents/__init__.py": DOC,
-    "agents/gae.py": DOC + "from rl_dist import world\ntorch.load(path, weights_only=True)",
+    "agents/gae.py": DOC
+    + "from envs.vector.layout import Layout\n"
+    + "from rl_dist import world\ntorch.load(path, weights_only=True)",
     "agents/evaluate/command.py": DOC + "import envs\nfrom agents.gae import gae\nprint(1)",
     "agents/ppo.py": lines(80, "train"),
     "agents/sizes.py": DOC + CONFIG,

@@ -130,7 +130,7 @@ class UpdateDryRun:
         self.job, self.device, self.free_bytes = job, world.device, free_bytes
         self.num_ranks = world.size
         self.shapes = observe_shapes(job.make_env)
-        policy = Policy(job.policy, self.shapes.num_obs, self.shapes.action_space)
+        policy = Policy(job.policy, self.shapes.layout, self.shapes.action_space)
         self.policy = policy.to(world.device, job.dtype)
         alone = replace(world, rank=0, size=1, watchdog=None)
         strategy = Strategy(StrategyConfig(mode="none", precision=job.strategy.precision), alone)
@@ -183,7 +183,10 @@ def random_minibatch(
         return torch.randn(shape, dtype=like.dtype, device=like.device)
 
     actions = normal(*cells, policy.num_actions)
-    if policy.discrete:
+    if policy.action_sizes:
+        digits = [torch.randint(size, cells, device=like.device) for size in policy.action_sizes]
+        actions = torch.stack(digits, dim=-1)
+    elif policy.discrete:
         actions = torch.randint(policy.num_actions, cells, device=like.device)
     return Minibatch(
         obs=normal(*cells, policy.num_obs * max(policy.config.feature_window, 1)),

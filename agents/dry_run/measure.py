@@ -25,6 +25,7 @@ from agents.run.memory import (
 )
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import MakeEnv
+from envs.vector.layout import Layout
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.memory import clear_gpu_memory
 from rl_dist.hardware.report import Facts
@@ -89,8 +90,7 @@ class PlannedTraining:
 
 def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
     """Return the bytes of the gradient of a policy for this environment."""
-    num_obs = math.prod(env.single_observation_space.shape or ())
-    numbers = count_parameters(config.policy, num_obs, env.single_action_space)
+    numbers = count_parameters(config.policy, Layout.of(env), env.single_action_space)
     return numbers * config.launch.dtype.itemsize
 
 

@@ -17,6 +17,7 @@ from agents.policy import Policy
 from agents.run.config import RunConfig, probe_env
 from agents.run.memory import MemoryNeed, compute_memory, observe_shapes
 from agents.sizes import shard_sizes
+from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.parallel.choice import Hardware, check_strategy, resolve_shard_size
 from rl_dist.parallel.config import StrategyConfig
@@ -146,9 +147,8 @@ def shard_bytes(config: RunConfig, env: Any, num_ranks: int, shard_size: int) ->
     """
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # makes it known
 
-    num_obs = env.single_observation_space.shape[0]
     options = StrategyConfig(mode="hybrid", shard_size=shard_size)
-    policy = Policy(config.policy, num_obs, env.single_action_space).to(config.launch.dtype)
+    policy = Policy(config.policy, Layout.of(env), env.single_action_space).to(config.launch.dtype)
     found = []
     for place in range(shard_size):
         store = dist.HashStore()

@@ -18,6 +18,7 @@ from agents.run.config import RunConfig, probe_env, save_config
 from agents.run.memory import Shapes, compute_memory
 from agents.sizes import shard_sizes
 from agents.trainer import make_strategy
+from envs.vector.layout import Layout
 from rl_dist.launch.launcher import ResolvedLaunch
 from rl_dist.parallel.choice import STEPS, Hardware, choose_strategy, measure_mode
 from rl_dist.process_group.world import World
@@ -66,16 +67,16 @@ def gradient_steps(
 ) -> Callable[[str], Iterator[None]]:
     """Return what `measure_mode` tries a mode with: steps of the job."""
     env = probe_env(task)
-    num_obs, space = int(env.single_observation_space.shape[0]), env.single_action_space
+    layout, space = Layout.of(env), env.single_action_space
     env.close()
     launch, train, device = config.launch, config.train, world.device
 
     def steps(mode: str) -> Iterator[None]:
         sizes = shard_sizes(train, world.rank, world.size)
-        policy = Policy(config.policy, num_obs, space).to(device, launch.dtype)
+        policy = Policy(config.policy, layout, space).to(device, launch.dtype)
         minibatch = random_minibatch(policy, train.bptt_steps, sizes.batch_size)
         # as many bytes as training holds in its rollouts during an update
-        shapes = Shapes(num_obs, policy.num_actions, policy.discrete)
+        shapes = Shapes(layout, space)
         kind: dict[str, Any] = {"itemsize": launch.dtype.itemsize, "device_type": device.type}
         need = compute_memory(config.policy, train, sizes, shapes, **kind)
         rollout = torch.empty(need.parts["rollout"], dtype=torch.uint8, device=device)

@@ -141,10 +141,7 @@ def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
         name = Path(path).resolve().name
         taken = name in agents or name in TAKEN_NAMES or Path(path).is_file()
         agents[path if taken else name] = load_agent(path)
-    shapes = {
-        name: (agent.policy.num_obs, agent.policy.num_actions, agent.policy.discrete)
-        for name, agent in agents.items()
-    }
+    shapes = {name: tuple(agent.policy.shapes().values()) for name, agent in agents.items()}
     wanted = shapes["policy"]
     for name, found in shapes.items():
         if found != wanted:

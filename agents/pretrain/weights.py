@@ -42,7 +42,10 @@ class FeatureTraining(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """See the class."""
         normal = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
-        features = self.feature_mlp(self.feature_core(normal.contiguous())[0])
+        state = normal.new_zeros(
+            self.feature_core.num_states, normal.shape[1], self.feature_core.hidden_size
+        )
+        features = self.feature_mlp(self.feature_core(normal.contiguous(), state)[0])
         return self.head(features).transpose(0, 1).unflatten(2, (2, -1))
 
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from gymnasium.spaces import Discrete
 
 from agents.run.config import EVALUATING, RunConfig
 from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
 from agents.trainer import last_checkpoint
 from envs.vector.faults import EnvironmentFaultError
+from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
 from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory, other_limit
@@ -49,7 +51,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
 
     def rollout_bytes(train: TrainConfig) -> int:
         sizes = shard_sizes(train, 0, num_ranks)
-        smallest = Shapes(num_obs=1, num_actions=1, discrete=True)
+        smallest = Shapes(Layout.vector(1), Discrete(1))
         itemsize = config.launch.dtype.itemsize
         need = compute_memory(config.policy, train, sizes, smallest, itemsize=itemsize)
         return need.peak - need.parts["activations"]

@@ -25,9 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agents.lstm import plan_pieces
+from agents.network.heads import num_outputs
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train
+from envs.vector.layout import Layout
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -44,19 +46,26 @@ SAMPLE_S = 1.0
 class Shapes:
     """What memory depends on besides the sizes of a training."""
 
-    num_obs: int
-    num_actions: int
-    discrete: bool
+    layout: Layout
+    action_space: spaces.Space
     obs_itemsize: int = 4  # bytes of one number of the environment's observations
     env_bytes: int = 0  # tensors that the environments hold, such as market data
     episode_length: float = math.inf  # mean steps: short episodes cut sequences into padded pieces
 
     @property
-    def action_space(self) -> spaces.Space:
-        """Return a space of as many actions."""
-        if self.discrete:
-            return spaces.Discrete(self.num_actions)
-        return spaces.Box(-1.0, 1.0, (self.num_actions,))
+    def num_obs(self) -> int:
+        """Numbers in an observation."""
+        return self.layout.size
+
+    @property
+    def num_actions(self) -> int:
+        """Numbers that the actor puts out."""
+        return num_outputs(self.action_space)
+
+    @property
+    def discrete(self) -> bool:
+        """Whether actions are choices."""
+        return not isinstance(self.action_space, spaces.Box)
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,10 @@ class MemoryNeed:
 # ---- computed
 
 
-def count_parameters(policy: PolicyConfig, num_obs: int, space: spaces.Space) -> int:
+def count_parameters(policy: PolicyConfig, layout: Layout, space: spaces.Space) -> int:
     """Count the numbers in a policy's parameters."""
     with torch.device("meta"):
-        return sum(each.numel() for each in Policy(policy, num_obs, space).parameters())
+        return sum(each.numel() for each in Policy(policy, layout, space).parameters())
 
 
 def compute_memory(
@@ -97,10 +106,12 @@ def compute_memory(
         device_type: "cuda" counts what cuDNN keeps in place of oneDNN, an estimate that no GPU has
             confirmed.
     """
-    parameters = itemsize * count_parameters(policy, shapes.num_obs, shapes.action_space)
+    parameters = itemsize * count_parameters(policy, shapes.layout, shapes.action_space)
     steps = train.num_steps * sizes.num_envs
     # of one step: observations, action, recurrent state
-    num_states = 0 if policy.policy == "mlp" else 4 if policy.feature_window else 6
+    with torch.device("meta"):
+        example = Policy(policy, shapes.layout, shapes.action_space)
+    num_states = example.num_states
     seen = max(policy.feature_window, 1) * shapes.num_obs * itemsize
     action = 8 if shapes.discrete else shapes.num_actions * itemsize
     state = num_states * policy.hidden_size * itemsize
@@ -222,8 +233,6 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
     with TrackedTensors() as tracked:
         env: Any = make_env(SAMPLE_ENVS, 0)
         held = tracked.live
-    space = env.single_action_space
-    discrete = isinstance(space, spaces.Discrete)
     env.action_space.seed(0)
     obs = env.reset(seed=list(range(SAMPLE_ENVS)))[0]
     num_steps = num_ended = 0
@@ -235,9 +244,8 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
         num_ended += int((terminated | truncated).sum())
     env.close()
     return Shapes(
-        num_obs=obs.shape[1],
-        num_actions=int(space.n) if discrete else math.prod(space.shape),
-        discrete=discrete,
+        layout=Layout.of(env),
+        action_space=env.single_action_space,
         obs_itemsize=obs.element_size(),
         env_bytes=held,
         episode_length=SAMPLE_ENVS * num_steps / num_ended if num_ended else math.inf,

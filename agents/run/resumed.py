@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agents.policy import Policy
+from agents.policy import Policy, spaces_of
 from agents.run.config import SECTIONS, RunConfig, probe_env
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
+from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.config import ParsedFlags, given_once, removed_flags
@@ -126,19 +127,30 @@ def check_resumable(
     num_envs = shard_sizes(config.train, 0, num_ranks, saved).global_num_envs
     env = probe_env(task)
     with torch.device("meta"):
-        now = Policy(config.policy, env.single_observation_space.shape[0], env.single_action_space)
-    kinds = {True: "discrete", False: "continuous"}
-    saved_actions = f"{state['num_actions']} {kinds[state['discrete']]}"
+        now = Policy(config.policy, Layout.of(env), env.single_action_space)
     compared = {
         "observation size": (now.num_obs, state["num_obs"]),
-        "actions": (f"{now.num_actions} {kinds[now.discrete]}", saved_actions),
+        "actions": (_actions(now.shapes()), _actions(state)),
         f"environments on {num_ranks} rank(s)": (num_envs, saved),
     }
+    if "layout" in state:  # older checkpoints have none
+        compared["observations"] = (_parts(now.layout), _parts(spaces_of(state)[0]))
     if state["environments"] is not None and not getattr(env, "can_snapshot", False):
         compared["snapshots of environments"] = ("none", "some")
     env.close()
     differing = [f"{name} {a} (it has {b})" for name, (a, b) in compared.items() if a != b]
     refuse_differences(differing, "use the environment and the sizes it was trained with")
+
+
+def _parts(layout: Layout) -> str:
+    """Name the parts of observations, as far as policies depend on them."""
+    return " ".join(f"{part.kind}{list(part.shape)}" for part in layout.parts)
+
+
+def _actions(shapes: dict[str, Any]) -> str:
+    kind = "discrete" if shapes["discrete"] else "continuous"
+    several = f" {shapes['action_sizes']}" if shapes.get("action_sizes") else ""
+    return f"{shapes['num_actions']} {kind}{several}"
 
 
 def refuse_differences(differing: list[str], fix: str) -> None:

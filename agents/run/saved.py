@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gymnasium import spaces
 
-from agents.normalize import Normalizer
-from agents.policy import Policy, PolicyConfig, check_weights
+from agents.normalize import Normalizer, observation_normalizer
+from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, load_saved
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR
@@ -41,10 +40,11 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     file, state = load_saved(path)
     config = RunConfig.from_dict(json.loads(state["config"]))
     check_shapes(state, config.policy, config.launch.dtype)
-    policy = Policy(config.policy, state["num_obs"], _action_space(state)).to(config.launch.dtype)
+    layout, action_space = spaces_of(state)
+    policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
     policy.low_precision = autocast_dtype(config.launch.precision)
     policy.load_state_dict(state["policy"])
-    normalizer = Normalizer(state["num_obs"], enabled=config.train.normalize_obs)
+    normalizer = observation_normalizer(layout, config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])
     return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)
 
@@ -56,7 +56,7 @@ def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype
         UserError: names the first that differs.
     """
     with torch.device("meta"):
-        policy = Policy(config, state["num_obs"], _action_space(state)).to(dtype)
+        policy = Policy(config, *spaces_of(state)).to(dtype)
     check_weights(policy, state["policy"])
     carry = state["carry"]
     for name, like in fresh_carry(policy, carry["obs"].to("meta")).tensors().items():
@@ -65,8 +65,3 @@ def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype
                 f"the checkpoint is damaged: carry {name!r} is not {list(like.shape)} of "
                 f"{like.dtype}"
             )
-
-
-def _action_space(state: dict[str, Any]) -> spaces.Space:
-    number = state["num_actions"]
-    return spaces.Discrete(number) if state["discrete"] else spaces.Box(-1.0, 1.0, (number,))

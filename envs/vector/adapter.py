@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
@@ -21,8 +22,9 @@ from envs.vector.faults import (
 )
 from envs.vector.guards import GuardedEnv
 from envs.vector.hangs import HangWatch, end_process
+from envs.vector.layout import Layout, Part
 from envs.vector.snapshots import get_states, has_protocol, set_states
-from envs.vector.spaces import ActionDecoder, ObservationEncoder
+from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
@@ -46,6 +48,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         end: Callable[[str], None] = end_process,
         heartbeat: Callable[[], None] = lambda: None,
         kind: str = "environment",
+        info_mask: bool = False,
+        previous_action: bool = False,
+        previous_reward: bool = False,
     ) -> None:
         """Wrap `env`, a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
 
@@ -55,6 +60,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             end: ends the process if a call that hangs cannot be interrupted.
             heartbeat: reports that work goes on: at every call and, from a thread, during one.
             kind: what messages call it.
+            info_mask: info["action_mask"] says which actions are allowed.
+            previous_action: the observation ends with the action before it, zeros at a start.
+            previous_reward: the observation ends with the reward before it.
         """
         self.env = env
         self.env_id = env_id
@@ -66,21 +74,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._started = False
         self._lifetime_step = 0
         self._mode = env.metadata.get("autoreset_mode")
-        given_up = []
-        if self._mode is AutoresetMode.NEXT_STEP and force_native:
-            given_up.append("each episode but the first begins with a step that ignores the action")
-        elif self._mode is not AutoresetMode.SAME_STEP:
-            raise ValueError(
-                f"environment {env_id} has autoreset mode {self._mode}, but SAME_STEP is needed: "
-                "choose vectorization 'sync', or construct it with AutoresetMode.SAME_STEP"
-            )
-        if not takes_seed_list:
-            given_up.append("one generator for all, so another number of ranks trains differently")
-        for loss in given_up:
-            _LOGGER.warning("environment %s, native vectorization: %s", env_id, loss)
-        self._encoder = ObservationEncoder(env.single_observation_space, env_id)
+        self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
-        self.single_observation_space = self._encoder.space
+        mask_size = self._decoder.mask_size
+        self._encoder = ObservationEncoder(env.single_observation_space, env_id, mask_size)
+        self._own_mask = Layout(self._encoder.parts).columns("mask")
+        self._info_mask, self._inputs = info_mask, (previous_action, previous_reward)
+        self.layout = Layout((*self._encoder.parts, *self._extra_parts()))
+        self.single_observation_space = self._row_space()
         self.single_action_space = self._decoder.space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
@@ -97,10 +98,58 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         )
         if isinstance(env, SyncVectorEnv):
             self._guards = [
-                GuardedEnv(one, make, row, env_restarts, self._watch)
+                GuardedEnv(
+                    one,
+                    make,
+                    row,
+                    env_restarts,
+                    self._watch,
+                    self._encoder.shapes,
+                    info_mask * mask_size,
+                )
                 for row, (one, make) in enumerate(zip(env.envs, env.env_fns, strict=True))
             ]
             env.envs = list(self._guards)
+
+    def _check_mode(self, force_native: bool) -> None:
+        """Refuse what cannot be used, and say what a native batch gives up."""
+        given_up = []
+        if self._mode is AutoresetMode.NEXT_STEP and force_native:
+            given_up.append("each episode but the first begins with a step that ignores the action")
+        elif self._mode is not AutoresetMode.SAME_STEP:
+            raise ValueError(
+                f"environment {self.env_id} has autoreset mode {self._mode}, but SAME_STEP is needed: "
+                "choose vectorization 'sync', or construct it with AutoresetMode.SAME_STEP"
+            )
+        if not self._takes_seed_list:
+            given_up.append("one generator for all, so another number of ranks trains differently")
+        for loss in given_up:
+            _LOGGER.warning("environment %s, native vectorization: %s", self.env_id, loss)
+
+    def _extra_parts(self) -> list[Part]:
+        """Return the parts of a row that do not come from the observation."""
+        parts = []
+        if self._info_mask:
+            if not self._decoder.mask_size or any(p.kind == "mask" for p in self._encoder.parts):
+                raise ValueError(
+                    f"info_mask does nothing with environment {self.env_id}: its actions have no "
+                    f"choices, or its observations hold the {MASK_KEY}; leave it out"
+                )
+            parts.append(Part(MASK_KEY, "mask", (self._decoder.mask_size,)))
+        previous_action, previous_reward = self._inputs
+        if previous_action:
+            size = self._decoder.mask_size or self._decoder.space.shape[0]  # type: ignore[index]
+            parts.append(Part("previous_action", "plain", (size,)))
+        if previous_reward:
+            parts.append(Part("previous_reward", "vector", (1,)))
+        return parts
+
+    def _row_space(self) -> Box:
+        """Return the space of rows: the observation's, and what is added to it."""
+        own = self._encoder.space
+        low, high = (np.full(self.layout.size, bound, np.float32) for bound in (-np.inf, np.inf))
+        low[: len(own.low)], high[: len(own.high)] = own.low, own.high
+        return Box(low, high)
 
     @property
     def restarts(self) -> list[int]:
@@ -139,8 +188,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         return self._tensor(obs), {}
 
     def _reset(self, **kwargs: Any) -> np.ndarray:
-        raw, _ = self.env.reset(**kwargs)
-        return self._encode(raw, "observation")
+        raw, info = self.env.reset(**kwargs)
+        obs = self._encode(raw, "observation")
+        previous = np.zeros((self.num_envs, self._previous_size), np.float32)
+        return self._with_extras(obs, self._masks(info), previous)
 
     def step(
         self,
@@ -155,11 +206,12 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """
         numpy_actions = self._decoder(actions, self.num_envs)
         self._lifetime_step += 1
-        *columns, final_obs = map(self._tensor, self._guarded(self._step, numpy_actions))
+        stepped = self._guarded(self._step, numpy_actions, self._previous_action(actions))
+        *columns, final_obs = map(self._tensor, stepped)
         obs, rewards, terminated, truncated = columns
         return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
-    def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _step(self, actions: Any, previous_action: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return obs, rewards, terminated, truncated and final_obs, checked and fresh."""
         raw, raw_rewards, raw_terminated, raw_truncated, info = self.env.step(actions)
         obs = self._encode(raw, "observation")
@@ -178,7 +230,58 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                     )
             final = [given[row] for row in rows]
             final_obs[rows] = self._encode(final, "final observation", rows)
+
+        # what a row says besides the observation; no action follows a final one
+        if len(self.layout.parts) > len(self._encoder.parts):
+            ended = (terminated | truncated)[:, None]  # [B, 1]
+            mask = self._masks(info)
+            previous = [previous_action] + [rewards[:, None].astype(np.float32)] * self._inputs[1]
+            before = np.concatenate(previous, axis=1)
+            obs = self._with_extras(obs, mask, before * ~ended)
+            final_obs = self._with_extras(final_obs, np.where(ended, 1.0, mask), before)
         return obs, rewards, terminated, truncated, final_obs
+
+    @property
+    def _previous_size(self) -> int:
+        parts = self.layout.parts[len(self._encoder.parts) :]
+        return sum(part.size for part in parts if part.kind != "mask")
+
+    def _previous_action(self, actions: Tensor) -> np.ndarray:
+        """Return actions as inputs of the next step, [B, 0] where they are none."""
+        if self._inputs[0]:
+            return self._decoder.encode(actions)
+        return np.zeros((self.num_envs, 0), np.float32)
+
+    def _with_extras(self, obs: np.ndarray, mask: np.ndarray, previous: np.ndarray) -> np.ndarray:
+        """Return rows [B, F] of observations, masks and what came before."""
+        if mask.shape[1] + previous.shape[1] == 0:
+            return obs
+        return np.concatenate([obs, mask, previous], axis=1, dtype=np.float32)
+
+    def _masks(self, info: Mapping[str, Any]) -> np.ndarray:
+        """Return the masks that infos hold, [B, n], [B, 0] where they are not asked for."""
+        if not self._info_mask:
+            return np.zeros((self.num_envs, 0), np.float32)
+        if MASK_KEY not in info:
+            raise RowFaultError(None, f"info has no {MASK_KEY}, which --info_mask asks for")
+        masks = np.array(info[MASK_KEY], np.float32)
+        wanted = (self.num_envs, self._decoder.mask_size)
+        if masks.shape != wanted:
+            raise RowFaultError(None, f"{MASK_KEY} has shape {masks.shape}, not {wanted}")
+        self._check_masks(masks)
+        return masks
+
+    def _check_masks(self, masks: np.ndarray) -> None:
+        """Refuse masks [B, n] that allow nothing, or hold other numbers than 0 and 1."""
+        if not are_flags(masks):
+            row = int(np.argwhere((masks != 0) & (masks != 1))[0, 0])
+            raise RowFaultError(row, f"{MASK_KEY} holds another number than 0 and 1")
+        firsts = np.concatenate([[0], np.cumsum(self._decoder.sizes)[:-1]])
+        allowed = np.add.reduceat(masks, firsts, axis=1) > 0  # [B, D]
+        if not allowed.all():
+            row, digit = np.argwhere(~allowed)[0]
+            where = f" of part {digit}" if allowed.shape[1] > 1 else ""
+            raise RowFaultError(int(row), f"{MASK_KEY} allows no action{where}")
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -187,9 +290,11 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """Return observations of these rows (None: all), checked, as a fresh array [rows, F]."""
         try:
             encoded = self._encoder(raw, self.num_envs if rows is None else len(rows))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError, IndexError) as error:
             raise RowFaultError(None, f"{what} is unusable: {one_line(error)}") from error
         self._check_range(encoded, what, MAX_OBSERVATION, rows)
+        if rows is None and self._own_mask:
+            self._check_masks(encoded[:, self._own_mask])
         return encoded
 
     def _column(self, raw: Any, dtype: Any, what: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from envs.vector.faults import MAX_OBSERVATION, MAX_REWARD, RowFaultError, are_flags
 from envs.vector.hangs import HangWatch
 from envs.vector.snapshots import has_protocol
+from envs.vector.spaces import MASK_KEY, Path, flat_mask, named, pick, rebuilt
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,8 +24,8 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """A sub-environment that says which row it is when it fails, and is made again.
 
     A fault is raised as RowFaultError. With restarts left, the environment is made again instead
-    and the step is truncated: reward 0, the last good observation. Its info goes no further: a
-    batch of many kinds of it may not stack.
+    and the step is truncated: reward 0, the last good observation. Of its info only a mask of
+    actions goes further: a batch of many kinds of it may not stack.
     """
 
     def __init__(
@@ -33,14 +35,22 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         row: int,
         max_restarts: int,
         watch: HangWatch,
+        shapes: Mapping[Path, tuple[int, ...]],
+        mask_size: int = 0,
     ) -> None:
+        """Guard `env`, whose observations have parts of these shapes.
+
+        Args:
+            mask_size: numbers of the mask of actions that info must have; 0: it need not.
+        """
         super().__init__(env)
         self.restarts = 0
         self._make = make
         self._row = row
         self._max_restarts = max_restarts
         self._watch = watch
-        self._shape = env.observation_space.shape
+        self._shapes = shapes
+        self._mask_size = mask_size
         self._life_seed = 0
         self._new_seed: int | None = None  # of an environment made again and not yet reset
         self._last_obs: Any = None
@@ -55,12 +65,14 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         while True:
             try:
                 chosen = seed if self._new_seed is None else self._new_seed
-                obs = self._watch.call(self._row, self._checked_reset, seed=chosen, options=options)
+                result = self._watch.call(
+                    self._row, self._checked_reset, seed=chosen, options=options
+                )
             except RowFaultError as fault:
                 self._restart(fault)
             else:
                 self._new_seed = None
-                return obs, {}
+                return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; raises RowFaultError as the class says."""
@@ -80,7 +92,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _checked_reset(self, **kwargs: Any) -> Any:
         obs, info = self.env.reset(**kwargs)
         self._check(obs, info)
-        return obs
+        return obs, self._mask_of(info)
 
     def _checked_step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -89,13 +101,29 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             if not (isinstance(flag, bool | np.bool_) or (np.size(flag) == 1 and are_flags(flag))):
                 shown = " ".join(repr(flag).split())[:40]
                 raise RowFaultError(self._row, f"{name} is {shown}, neither true nor false")
-        return obs, reward, terminated, truncated, {}
+        # no action follows the last observation of an episode
+        mask = {} if terminated or truncated else self._mask_of(info)
+        return obs, reward, terminated, truncated, mask
+
+    def _mask_of(self, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the mask of actions in an info, where one is asked for."""
+        if not self._mask_size:
+            return {}
+        if MASK_KEY not in info:
+            raise RowFaultError(self._row, f"info has no {MASK_KEY}, which --info_mask asks for")
+        mask = flat_mask(info[MASK_KEY])
+        if mask.shape != (self._mask_size,):
+            problem = f"{MASK_KEY} has {len(mask)} numbers, not {self._mask_size}, one per action"
+            raise RowFaultError(self._row, problem)
+        return {MASK_KEY: mask.astype(np.float32)}
 
     def _check(self, obs: Any, info: Any, reward: Any = 0.0) -> None:
         """Refuse wrong shapes and types, and infinity, which without restarts the batch refuses."""
-        shape = np.shape(obs)
-        if shape != self._shape:
-            raise RowFaultError(self._row, f"observation has shape {shape}, not {self._shape}")
+        parts = {path: self._part(obs, path) for path in self._shapes}
+        for path, part in parts.items():
+            if (shape := np.shape(part)) != self._shapes[path]:
+                problem = f"observation has shape {shape}, not {self._shapes[path]}"
+                raise RowFaultError(self._row, f"{problem}{_at(path)}")
         if not isinstance(reward, float):
             # raises for what is no number; None becomes NaN
             reward = np.asarray(reward, np.float64)
@@ -105,13 +133,20 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             shown = None if info is None else f"a {type(info).__name__}"
             raise RowFaultError(self._row, f"info is {shown}, not a dict")
         if self._max_restarts:
-            checks = (("observation", obs, MAX_OBSERVATION), ("reward", reward, MAX_REWARD))
+            checks = [(f"observation{_at(p)}", part, MAX_OBSERVATION) for p, part in parts.items()]
+            checks.append(("reward", reward, MAX_REWARD))
             for name, values, limit in checks:
                 array = np.asarray(values)
                 usable = np.abs(array) <= limit if array.dtype.kind == "f" else np.True_
                 if not usable.all():
                     raise RowFaultError(self._row, f"{name} is {array[~usable].flat[0]}")
-            self._last_obs = np.array(obs)
+            self._last_obs = copy.deepcopy(obs)
+
+    def _part(self, obs: Any, path: Path) -> Any:
+        try:
+            return pick(obs, path)
+        except (KeyError, IndexError, TypeError):
+            raise RowFaultError(self._row, f"observation has nothing{_at(path)}") from None
 
     def _restart(self, fault: RowFaultError) -> None:
         """Make the environment again; a fault meanwhile counts, the last one is raised."""
@@ -157,16 +192,25 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         counts = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
         state = {**env.get_state(), **counts}
         state |= {"guard/restarts": self.restarts, "guard/life_seed": self._life_seed}
-        return state | ({"guard/last_obs": self._last_obs} if self._max_restarts else {})
+        kept = self._shapes if self._max_restarts else ()
+        return state | {_saved_as(path): pick(self._last_obs, path) for path in kept}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called; the guard's own entries may lack."""
         env, limits = self._find_stateful()
         self.restarts = state.pop("guard/restarts", self.restarts)
         self._life_seed = state.pop("guard/life_seed", self._life_seed)
-        last_obs = state.pop("guard/last_obs", None)
-        if last_obs is not None:
-            self._last_obs = np.asarray(last_obs, self.env.observation_space.dtype)
+        kept = {path: state.pop(_saved_as(path), None) for path in self._shapes}
+        if self._max_restarts and all(values is not None for values in kept.values()):
+            self._last_obs = rebuilt(self.env.observation_space, kept)
         for i, limit in enumerate(limits):
             limit._elapsed_steps = state.pop(f"time_limit/{i}")
         env.set_state(state)
+
+
+def _at(path: Path) -> str:
+    return f" at {named(path)!r}" if path else ""
+
+
+def _saved_as(path: Path) -> str:
+    return "/".join(["guard/last_obs", *map(str, path)])

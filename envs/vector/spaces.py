@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from torch import Tensor
+
+from envs.vector.layout import Part
+
+MASK_KEY = "action_mask"
+SMALLEST_IMAGE = 8  # pixels along each side; less is a vector
+MOST_CHANNELS = 64
+Space = spaces.Space[Any]
+Path = tuple[Any, ...]  # keys from the top of a nested observation to one part of it
 
 
 def _refusal(env_id: str, kind: str, space: Any, fix: str) -> ValueError:
@@ -16,58 +25,202 @@ def _refusal(env_id: str, kind: str, space: Any, fix: str) -> ValueError:
     )
 
 
-class ObservationEncoder:
-    """Encode Box (flattened) or Discrete (one-hot) observations as [B, F] float32."""
+def leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
+    """Yield the parts of nested Dict and Tuple spaces, in order."""
+    if isinstance(space, spaces.Dict):
+        for key, inner in space.spaces.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(space, spaces.Tuple):
+        for index, inner in enumerate(space.spaces):
+            yield from leaves(inner, (*path, index))
+    else:
+        yield path, space
 
-    def __init__(self, source: spaces.Space[Any], env_id: str) -> None:
-        if not (isinstance(source, spaces.Discrete) or _is_box(source)):
-            fix = "it must be Box or Discrete; gymnasium.wrappers.FlattenObservation may help"
-            raise _refusal(env_id, "observation", source, fix)
-        self._source = source
-        flat = spaces.flatten_space(source)
+
+def pick(values: Any, path: Path) -> Any:
+    """Return one part of a nested observation."""
+    for key in path:
+        values = values[key]
+    return values
+
+
+def rebuilt(space: Space, parts: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Invert `pick`: build a single observation out of its parts."""
+    if isinstance(space, spaces.Dict):
+        return {k: rebuilt(inner, parts, (*path, k)) for k, inner in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        inner = enumerate(space.spaces)
+        return tuple(rebuilt(each, parts, (*path, index)) for index, each in inner)
+    return np.asarray(parts[path], space.dtype)
+
+
+def named(path: Path) -> str:
+    """Return how messages and layouts call a part."""
+    return "/".join(map(str, path))
+
+
+def categories_of(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return first value and number of choices of each digit; None: no choices."""
+    if isinstance(space, spaces.Discrete):
+        return np.array([int(space.start)]), np.array([int(space.n)])
+    if isinstance(space, spaces.MultiDiscrete):
+        start = np.broadcast_to(getattr(space, "start", 0), space.nvec.shape)
+        return start.ravel().astype(np.int64), space.nvec.ravel().astype(np.int64)
+    return None
+
+
+def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Encode digits [count, D] of so many choices as [count, sum of sizes] float32."""
+    encoded = np.zeros((len(digits), int(sizes.sum())), dtype=np.float32)
+    firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    encoded[np.arange(len(digits))[:, None], digits + firsts] = 1.0
+    return encoded
+
+
+def image_axes(space: Space) -> tuple[int, ...] | None:
+    """Return the axes of channel, height and width; None: it is no image.
+
+    Images are Boxes of bytes [H, W], [C, H, W] or [H, W, C] whose sides are long enough. The
+    shorter one of the first and the last axis holds the channels.
+    """
+    if not (_is_box(space) and space.dtype == np.uint8 and len(space.shape or ()) in (2, 3)):
+        return None
+    assert space.shape is not None
+    axes: tuple[int, ...] = (0, 1)
+    if len(space.shape) == 3:
+        axes = (0, 1, 2) if space.shape[0] <= space.shape[2] else (2, 0, 1)
+        if space.shape[axes[0]] > MOST_CHANNELS:
+            return None
+    return axes if min(space.shape[axis] for axis in axes[-2:]) >= SMALLEST_IMAGE else None
+
+
+class _Leaf:
+    """One part of an observation: what it must be, and its encoding."""
+
+    def __init__(self, path: Path, space: Space, env_id: str, is_mask: bool) -> None:
+        self.path, self.space = path, space
+        self.categories = categories_of(space)
+        self.axes = None if is_mask else image_axes(space)
+        if not (self.categories or _is_box(space) or isinstance(space, spaces.MultiBinary)):
+            fix = "its parts must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
+            fix += "; a gymnasium.wrappers.TransformObservation can make it so"
+            raise _refusal(env_id, "observation", space, fix)
+        flat = spaces.flatten_space(space)
         assert isinstance(flat, spaces.Box)
         with np.errstate(over="ignore"):  # float64 bounds may be beyond float32
-            self.space = spaces.Box(flat.low.astype(np.float32), flat.high.astype(np.float32))
+            self.low, self.high = flat.low.astype(np.float32), flat.high.astype(np.float32)
+        name = named(path) or "observation"
+        self.part = Part(name, "vector" if _is_box(space) else "plain", self.low.shape)
+        if is_mask:
+            self.part = Part(name, "mask", self.low.shape)
+        if self.axes:
+            shape = [int(space.shape[axis]) for axis in self.axes]  # type: ignore[index]
+            self.part = Part(name, "image", tuple(shape if len(shape) == 3 else [1, *shape]))
+            self.high = self.high / np.float32(255)
 
-    def __call__(self, raw: Any, count: int) -> np.ndarray:
-        """Return a fresh array [count, F] float32.
-
-        Raises:
-            ValueError: a wrong shape, or a Discrete observation outside its space.
-        """
+    def encode(self, raw: Any, count: int) -> np.ndarray:
+        """Return a fresh array [count, n] float32 of values [count, ...]."""
         values = np.asarray(raw)
-        wanted = (count, *(self._source.shape or ()))
+        wanted = (count, *(self.space.shape or ()))
         if values.shape != wanted:
-            raise ValueError(f"shape {values.shape} is not {wanted}")
-        if not isinstance(self._source, spaces.Discrete):
+            raise ValueError(f"{self._where}shape {values.shape} is not {wanted}")
+        if self.axes:
+            channels_first = values.transpose(0, *(axis + 1 for axis in self.axes))
+            return channels_first.reshape(count, -1).astype(np.float32) / np.float32(255)
+        if self.categories is None:
             with np.errstate(over="ignore"):  # becomes infinity, which the caller reports
                 return np.array(values, dtype=np.float32).reshape(count, -1)
-        encoded = np.zeros((count, int(self._source.n)), dtype=np.float32)
-        index = values.astype(np.int64) - int(self._source.start)
-        if ((index < 0) | (index >= self._source.n)).any():
-            raise ValueError(f"a value is outside {self._source}")
-        encoded[np.arange(count), index] = 1.0
-        return encoded
+        start, sizes = self.categories
+        digits = values.astype(np.int64).reshape(count, -1) - start
+        if ((digits < 0) | (digits >= sizes)).any():
+            raise ValueError(f"{self._where}a value is outside {self.space}")
+        return one_hot(digits, sizes)
+
+    @property
+    def _where(self) -> str:
+        return f"{named(self.path)}: " if self.path else ""
+
+
+class ObservationEncoder:
+    """Encode observations, nested ones too, as rows [B, F] float32.
+
+    Categories become one-hot, and images channels first in [0, 1]. With `mask_size`, a part called
+    action_mask of a Dict is a mask of that many numbers.
+    """
+
+    def __init__(self, source: Space, env_id: str, mask_size: int = 0) -> None:
+        found = list(leaves(source))
+        if not found:
+            raise _refusal(env_id, "observation", source, "it has no parts")
+        self._leaves = [
+            _Leaf(path, space, env_id, bool(mask_size) and path == (MASK_KEY,))
+            for path, space in found
+        ]
+        self.parts = tuple(leaf.part for leaf in self._leaves)
+        for part in self.parts:
+            if part.kind == "mask" and part.size != mask_size:
+                fix = f"its {MASK_KEY} must have {mask_size} numbers, one per action"
+                raise _refusal(env_id, "observation", source, fix)
+        low, high = (
+            np.concatenate([getattr(leaf, bound) for leaf in self._leaves])
+            for bound in ("low", "high")
+        )
+        self.space = spaces.Box(low, high)
+        self.shapes = {leaf.path: leaf.space.shape or () for leaf in self._leaves}
+
+    def __call__(self, raw: Any, count: int) -> np.ndarray:
+        """Return a fresh array [count, F] float32 of a batch, or of a list of single ones.
+
+        Raises:
+            ValueError: a wrong shape, or a category outside its space.
+        """
+        encoded = []
+        for leaf in self._leaves:
+            single = isinstance(raw, list)
+            values = [pick(one, leaf.path) for one in raw] if single else pick(raw, leaf.path)
+            encoded.append(leaf.encode(values, count))
+        return encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
 
 
 class ActionDecoder:
-    """Turn agents' actions into an environment's: Discrete from 0, Box from [-1, 1].
+    """Turn agents' actions into an environment's, nested ones too.
 
-    Where both bounds of a Box are finite, [-1, 1] is stretched over them.
+    Categories count from 0: Discrete stays Discrete; MultiDiscrete, MultiBinary (two choices each)
+    and nested ones of them are one MultiDiscrete. Boxes are one flat Box, whose [-1, 1] is
+    stretched over the bounds where both are finite.
     """
 
-    def __init__(self, target: spaces.Space[Any], env_id: str) -> None:
-        self.space: spaces.Discrete | spaces.Box
+    def __init__(self, target: Space, env_id: str) -> None:
+        self.space: spaces.Discrete | spaces.MultiDiscrete | spaces.Box
         self._target = target
-        if isinstance(target, spaces.Discrete):
-            self.space = spaces.Discrete(int(target.n))
-            return
-        if not (_is_box(target) and np.issubdtype(target.dtype, np.floating)):
-            raise _refusal(env_id, "action", target, "it must be Discrete or a Box of floats")
-        assert isinstance(target, spaces.Box)
-        low = target.low.astype(np.float64).ravel()
-        high = target.high.astype(np.float64).ravel()
+        parts = [space for _, space in leaves(target)]
+        self._ends = np.cumsum([int(np.prod(space.shape or ())) for space in parts])[:-1]
+        digits = [_digits_of(space) for space in parts]
+        boxes = [_is_box(s) and np.issubdtype(s.dtype, np.floating) for s in parts]  # type: ignore[arg-type]
+        if parts and all(each is not None for each in digits):
+            self._start = np.concatenate([each[0] for each in digits if each])  # [D]
+            self.sizes = np.concatenate([each[1] for each in digits if each])
+            discrete = isinstance(target, spaces.Discrete)
+            self.space = (
+                spaces.Discrete(int(self.sizes[0]))
+                if discrete
+                else spaces.MultiDiscrete(self.sizes)
+            )
+        elif parts and all(boxes):
+            self.sizes = np.zeros(0, np.int64)
+            self._set_bounds(parts)
+        else:
+            fix = "its parts must be all categories (Discrete, MultiDiscrete, MultiBinary), or all "
+            fix += "Boxes of floats; a gymnasium.wrappers.TransformAction can make it so"
+            raise _refusal(env_id, "action", target, fix)
+
+    def _set_bounds(self, boxes: list[Any]) -> None:
+        low, high = (
+            np.concatenate([getattr(box, bound).astype(np.float64).ravel() for box in boxes])
+            for bound in ("low", "high")
+        )
         finite = np.isfinite(low) & np.isfinite(high)
+        self.is_bounded = bool(finite.all())
         self._low = np.where(finite, -1.0, low)
         self._high = np.where(finite, 1.0, high)
         self._scale = np.ones_like(low)
@@ -76,8 +229,20 @@ class ActionDecoder:
         self._offset[finite] = 0.5 * (high[finite] + low[finite])
         self.space = spaces.Box(self._low.astype(np.float32), self._high.astype(np.float32))
 
-    def __call__(self, actions: Tensor, count: int) -> np.ndarray:
-        """Return [count, ...] actions in the environment's own shape, type and bounds.
+    @property
+    def mask_size(self) -> int:
+        """Numbers in a mask of actions: one per choice; 0: actions have no choices."""
+        return int(self.sizes.sum())
+
+    def encode(self, actions: Tensor) -> np.ndarray:
+        """Return actions as inputs [count, n] float32: one-hot, or clipped."""
+        given = actions.detach().cpu().numpy()
+        if self.mask_size:
+            return one_hot(given.reshape(len(given), -1), self.sizes)
+        return np.clip(given, self._low, self._high).astype(np.float32)
+
+    def __call__(self, actions: Tensor, count: int) -> Any:
+        """Return [count, ...] actions in the environment's own structure, type and bounds.
 
         Raises:
             ValueError: a wrong shape, or actions that are not finite.
@@ -86,18 +251,43 @@ class ActionDecoder:
         if tuple(actions.shape) != wanted:
             raise ValueError(f"actions must have shape {wanted}, got {tuple(actions.shape)}")
         given = actions.detach().cpu().numpy()
-        if isinstance(self._target, spaces.Discrete):
-            return given.astype(np.int64) + int(self._target.start)
-        assert isinstance(self._target, spaces.Box)
-        if not np.isfinite(given).all():
+        if self.mask_size:
+            flat = given.astype(np.int64).reshape(count, -1) + self._start
+        elif not np.isfinite(given).all():
             raise ValueError("actions must be finite, got NaN or infinity: the policy has diverged")
-        clipped = np.clip(given.astype(np.float64), self._low, self._high)
-        scaled = clipped * self._scale + self._offset
-        shaped = scaled.reshape(count, *self._target.shape).astype(self._target.dtype)
-        # rounding may exceed the bounds
-        return np.clip(shaped, self._target.low, self._target.high)
+        else:
+            clipped = np.clip(given.astype(np.float64), self._low, self._high)
+            flat = clipped * self._scale + self._offset
+        return _unflatten(self._target, iter(np.split(flat, self._ends, axis=1)))
 
 
-def _is_box(space: spaces.Space[Any]) -> bool:
+def _digits_of(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return first values and numbers of choices of an action; None: it has no choices."""
+    if isinstance(space, spaces.MultiBinary):
+        count = int(np.prod(space.shape))
+        return np.zeros(count, np.int64), np.full(count, 2, np.int64)
+    return categories_of(space)
+
+
+def _unflatten(target: Space, parts: Iterator[np.ndarray]) -> Any:
+    """Build a batch of a space out of the numbers [count, n] of each of its parts."""
+    if isinstance(target, spaces.Dict):
+        return {key: _unflatten(inner, parts) for key, inner in target.spaces.items()}
+    if isinstance(target, spaces.Tuple):
+        return tuple(_unflatten(inner, parts) for inner in target.spaces)
+    own = next(parts)
+    shaped = own.reshape(len(own), *(target.shape or ())).astype(target.dtype)
+    if not isinstance(target, spaces.Box):
+        return shaped
+    return np.clip(shaped, target.low, target.high)  # rounding may exceed the bounds
+
+
+def flat_mask(mask: Any) -> np.ndarray:
+    """Return a mask of actions, or a tuple of masks, as one array [n]."""
+    parts = mask if isinstance(mask, tuple | list) else [mask]
+    return np.concatenate([np.asarray(part).ravel() for part in parts])
+
+
+def _is_box(space: Space) -> bool:
     """Return whether a space is a Box with at least one number."""
     return isinstance(space, spaces.Box) and space.low.size > 0

@@ -73,6 +73,10 @@ def _run(state: State) -> Checks:
     yield "num_obs", _is_count(num_obs, 1)
     yield "num_actions", _is_count(num_actions, 1)
     yield "discrete", type(state["discrete"]) is bool
+    yield "layout", type(state.get("layout", "")) is str  # older checkpoints have none
+    sizes = state.get("action_sizes", [])
+    yield "action_sizes", type(sizes) is list and all(_is_count(size, 1) for size in sizes)
+    yield "action_sizes", not sizes or (state["discrete"] and sum(sizes) == num_actions)
 
     # Adam's state is of the weights, in the order of the parameters
     weights = list(_tensors(state, "policy").values())

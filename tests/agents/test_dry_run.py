@@ -5,6 +5,7 @@ import sys
 from contextlib import ExitStack
 
 import pytest
+from gymnasium.spaces import Discrete
 
 from agents.dry_run import measure
 from agents.dry_run.measure import PlannedTraining
@@ -12,12 +13,13 @@ from agents.run.choice import add_run_flags, choose_run
 from agents.run.config import SECTIONS, RunConfig
 from agents.run.memory import Shapes
 from agents.sizes import TrainConfig, shard_sizes
+from envs.vector.layout import Layout
 from rl_dist.config import parse_flags
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.speedup.job_of_run import flags_of
 
-SHAPES = Shapes(num_obs=10, num_actions=2, discrete=True)
+SHAPES = Shapes(Layout.vector(10), Discrete(2))
 
 
 def config_from(argv, monkeypatch):

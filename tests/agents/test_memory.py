@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 
 from agents.policy import PolicyConfig
 from agents.run.config import RunConfig
@@ -20,12 +21,13 @@ from agents.run.memory import (
 from agents.sizes import TrainConfig, shard_sizes
 from envs.task import TaskConfig
 from envs.trading_config import SimulatedMarketConfig
+from envs.vector.layout import Layout
 from rl_dist.launch.launcher import LaunchConfig
 
 SIZES = {"num_envs": 16, "num_steps": 32, "bptt_steps": 16, "batch_size": 16}
 CARTPOLE = TaskConfig(env="CartPole-v1")
 TRADING = TaskConfig()
-SHAPES = Shapes(num_obs=10, num_actions=2, discrete=True)
+SHAPES = Shapes(Layout.vector(10), Discrete(2))
 RECALL = TaskConfig(env="Recall-v0")
 CONFIGS = {
     "cartpole, small clstm, long rollout": (CARTPOLE, {"hidden_size": 16}),

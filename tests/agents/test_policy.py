@@ -78,8 +78,7 @@ def test_entropy_is_that_of_known_distributions():
 def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
     policy = make_policy(FORMS["window of 4"])
     window = torch.randn(1, 1, 4 * NUM_OBS, dtype=torch.float64)
-    hidden = torch.zeros(1, 1, 8, dtype=torch.float64)
-    state = (hidden, hidden)
+    state = torch.zeros(2, 1, 8, dtype=torch.float64)
     for row in window.view(4, 1, 1, NUM_OBS):
         output, state = policy.feature_core(row, state)
     torch.testing.assert_close(policy._windowed_features(window), output)

@@ -129,13 +129,24 @@ def test_seeds_are_the_documented_words_of_numpys_seed_sequence():
     assert stream_seeds(7, ENVIRONMENT_STREAM, 12, 1) == [int(word) // 2]
 
 
-@pytest.mark.parametrize("space", [spaces.Dict(a=spaces.Box(-1, 1)), spaces.MultiDiscrete([2])])
-def test_spaces_without_vectors_are_refused_by_name(space):
-    for kind in ("observation", "action"):
-        with pytest.raises(
-            ValueError, match=f"Scripted-v0 has {kind} space {type(space).__name__}"
-        ):
-            around(ScriptedEnv(**{f"{kind}_space": space}))
+MIXED = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "space"),
+    [
+        ("observation", spaces.Text(3)),
+        ("observation", spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))),
+        ("action", spaces.Text(3)),
+        ("action", MIXED),
+        ("action", spaces.Box(0, 9, (2,), np.int64)),
+    ],
+    ids=str,
+)
+def test_spaces_without_a_row_of_numbers_are_refused_by_name(kind, space):
+    found = f"Scripted-v0 has {kind} space .*, which is not supported: "
+    with pytest.raises(ValueError, match=found):
+        around(ScriptedEnv(**{f"{kind}_space": space}))
 
 
 STRETCHED = spaces.Box(np.array([-2.0, 0.0]), np.array([2.0, 10.0]), dtype=np.float64)

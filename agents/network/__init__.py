@@ -1,0 +1,1 @@
+"""Parts of the policy: encoders of observations, cores, heads of actions."""

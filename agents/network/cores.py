@@ -1,0 +1,157 @@
+"""Cores behind one interface: recurrent ones, and one without memory.
+
+A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` says how many vectors
+[H] its state has. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs [L, N, H]
+and the state after them; it keeps nothing itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class LSTMCore(nn.LSTM):
+    """Layers of LSTM; the state holds h of every layer, then c."""
+
+    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
+        super().__init__(num_inputs, size, num_layers)
+        self.num_states = 2 * num_layers
+
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """See the module."""
+        hidden, cells = state.chunk(2)
+        if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
+            after: list[Tensor] = []  # h of every layer, then c
+            outputs = inputs[0]
+            for layer, weights in enumerate(self.all_weights):
+                outputs, cell = torch.lstm_cell(outputs, (hidden[layer], cells[layer]), *weights)
+                after = [*after[:layer], outputs, *after[layer:], cell]
+            return outputs[None], torch.stack(after)
+        outputs, new_state = super().forward(inputs, (hidden, cells))
+        return outputs, torch.cat(new_state)
+
+    def open_gates(self) -> None:
+        """Begin with remembering: forget gates open (Jozefowicz et al. 2015)."""
+        for layer in range(self.num_layers):
+            bias = getattr(self, f"bias_ih_l{layer}")
+            nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
+
+
+class GRUCore(nn.GRU):
+    """Layers of GRU."""
+
+    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
+        super().__init__(num_inputs, size, num_layers)
+        self.num_states = num_layers
+
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """See the module."""
+        if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
+            after = []
+            outputs = inputs[0]
+            for weights, hidden in zip(self.all_weights, state, strict=True):
+                outputs = torch.gru_cell(outputs, hidden, *weights)
+                after.append(outputs)
+            return outputs[None], torch.stack(after)
+        return super().forward(inputs, state)
+
+    def open_gates(self) -> None:
+        """Begin with remembering, as an LSTM does."""
+        for layer in range(self.num_layers):
+            bias = getattr(self, f"bias_ih_l{layer}")
+            nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
+
+
+class MinGRUCore(nn.Module):
+    """Layers of minGRU: gates see the inputs only, so all steps are computed at once.
+
+    Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
+    scans in log space, which wants positive states; `scan` needs neither logarithms nor divisions.
+    """
+
+    LONGEST = 64.0  # steps that the slowest units remember to begin with
+
+    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
+        super().__init__()
+        widths = [num_inputs] + [size] * (num_layers - 1)
+        self.layers = nn.ModuleList(nn.Linear(width, 2 * size) for width in widths)
+        self.num_states = num_layers
+
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the module."""
+        outputs, after = inputs, []
+        for layer, before in zip(self.layers, state, strict=True):
+            gates, candidates = layer(outputs).to(state.dtype).chunk(2, dim=-1)  # each [L, N, H]
+            outputs = scan(torch.sigmoid(-gates), torch.sigmoid(gates) * candidates, before)
+            after.append(outputs[-1])
+        return outputs, torch.stack(after)
+
+    def open_gates(self) -> None:
+        """Begin with units that remember 1 to `LONGEST` steps (Tallec and Ollivier 2018)."""
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            size = layer.out_features // 2
+            steps = self.LONGEST ** torch.linspace(0.0, 1.0, size, device=layer.bias.device)
+            with torch.no_grad():
+                layer.bias[:size] = -steps.log()
+
+
+def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
+    """Return h_t = keep_t * h_(t-1) + add_t for all t, [L, N, H], in log2(L) rounds.
+
+    After a round of distance d, every place sums up 2 d steps. Products of numbers in [0, 1] are
+    all there is to rounding. Source: Hillis and Steele, "Data parallel algorithms", 1986.
+
+    Args:
+        keep: [L, N, H] in [0, 1].
+        add: [L, N, H].
+        first: [N, H], h before the first step.
+    """
+    values = torch.cat([add[:1] + keep[:1] * first, add[1:]])
+    distance = 1
+    while distance < len(values):
+        later = values[distance:] + keep[distance:] * values[:-distance]
+        values = torch.cat([values[:distance], later])
+        keep = torch.cat([keep[:distance], keep[distance:] * keep[:-distance]])
+        distance *= 2
+    return values
+
+
+class TanhCore(nn.Sequential):
+    """Layers without memory, in a core's place."""
+
+    num_states = 0
+
+    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
+        widths = [num_inputs] + [size] * (num_layers - 1)
+        super().__init__(*(each for w in widths for each in (nn.Linear(w, size), nn.Tanh())))
+
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """See the module."""
+        return super().forward(inputs), state
+
+    def open_gates(self) -> None:
+        """There are none."""
+
+
+class PassThrough(nn.Module):
+    """No core at all."""
+
+    num_states = 0
+
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the module."""
+        return inputs, state
+
+    def open_gates(self) -> None:
+        """There are none."""
+
+
+CORES: dict[str, type[nn.Module]] = {
+    "clstm": LSTMCore,
+    "lstm": LSTMCore,
+    "gru": GRUCore,
+    "mingru": MinGRUCore,
+    "mlp": TanhCore,
+}

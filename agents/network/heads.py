@@ -1,0 +1,90 @@
+"""What turns the actor's outputs into distributions of actions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.nn import functional
+
+FORBIDDEN = -1e9  # logit of an action that a mask forbids: its probability is exactly 0
+LARGEST_TANH = 1.0 - 1e-6  # atanh of it is 7.25; that of 1 is infinite
+ActionSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.Box
+
+
+def num_outputs(space: spaces.Space) -> int:
+    """Numbers A that the actor puts out for a space: logits of all choices, or means."""
+    if isinstance(space, spaces.Discrete):
+        return int(space.n)
+    if isinstance(space, spaces.MultiDiscrete):
+        return int(space.nvec.sum())
+    assert isinstance(space, spaces.Box) and space.shape is not None
+    return int(np.prod(space.shape))
+
+
+def forbid(logits: Tensor, mask: Tensor) -> Tensor:
+    """Give the choices whose mask [..., A] is 0 the probability 0, and no gradient."""
+    return torch.where(mask > 0.5, logits, FORBIDDEN)
+
+
+class Choices(nn.Module):
+    """Several choices at once: logits [..., A] in a row, padded to [..., D, K]."""
+
+    index: Tensor  # [D, K] place of each choice among the logits
+    padding: Tensor  # [D, K] bool
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        numbers = torch.arange(max(sizes))  # [K]
+        counts = torch.tensor(sizes)[:, None]  # [D, 1]
+        firsts = counts.cumsum(0) - counts
+        self.register_buffer("index", firsts + numbers.clamp(max=counts - 1), persistent=False)
+        self.register_buffer("padding", numbers >= counts, persistent=False)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return logits [..., D, K]."""
+        return logits[..., self.index].masked_fill(self.padding, FORBIDDEN)
+
+    def distribution(self, logits: Tensor) -> Distribution:
+        """Return the distribution of actions [..., D] under logits [..., A]."""
+        each = Categorical(logits=self(logits), validate_args=False)
+        return Independent(each, 1, validate_args=False)
+
+
+def gaussian(means: Tensor, log_std: Tensor) -> Distribution:
+    """Return the distribution of actions [..., A]."""
+    normal = Normal(means, log_std.exp(), validate_args=False)
+    return Independent(normal, 1, validate_args=False)
+
+
+class SquashedNormal(Distribution):
+    """tanh of a normal variable, of actions [..., A] within (-1, 1)."""
+
+    NODES = 24  # of the quadrature of the entropy
+
+    def __init__(self, means: Tensor, log_std: Tensor) -> None:
+        super().__init__(means.shape[:-1], means.shape[-1:], validate_args=False)
+        self.normal = Normal(means, log_std.exp(), validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density [...], that of the change of variables included."""
+        before = value.clamp(-LARGEST_TANH, LARGEST_TANH).atanh()
+        return (self.normal.log_prob(before) - _log_slope(before)).sum(-1)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy [...], by Gauss-Hermite quadrature; it has no closed form."""
+        means, std = self.normal.loc, self.normal.scale
+        nodes, weights = np.polynomial.hermite.hermgauss(self.NODES)
+        points = means.new_tensor(nodes) * math.sqrt(2.0)
+        shares = means.new_tensor(weights) / math.sqrt(math.pi)
+        slopes = _log_slope(means[..., None] + std[..., None] * points) @ shares  # [..., A]
+        return (self.normal.entropy() + slopes).sum(-1)
+
+
+def _log_slope(before: Tensor) -> Tensor:
+    """Return log of the derivative of tanh, 1 - tanh(x)^2, without cancellation."""
+    return 2.0 * (math.log(2.0) - before - functional.softplus(-2.0 * before))

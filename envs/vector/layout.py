@@ -1,0 +1,97 @@
+"""How the flat row of an observation is laid out: plain data, without torch.
+
+A row [F] float32 is all that the learner sees of an observation. Its parts come one after the
+other; policies and checkpoints keep their layout, so that a policy needs no environment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from rl_dist.errors import UserError
+
+# vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
+# image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
+Kind = Literal["vector", "plain", "image", "mask"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring numbers of a row."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it takes."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a row, in order."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def vector(size: int) -> Layout:
+        """Return the layout of rows of that many plain numbers."""
+        return Layout((Part("observation", "vector", (size,)),))
+
+    @staticmethod
+    def of(env: Any) -> Layout:
+        """Return the layout of an environment's rows; without one they are vectors."""
+        own = getattr(env, "layout", None)
+        return own or Layout.vector(math.prod(env.single_observation_space.shape))
+
+    @property
+    def size(self) -> int:
+        """Numbers in a row."""
+        return sum(part.size for part in self.parts)
+
+    def slices(self) -> Iterator[tuple[Part, slice]]:
+        """Yield each part with its place in a row."""
+        first = 0
+        for part in self.parts:
+            yield part, slice(first, first + part.size)
+            first += part.size
+
+    def columns(self, kind: Kind) -> list[int]:
+        """Return the places of all numbers of a kind."""
+        found = (
+            range(place.start, place.stop) for part, place in self.slices() if part.kind == kind
+        )
+        return [column for columns in found for column in columns]
+
+    def to_json(self) -> str:
+        """Return it as a checkpoint stores it."""
+        return json.dumps([[part.name, part.kind, part.shape] for part in self.parts])
+
+    @staticmethod
+    def from_json(text: str) -> Layout:
+        """Invert `to_json`.
+
+        Raises:
+            UserError: it is no layout.
+        """
+        try:
+            layout = Layout(
+                tuple(Part(str(name), kind, tuple(shape)) for name, kind, shape in json.loads(text))
+            )
+            lengths = [length for part in layout.parts for length in part.shape]
+            good = all(type(length) is int and 0 < length < 10**9 for length in lengths)
+            good = good and all(part.kind in get_args(Kind) for part in layout.parts)
+            good = good and all(
+                len(p.shape) == (3 if p.kind == "image" else 1) for p in layout.parts
+            )
+        except (ValueError, TypeError, RecursionError):
+            good = False
+        if not good or not layout.parts:
+            raise UserError(f"the checkpoint is damaged: its layout is {text[:80]!r}")
+        return layout
