@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,10 @@ class Carry:
     def tensors(self) -> dict[str, Tensor]:
         """All fields by name, each with leading dimension B."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def rows(self, rows: slice) -> Carry:
+        """The carry of some of the environments."""
+        return Carry(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
 
 def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
@@ -118,6 +122,63 @@ def collect(
 ) -> Rollout:
     """Step all environments T times with the frozen policy; updates `carry` in place.
 
+    An environment of several `groups` steps some of its rows while the policy acts for others.
+    """
+    groups: list[slice] = getattr(env, "groups", [])
+    if len(groups) > 1:
+        return _collect_in_groups(policy, normalizer, env, carry, noise, bptt_steps, on_step)
+    acting = _act(policy, normalizer, carry, noise, bptt_steps)
+    actions_or_rollout = next(acting)
+    for _ in noise:
+        with section("environment"):
+            answers = env.step(actions_or_rollout)
+        on_step()
+        actions_or_rollout = acting.send(answers)
+    return actions_or_rollout
+
+
+def _collect_in_groups(
+    policy: Policy,
+    normalizer: Normalizer,
+    env: Any,  # with `groups`, `send` and `recv`
+    carry: Carry,
+    noise: Tensor,  # [T, B, A]
+    bptt_steps: int,
+    on_step: Callable[[], None],
+) -> Rollout:
+    """Collect by groups in turn: the others step while the policy acts for one."""
+    carries = [carry.rows(rows) for rows in env.groups]
+    acting = [
+        _act(policy, normalizer, part, noise[:, rows], bptt_steps)
+        for part, rows in zip(carries, env.groups, strict=True)
+    ]
+    made = []
+    for group, one in enumerate(acting):
+        made.append(next(one))
+        env.send(made[group], group)
+    for t in range(len(noise)):
+        for group, one in enumerate(acting):
+            with section("environment"):
+                answers = env.recv(group)
+            on_step()
+            made[group] = one.send(answers)
+            if t + 1 < len(noise):
+                env.send(made[group], group)
+    for name in carry.tensors():
+        setattr(carry, name, torch.cat([getattr(part, name) for part in carries]))
+    columns = (field.name for field in fields(Rollout))
+    return Rollout(**{n: torch.cat([getattr(one, n) for one in made], dim=1) for n in columns})
+
+
+def _act(
+    policy: Policy,
+    normalizer: Normalizer,
+    carry: Carry,
+    noise: Tensor,  # [T, B, A]
+    bptt_steps: int,
+) -> Generator[Any, Any, None]:
+    """Yield the actions of each step, be sent what `env.step` returns; yield the Rollout last.
+
     Values of observations that no further step looks at are computed together after the last
     step, from the states kept until then.
     """
@@ -134,9 +195,7 @@ def collect(
             actions, logprobs, values, state = policy.act(
                 seen, carry.lstm_state, carry.episode_start, step_noise
             )
-        with section("environment"):
-            obs, rewards, terminated, truncated, info = env.step(actions)
-        on_step()
+        obs, rewards, terminated, truncated, info = yield actions
 
         # keep the step, and what its successor's value depends on
         step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "logprobs": logprobs}
@@ -159,7 +218,7 @@ def collect(
         carry.episode_length = step["episode_lengths"] * ~ended
     stacked = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     next_values = _next_values(policy, normalizer, successors, stacked)
-    return Rollout(**stacked, next_values=next_values, initial_states=torch.stack(initial_states))
+    yield Rollout(**stacked, next_values=next_values, initial_states=torch.stack(initial_states))
 
 
 @section("policy")
