@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from envs import TRADING_ID, find_spec, make_vector_env
 from envs.vector.hangs import end_process
 from rl_dist.config import Text, configuration, setting
+
+AUTO = -1  # env_workers: measured when environments are made
 
 
 @configuration
@@ -30,9 +32,27 @@ class TaskConfig:
     """Longest time for one step or reset of another environment; 0: any."""
     env_restarts: int = setting(0, "restarts of each environment", within=(0, 10**9))
     """Make a Python environment that raised, hung or returned NaN again, this often at most."""
+    env_workers: int = setting(
+        0, "processes of each rank", within=(AUTO, 10**4), words={"auto": AUTO}
+    )
+    """Step the environments in so many processes, which pays where a step takes 0.3 ms or more; 0:
+    in the rank itself; auto: measure a step, and say why."""
+    env_groups: int = setting(1, "groups", within=(1, 2))
+    """With workers: 2 halves of a rank's environments, so that the policy acts for one while the
+    workers step the other."""
 
     def __post_init__(self) -> None:
         self.kwargs()
+        if self.env_groups > 1 and not self.env_workers:
+            raise ValueError(
+                f"env_groups {self.env_groups} does nothing without processes that step one group "
+                "while the policy acts for the other: add --env_workers N, or leave it out"
+            )
+        if self.env_workers and self.vectorization == "native":
+            raise ValueError(
+                f"env_workers {self.env_workers} splits environments over processes, which "
+                "--vectorization native does not promise to allow: leave one of them out"
+            )
 
     @property
     def is_trading(self) -> bool:
@@ -63,27 +83,45 @@ class GymTask:
     def __post_init__(self) -> None:
         find_spec(self.config.env)  # an unknown one is an error at once
 
-    def training_env(
-        self, num_envs: int, env_offset: int = 0, device: str = "cpu", kind: str = "environment"
-    ) -> Any:
+    def training_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
         """Make a batch of environments env_offset, ... of the run."""
-        return make_vector_env(
-            self.config.env,
-            num_envs,
-            env_offset=env_offset,
-            device=device,
-            vectorization=self.config.vectorization,
-            env_kwargs=self.config.kwargs(),
-            env_timeout=self.config.env_timeout,
-            env_restarts=self.config.env_restarts,
-            end=self.end,
-            heartbeat=self.heartbeat,
-            kind=kind,
-        )
+        return self._make(num_envs, env_offset, device, "environment", self.config.env_groups)
 
     def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
         """Make the same with a name of their own in messages, as numbers start at 0."""
-        return self.training_env(num_envs, env_offset, device, "evaluation environment")
+        return self._make(num_envs, env_offset, device, "evaluation environment")
+
+    def probe_env(self) -> Any:
+        """Make one environment in this process, to look at."""
+        return replace(self, config=replace(self.config, env_workers=0, env_groups=1))._make()
+
+    def _make(
+        self,
+        num_envs: int = 1,
+        env_offset: int = 0,
+        device: str = "cpu",
+        kind: str = "environment",
+        groups: int = 1,
+    ) -> Any:
+        config = self.config
+        how: dict[str, Any] = {"vectorization": config.vectorization, "env_kwargs": config.kwargs()}
+        how |= {"env_timeout": config.env_timeout, "end": self.end, "heartbeat": self.heartbeat}
+        workers, reason = config.env_workers, ""
+        if workers == AUTO:
+            from envs.workers.choice import choose_workers
+
+            workers, reason = choose_workers(config.env, num_envs, **how)
+        how |= {"env_offset": env_offset, "device": device, "kind": kind}
+        how |= {"env_restarts": config.env_restarts}
+        env: Any
+        if workers:
+            from envs.workers.env import WorkerEnv
+
+            env = WorkerEnv(config.env, num_envs, workers, groups, **how)
+        else:
+            env = make_vector_env(config.env, num_envs, **how)
+        env.reason = reason
+        return env
 
     def describe(self) -> str:
         """Return one line that names the environment."""

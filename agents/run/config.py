@@ -119,7 +119,7 @@ OWNERS = {item.name: name for name, section in SECTIONS.items() for item in fiel
 def probe_env(task: TradingTask | GymTask) -> Any:
     """Make the smallest environment of a task, to look at its spaces."""
     if isinstance(task, GymTask):
-        return task.training_env(1)
+        return task.probe_env()
     return task.evaluation_env(task.markets("train", 1), task.spans.train)
 
 
@@ -226,6 +226,8 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
         global_step=training.global_step,
         episodes=training.episodes,
     )
+    if reason := getattr(training.env, "reason", ""):
+        writer.say(reason)
     if not getattr(training.env, "can_snapshot", False):
         writer.say(
             f"{env} cannot be snapshot: after --resume its episodes begin again "

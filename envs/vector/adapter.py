@@ -157,6 +157,16 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         return [guard.restarts for guard in self._guards] or [0] * self.num_envs
 
     @property
+    def life_seeds(self) -> list[int]:
+        """The seed with which each environment's life began, [B]; 0 in a native batch."""
+        return [guard.life_seed for guard in self._guards] or [0] * self.num_envs
+
+    @property
+    def row_under_way(self) -> int | None:
+        """The row that is being called, or was last; None: all of them."""
+        return self._watch.row
+
+    @property
     def can_snapshot(self) -> bool:
         """Whether get_state and set_state work."""
         if self._guards:
@@ -186,6 +196,15 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         obs = self._guarded(self._reset, seed=seed, options=options)
         self._started = True
         return self._tensor(obs), {}
+
+    def begin_again(
+        self, life_seeds: Sequence[int], restarts: Sequence[int], lifetime_step: int
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Start in the place of environments whose process has ended."""
+        self._lifetime_step = lifetime_step
+        for guard, life_seed, count in zip(self._guards, life_seeds, restarts, strict=True):
+            guard.begin_again(life_seed, count)
+        return self.reset()
 
     def _reset(self, **kwargs: Any) -> np.ndarray:
         raw, info = self.env.reset(**kwargs)

@@ -34,6 +34,17 @@ class EnvironmentFaultError(RuntimeError):
         return f"{kind} {env_id} number {number} at its step {step}: {problem}"
 
 
+class WorkerFaultError(EnvironmentFaultError):
+    """The end of a worker process with environments, said in one line."""
+
+    def __init__(self, message: str) -> None:
+        RuntimeError.__init__(self, message)
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return str(self.args[0])
+
+
 class RowFaultError(Exception):
     """A problem of one row of a batch (None: of all), not yet located."""
 

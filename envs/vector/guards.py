@@ -51,7 +51,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._watch = watch
         self._shapes = shapes
         self._mask_size = mask_size
-        self._life_seed = 0
+        self.life_seed = 0
         self._new_seed: int | None = None  # of an environment made again and not yet reset
         self._last_obs: Any = None
 
@@ -60,7 +60,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset, after a restart with its new seed; RowFaultError as the class says."""
         if seed is not None:
-            self._life_seed = seed
+            self.life_seed = seed
             self._new_seed = None
         while True:
             try:
@@ -165,7 +165,13 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
                 fault = RowFaultError(self._row, f"could not be made again: {another}")
             else:
                 break
-        entropy = np.random.SeedSequence([self._life_seed, self.restarts])
+        self.begin_again(self.life_seed, self.restarts)
+
+    def begin_again(self, life_seed: int, restarts: int) -> None:
+        """Let the next reset begin what follows so many restarts."""
+        self.life_seed = life_seed
+        self.restarts = restarts
+        entropy = np.random.SeedSequence([life_seed, restarts])
         self._new_seed = int(entropy.generate_state(1, np.uint64)[0]) >> 1
 
     def _find_stateful(self) -> tuple[Any, list[TimeLimit[Any, Any]]]:
@@ -191,7 +197,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         env, limits = self._find_stateful()
         counts = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
         state = {**env.get_state(), **counts}
-        state |= {"guard/restarts": self.restarts, "guard/life_seed": self._life_seed}
+        state |= {"guard/restarts": self.restarts, "guard/life_seed": self.life_seed}
         kept = self._shapes if self._max_restarts else ()
         return state | {_saved_as(path): pick(self._last_obs, path) for path in kept}
 
@@ -199,7 +205,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Continue where `get_state` was called; the guard's own entries may lack."""
         env, limits = self._find_stateful()
         self.restarts = state.pop("guard/restarts", self.restarts)
-        self._life_seed = state.pop("guard/life_seed", self._life_seed)
+        self.life_seed = state.pop("guard/life_seed", self.life_seed)
         kept = {path: state.pop(_saved_as(path), None) for path in self._shapes}
         if self._max_restarts and all(values is not None for values in kept.values()):
             self._last_obs = rebuilt(self.env.observation_space, kept)

@@ -60,7 +60,7 @@ class HangWatch:
         self._timeout_s = timeout_s
         self._end = end
         self._heartbeat = heartbeat
-        self._row: int | None = None
+        self.row: int | None = None  # that is being called, or was last
         self._call = 0  # number of the call under way
         self._busy = False
         self._suspect = 0  # number of the call that the alarm is meant for
@@ -76,9 +76,9 @@ class HangWatch:
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the environment of a row (None: all); RowFaultError if it fails."""
+        self.row = row
         self._heartbeat()
         try:
-            self._row = row
             self._call += 1
             self._busy = True
             try:
@@ -122,7 +122,7 @@ class HangWatch:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 stack = "".join(traceback.format_stack(frame)) if frame else ""
                 problem = f"{self.problem} and cannot be interrupted: the process ends"
-                message = self.describe(self._row, problem)
+                message = self.describe(self.row, problem)
                 _LOGGER.info("%s; it is at\n%s", message, stack)  # `end` prints to the console
                 self._end(message)
             elif now_s - since_s >= self._timeout_s and self._suspect != call:

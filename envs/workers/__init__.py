@@ -1,0 +1,1 @@
+"""Environments in processes: choice, host, worker, vector environment."""

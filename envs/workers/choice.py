@@ -1,0 +1,58 @@
+"""How many workers: measured, where the user leaves it open."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from functools import cache
+from typing import Any
+
+import torch
+
+from envs import make_vector_env
+
+WORTH_S = 0.3e-3  # a step of one environment from which on workers pay
+MOST_PER_CORE = 8  # workers, where steps mostly wait
+SAMPLE_ENVS, SAMPLE_STEPS, SAMPLE_S = 2, 64, 1.0
+
+
+def choose_workers(
+    env_id: str, num_envs: int, *, env_kwargs: dict[str, Any], **options: Any
+) -> tuple[int, str]:
+    """Return the number of workers for a rank, and why, in a line."""
+    step_s, busy_share = _measure(env_id, json.dumps(env_kwargs), *options.items())
+    cores = max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    found = f"a step of {env_id} takes {step_s * 1e3:.2g} ms, {busy_share:.0%} of it computing"
+    if step_s < WORTH_S:
+        return 0, f"{found}: environments step in place (workers pay from {WORTH_S * 1e3:g} ms)"
+    workers = min(num_envs, math.ceil(cores / max(busy_share, 1 / MOST_PER_CORE)))
+    if workers == 1:
+        return 0, f"{found}: environments step in place, as there is one core for each rank"
+    return workers, f"{found}: {workers} workers on each rank, for {cores} core(s)"
+
+
+@cache
+def _measure(env_id: str, kwargs: str, *options: tuple[str, Any]) -> tuple[float, float]:
+    """Return the seconds of one environment's step, and the share in which it computes."""
+    env = make_vector_env(env_id, SAMPLE_ENVS, env_kwargs=json.loads(kwargs), **dict(options))
+    env.action_space.seed(0)
+    env.reset(seed=list(range(SAMPLE_ENVS)))
+    spent_s: list[tuple[float, float]] = []  # by step: on the clock, and of this process
+    until_s = time.perf_counter() + SAMPLE_S
+    while len(spent_s) < SAMPLE_STEPS and time.perf_counter() < until_s:
+        actions = torch.as_tensor(env.action_space.sample())
+        began_s = time.perf_counter(), time.process_time()
+        env.step(actions)
+        spent_s.append((time.perf_counter() - began_s[0], time.process_time() - began_s[1]))
+    env.close()
+    # a quiet step: others on this machine slow down some of them
+    took_s, busy_s = sorted(spent_s)[len(spent_s) // 4]
+    return took_s / SAMPLE_ENVS, min(1.0, busy_s / took_s)
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
