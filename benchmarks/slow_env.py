@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import time
+
 import gymnasium
 import numpy as np
 
 ROUNDS = 14_000  # of plain Python, about a millisecond
+WAIT_S = 2e-3
 
 
 class SlowSteps(gymnasium.Env):
@@ -40,4 +43,17 @@ class SlowSteps(gymnasium.Env):
         return self._seen, reward, False, self._steps >= 50, {"total": total}
 
 
+class Waiting(SlowSteps):
+    """The same, but every step waits for 2 ms, as for a simulator behind a socket."""
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Wait, then go on."""
+        time.sleep(WAIT_S)
+        reward = -abs(float(action[0]) - float(self._seen[0]))
+        self._seen = self.np_random.uniform(-1, 1, 4).astype(np.float32)
+        self._steps += 1
+        return self._seen, reward, False, self._steps >= 50, {}
+
+
 gymnasium.register("SlowSteps-v0", f"{__name__}:SlowSteps")
+gymnasium.register("Waiting-v0", f"{__name__}:Waiting")

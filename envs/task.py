@@ -33,7 +33,7 @@ class TaskConfig:
     env_restarts: int = setting(0, "restarts of each environment", within=(0, 10**9))
     """Make a Python environment that raised, hung or returned NaN again, this often at most."""
     env_workers: int = setting(
-        0, "processes of each rank", within=(AUTO, 10**4), words={"auto": AUTO}
+        0, "processes of each rank", within=(AUTO, 1024), words={"auto": AUTO}
     )
     """Step the environments in so many processes, which pays where a step takes 0.3 ms or more; 0:
     in the rank itself; auto: measure a step, and say why."""

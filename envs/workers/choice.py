@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from functools import cache
@@ -14,6 +13,7 @@ import torch
 from envs import make_vector_env
 
 WORTH_S = 0.3e-3  # a step of one environment from which on workers pay
+MOSTLY = 0.5  # of a step: one that computes more keeps a core busy
 MOST_PER_CORE = 8  # workers, where steps mostly wait
 SAMPLE_ENVS, SAMPLE_STEPS, SAMPLE_S = 2, 64, 1.0
 
@@ -27,7 +27,8 @@ def choose_workers(
     found = f"a step of {env_id} takes {step_s * 1e3:.2g} ms, {busy_share:.0%} of it computing"
     if step_s < WORTH_S:
         return 0, f"{found}: environments step in place (workers pay from {WORTH_S * 1e3:g} ms)"
-    workers = min(num_envs, math.ceil(cores / max(busy_share, 1 / MOST_PER_CORE)))
+    for_one_core = 1.0 if busy_share > MOSTLY else min(1 / busy_share, MOST_PER_CORE)
+    workers = min(num_envs, round(cores * for_one_core))
     if workers == 1:
         return 0, f"{found}: environments step in place, as there is one core for each rank"
     return workers, f"{found}: {workers} workers on each rank, for {cores} core(s)"

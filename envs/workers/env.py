@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._lifetime_steps = [0] * len(self.groups)
         kept = {"env_timeout": env_timeout, "env_restarts": env_restarts, "kind": kind}
         self._make = {"env_id": env_id, "env_offset": env_offset, "options": options | kept}
+        self._make["path"] = sys.path
 
         # files in memory, then the workers, the environments, and what is known only then
         num_workers = min(num_workers, *(rows.stop - rows.start for rows in self.groups))

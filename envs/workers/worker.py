@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import random
+import sys
 import threading
 import traceback
 from collections.abc import Mapping
@@ -160,6 +161,7 @@ class Worker:
         logging.getLogger().addHandler(_Forward(self))
         logging.getLogger().setLevel(log_level)
         logging.captureWarnings(True)
+        sys.path[:] = make["path"]
         # what shares a generator of its process shall not draw the same in every one
         first = make["env_offset"] + chunks[0][0]
         random.seed(first)
