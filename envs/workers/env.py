@@ -21,6 +21,7 @@ from torch import Tensor
 
 from envs.vector.faults import EnvironmentFaultError, WorkerFaultError
 from envs.vector.hangs import GRACE_S
+from envs.vector.layout import Layout
 from envs.workers.host import WorkerProcess
 from envs.workers.worker import FACTS, NO_ROW, env_columns, shared_arrays, status_columns
 
@@ -68,6 +69,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
     is named, or with restarts left for all of them they begin again in a new process.
     """
 
+    layout: Layout
     can_snapshot: bool
 
     def __init__(
