@@ -1,4 +1,4 @@
-"""Generalised advantage estimation."""
+"""Sums along a rollout: generalised advantage estimation, and sums over episodes."""
 
 from __future__ import annotations
 
@@ -30,3 +30,23 @@ def gae(
         following = torch.addcmul(deltas[t], decay[t], following)
         advantages[t] = following
     return advantages, advantages + values
+
+
+def running_sums(
+    start: Tensor,  # [..., B] sums before the rollout, of the episodes under way
+    increments: Tensor,  # [T, ..., B]
+    episode_end: Tensor,  # [T, B] bool
+    decay: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Sums since the episode's start; every step multiplies what was by `decay`.
+
+    Returns:
+        The sums after every step [T, ..., B], and what goes on into the next rollout [..., B].
+    """
+    factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
+    running, rows = start * decay, []
+    for increment, factor in zip(increments, factors, strict=True):
+        running = running + increment
+        rows.append(running)
+        running = running * factor
+    return torch.stack(rows), rows[-1] * ~episode_end[-1]

@@ -7,7 +7,7 @@ together and run as one dense call each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,3 +105,12 @@ def run_sequence(
         torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*results, strict=True)
     )
     return tuple(part.index_select(0, inverse).unflatten(0, starts.shape) for part in flat)
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Integer arrays as int64 tensors on a device; the host does not wait for it."""
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    parts = packed.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

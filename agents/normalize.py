@@ -7,7 +7,7 @@ ranks nor large offsets cost precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +76,15 @@ class Normalizer(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Normalised values, same shape [..., F] and type."""
+        return self.frozen(values.dtype)(values)
+
+    def frozen(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The function for values of this type, as the statistics are now."""
         if not self.enabled:
-            return values
-        scale = (self.moments.variance + 1e-8).rsqrt().to(values.dtype)
-        shift = self.moments.mean.to(values.dtype) if self.center else 0.0
-        return ((values - shift) * scale).clamp(-self.clip, self.clip)
+            return lambda values: values
+        scale = (self.moments.variance + 1e-8).rsqrt().to(dtype)
+        shift = self.moments.mean.to(dtype) if self.center else 0.0
+        return lambda values: ((values - shift) * scale).clamp(-self.clip, self.clip)
 
 
 def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:

@@ -264,6 +264,19 @@ class Policy(nn.Module):
             actions ([B, A], unclipped, or [B] or [B, D] int64), logprobs [B], values [B] and the
             state [B, S, H].
         """
+        actions, actor, values, new_state = self.decide(obs, state, episode_start, noise)
+        return actions, self.logprobs(actor, actions), values, new_state
+
+    @torch.no_grad()
+    def logprobs(self, actor: Tensor, actions: Tensor) -> Tensor:
+        """Log probabilities [...] of actions under the actor's outputs [..., A]."""
+        return self.distribution(actor).log_prob(actions)
+
+    @torch.no_grad()
+    def decide(
+        self, obs: Tensor, state: Tensor, episode_start: Tensor, noise: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`act` with the actor's outputs [B, A] in the place of the log probabilities."""
         (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
         actor = actor[0]  # [B, A]
         if self.discrete:
@@ -271,8 +284,7 @@ class Policy(nn.Module):
             actions = (self.choices(noisy) if self.action_sizes else noisy).argmax(-1)
         else:
             actions = actor if noise is None else actor + self.log_std.exp() * noise
-        logprobs = self.distribution(actor).log_prob(actions)
-        return actions, logprobs, values[0], new_state
+        return actions, actor, values[0], new_state
 
     def forward(
         self, obs: Tensor, actions: Tensor, state: Tensor, episode_start: Tensor

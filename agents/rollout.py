@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agents.gae import running_sums
+from agents.lstm import to_device
 from agents.normalize import Normalizer
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
@@ -98,10 +100,10 @@ class Rollout:
 
 
 def policy_input(
-    normalizer: Normalizer, history: Tensor, obs: Tensor, dtype: torch.dtype
+    normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Normalise `obs` [B, F]; a window's n-1 observations come first: [B, n*F]."""
-    seen = normalizer(obs.to(dtype))
+    seen = normalize(obs.to(dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
 
@@ -182,6 +184,7 @@ def _act(
     Values of observations that no further step looks at are computed together after the last
     step, from the states kept until then.
     """
+    normalize = normalizer.frozen(carry.lstm_state.dtype)
     steps: list[dict[str, Tensor]] = []
     successors: list[tuple[Tensor, ...]] = []  # (obs, history, state) if no episode ended
     initial_states = []
@@ -190,41 +193,52 @@ def _act(
             initial_states.append(carry.lstm_state)
 
         # act, then let the environments answer
-        seen = policy_input(normalizer, carry.history, carry.obs, carry.lstm_state.dtype)
+        seen = policy_input(normalize, carry.history, carry.obs, carry.lstm_state.dtype)
         with section("policy"):
-            actions, logprobs, values, state = policy.act(
+            actions, actor, values, state = policy.decide(
                 seen, carry.lstm_state, carry.episode_start, step_noise
             )
         obs, rewards, terminated, truncated, info = yield actions
 
         # keep the step, and what its successor's value depends on
-        step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "logprobs": logprobs}
-        step |= {"values": values, "rewards": rewards.double()}
-        step |= {"episode_start": carry.episode_start}
+        step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "values": values}
+        step |= {"rewards": rewards, "episode_start": carry.episode_start}
         step |= {"terminated": terminated, "truncated": truncated}
-        step["episode_returns"] = carry.episode_return + info.get("raw_rewards", rewards)
-        step["episode_lengths"] = carry.episode_length + 1
+        step |= {"actor": actor, "raw_rewards": info.get("raw_rewards", rewards)}
         steps.append(step)
         history = shift_history(carry.history, seen)
         successors.append((info["final_obs"], history, state))
 
-        # carry on; the end of an episode empties its window and its sums
+        # carry on; the end of an episode empties its window
         ended = terminated | truncated  # [B]
         carry.obs = obs
-        carry.history = history * ~ended[:, None, None]
+        carry.history = history * ~ended[:, None, None] if history.shape[1] else history
         carry.episode_start = ended
         carry.lstm_state = state
-        carry.episode_return = step["episode_returns"] * ~ended
-        carry.episode_length = step["episode_lengths"] * ~ended
+
+    # what needs no step by itself is computed for all of them
     stacked = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    next_values = _next_values(policy, normalizer, successors, stacked)
-    yield Rollout(**stacked, next_values=next_values, initial_states=torch.stack(initial_states))
+    actor, raw_rewards = stacked.pop("actor"), stacked.pop("raw_rewards")
+    stacked["rewards"] = stacked["rewards"].double()
+    stacked["next_values"] = _next_values(policy, normalize, successors, stacked)
+    stacked["logprobs"] = policy.logprobs(actor, stacked["actions"])
+    stacked |= _episode_sums(carry, raw_rewards, stacked["terminated"] | stacked["truncated"])
+    yield Rollout(**stacked, initial_states=torch.stack(initial_states))
+
+
+def _episode_sums(carry: Carry, rewards: Tensor, episode_end: Tensor) -> dict[str, Tensor]:
+    """Plain return and length so far after every step, each [T, B]; carried on in `carry`."""
+    increments = torch.stack([rewards.double(), torch.ones_like(rewards).double()], dim=1)
+    before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
+    sums, after = running_sums(before, increments, episode_end)
+    carry.episode_return, carry.episode_length = after[0], after[1].long()
+    return {"episode_returns": sums[:, 0], "episode_lengths": sums[:, 1].long()}
 
 
 @section("policy")
 def _next_values(
     policy: Policy,
-    normalizer: Normalizer,
+    normalize: Callable[[Tensor], Tensor],
     successors: list[tuple[Tensor, ...]],
     steps: dict[str, Tensor],  # each [T, B, ...]
 ) -> Tensor:
@@ -236,18 +250,19 @@ def _next_values(
     needs_bootstrap[-1] = True
 
     # those are evaluated now, all at once; the recurrent states that come out are discarded
-    times, columns = needs_bootstrap.nonzero(as_tuple=True)
-    by_step = columns.split(needs_bootstrap.sum(1).tolist())
+    flags = needs_bootstrap.cpu().numpy()
+    cells, columns = to_device([np.flatnonzero(flags), flags.nonzero()[1]], next_values.device)
+    by_step = columns.split(flags.sum(1).tolist())
     kept = [
-        [part[index] for part in step]
+        [part.index_select(0, index) for part in step]
         for step, index in zip(successors, by_step, strict=True)
         if len(index)
     ]
     obs, history, state = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    seen = policy_input(normalizer, history, obs, state.dtype)
+    seen = policy_input(normalize, history, obs, state.dtype)
     no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
-    bootstrap_values = policy.act(seen, state, no_start)[2]
-    next_values[times, columns] = bootstrap_values
+    bootstrap_values = policy.decide(seen, state, no_start)[2]
+    next_values.view(-1).index_copy_(0, cells, bootstrap_values)
     return next_values * ~steps["terminated"]
 
 

@@ -14,7 +14,7 @@ import gymnasium
 import torch
 from torch import Tensor
 
-from agents.gae import gae
+from agents.gae import gae, running_sums
 from agents.noise import action_noise
 from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights
@@ -181,13 +181,10 @@ class Training:
 
     def discounted_returns(self, rollout: Rollout) -> Tensor:
         """Running discounted sums of rewards [T, B]; their deviation scales rewards."""
-        running, rows = self.carry.discounted_return, []  # [B]
-        for rewards, ended in zip(rollout.rewards, rollout.episode_end, strict=True):
-            running = running * self.job.ppo.gamma + rewards
-            rows.append(running)
-            running = running * ~ended
-        self.carry.discounted_return = running
-        return torch.stack(rows)
+        sums, self.carry.discounted_return = running_sums(
+            self.carry.discounted_return, rollout.rewards, rollout.episode_end, self.job.ppo.gamma
+        )
+        return sums
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Advantages, then the PPO epochs; the normalisers are merged only afterwards."""

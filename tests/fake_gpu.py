@@ -450,6 +450,7 @@ def stand_ins(gpu):
         foreach: {"_foreach_supported_types": [*foreach._foreach_supported_types, FakeTensor]},
         torch.Tensor: {
             "register_hook": lambda tensor, hook: engine.register_hook(tensor, hook),
+            "pin_memory": lambda tensor: tensor,
         },
         torch.autograd.Variable: {"_execution_engine": engine},
         FakeTensorMode: {"avoid_device_init": True},

@@ -118,8 +118,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             given_up.append("each episode but the first begins with a step that ignores the action")
         elif self._mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
-                f"environment {self.env_id} has autoreset mode {self._mode}, but SAME_STEP is needed: "
-                "choose vectorization 'sync', or construct it with AutoresetMode.SAME_STEP"
+                f"environment {self.env_id} has autoreset mode {self._mode}, but SAME_STEP is "
+                "needed: choose vectorization 'sync', or construct it with AutoresetMode.SAME_STEP"
             )
         if not self._takes_seed_list:
             given_up.append("one generator for all, so another number of ranks trains differently")
