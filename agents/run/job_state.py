@@ -47,7 +47,7 @@ def agree_on_start(
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
-    check_hosts(world)
+    check_hosts(world, config.launch.threads)
     if world.is_main_process and restart_count():
         newest = load_newest(run_dir)
         truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)

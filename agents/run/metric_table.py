@@ -83,6 +83,7 @@ ROWS = {
 """,
     MONITORED: """
 -cpu/percent [%] CPU time of the rank's process; 100 is one core
+-cpu/wait_percent [%] the main thread had work, but no core, of the time in which it had work
 -ram/used_gib [GiB] memory of the rank's process
 -ram/free_gib [GiB] memory that is free on the machine
 """,

@@ -21,6 +21,7 @@ from rl_dist.process_group.world import World
 CODE = Path(__file__).parents[2]
 PACKAGES = ("rl_dist", "agents", "envs")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of a machine, however many hosts it plays
 MOST_APART_S = 60.0  # clocks: beyond it times of files and logs mislead
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,44 @@ def difference(ranks: list[dict[str, str]]) -> str:
     return ""
 
 
-def check_hosts(world: World) -> None:
+def cores_here() -> str:
+    """Name the cores of this process; whoever shares them gives the same name."""
+    try:
+        machine = BOOT_ID.read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
+    return f"{machine} {sorted(os.sched_getaffinity(0))}"
+
+
+def share_cores(sharers: int, threads: int) -> None:
+    """Take this rank's share of cores that ranks of other hosts use, too.
+
+    Agents on one machine do not know of each other, and each gives its ranks all cores; threads
+    that wait for a core spin.
+
+    Args:
+        sharers: ranks on the cores of this process.
+        threads: asked for by the user, which stands; 0: none.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // sharers)
+    before = torch.get_num_threads()
+    if threads or share >= before:
+        return
+    torch.set_num_threads(share)
+    logger.warning(
+        "hosts of this job share cores: %d thread(s) for each rank instead of %d (--threads)",
+        *(share, before),
+    )
+
+
+def check_hosts(world: World, threads: int = 0) -> None:
     """Compare the hosts of a job on several of them; all ranks call.
 
     Logs a warning where clocks are apart, or where a lost host would end the job.
+
+    Args:
+        world: of this rank.
+        threads: asked for by the user; 0: ranks on the same cores share them.
 
     Raises:
         UserError: torch or our code differs between hosts.
@@ -69,9 +104,13 @@ def check_hosts(world: World) -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size:
         return
     versions = {"torch": torch.__version__, "code": code_version()}
+    if hasattr(os, "sched_getaffinity"):
+        versions["cores"] = cores_here()
     ranks = all_gather_json({"host": socket.gethostname(), **versions}, world)
     if complaint := difference(ranks):
         raise UserError(complaint)
+    if "cores" in versions:
+        share_cores(sum(rank["cores"] == versions["cores"] for rank in ranks), threads)
     clocks_s = all_gather_json(time.time(), world)  # right after a meeting
     if not world.is_main_process:
         return

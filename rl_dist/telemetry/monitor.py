@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:  # needed where there is a GPU
 logger = logging.getLogger(__name__)
 GIB = 2**30
 CLOSE_S = 1.0  # longest wait for a thread that hangs in a driver
-HOST = ("cpu/percent", "ram/used_gib", "ram/free_gib")
+HOST = ("cpu/percent", "cpu/wait_percent", "ram/used_gib", "ram/free_gib")
+SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread: ns on a core, ns ready without one
+MOST_WAIT_PERCENT = 30.0  # without a core; beyond, with several threads, a rank gets slow
+IN_A_ROW = 3  # samples, before it is said
 MEMORY = ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib", "memory_free_gib")
 # of the fields of GpuStatus
 SAMPLED = ("utilization_percent", *MEMORY, "temperature_c", "power_w")
@@ -87,25 +91,67 @@ class Monitor:
 
 def sources_of(device: torch.device, nvml_module: Any = None) -> list[Source]:
     """Return what there is to sample for a rank on this device."""
-    sources = [Source(HOST, _read_host)]
+    threads = torch.get_num_threads()  # each thread has a number of its own
+    sources = [Source(HOST, lambda: _read_host(threads))]
     if device.type == "cuda":
         sources.append(Source(GPU, lambda: _read_gpu(device.index or 0, nvml_module)))
     return sources
 
 
-def _read_host() -> Callable[[], Values]:
+def _read_host(threads: int) -> Callable[[], Values]:
     """This process's CPU time (100 = one core busy) and memory, and what the machine has left."""
     import psutil
 
     process = psutil.Process(os.getpid())
     process.cpu_percent()  # counts from here
+    waiting = CoreWait(threads)
 
     def read() -> Values:
         with process.oneshot():
-            used = process.cpu_percent(), process.memory_info().rss / GIB
+            used = process.cpu_percent(), waiting.percent(), process.memory_info().rss / GIB
         return dict(zip(HOST, (*used, psutil.virtual_memory().available / GIB), strict=True))
 
     return read
+
+
+class CoreWait:
+    """How long the main thread had work but no core.
+
+    Where programs share cores, threads that wait for each other spin, and all get much slower.
+    """
+
+    def __init__(self, threads: int, path: Path = SCHEDSTAT) -> None:
+        self._threads = threads
+        self._path = path
+        self._before = self._read()
+        self._in_a_row = 0
+
+    def _read(self) -> list[int]:
+        try:
+            return [int(word) for word in self._path.read_text().split()[:2]]
+        except (OSError, ValueError):  # not Linux, or a kernel that does not count
+            return []
+
+    def percent(self) -> float | None:
+        """Return its share since the last call; None: not known.
+
+        Warns once where fewer threads would help.
+        """
+        before, self._before = self._before, self._read()
+        if not (before and self._before):
+            return None
+        ran_ns, waited_ns = (now - then for now, then in zip(self._before, before, strict=True))
+        percent = 100.0 * waited_ns / max(1, ran_ns + waited_ns)
+        self._in_a_row = self._in_a_row + 1 if percent > MOST_WAIT_PERCENT else 0
+        if self._in_a_row == IN_A_ROW and self._threads > 1:
+            fewer = max(1, int(self._threads * (1 - percent / 100)))
+            logger.warning(
+                "other programs share this rank's cores, and it waits %.0f %% of the time for one: "
+                "its %d threads hold each other up, --threads %d may be faster",
+                *(percent, self._threads, fewer),
+            )
+            self._threads = 1  # it is said once
+        return percent
 
 
 def _read_gpu(index: int, nvml_module: Any) -> Callable[[], Values]:

@@ -121,6 +121,33 @@ def test_threads_that_are_asked_for_win_over_torchruns_variable(environment, mon
     assert "3 thread(s) each" in resolve(LaunchConfig(device="cpu", threads=3)).message
 
 
+SHARING = """
+import sys, torch
+from rl_dist.process_group.hosts import check_hosts
+from rl_dist.process_group.world import close_world, open_world
+world = open_world("cpu")
+before = torch.get_num_threads()
+check_hosts(world, threads=before)
+assert torch.get_num_threads() == before  # asked for
+check_hosts(world)
+print(before, torch.get_num_threads())
+close_world(world)
+"""
+
+
+def test_hosts_on_the_same_cores_share_them(environment):
+    """Two agents on one machine each give their rank all cores."""
+    cores = len(os.sched_getaffinity(0))
+    own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    jobs = []
+    for rank in range(2):
+        environment(**TORCHRUN | own | {"RANK": str(rank)})
+        jobs.append(start("-c", SHARING))
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert out.split() == [str(cores), str(max(1, cores // 2))], err
+
+
 def test_of_torchruns_ranks_the_first_prints_a_mistake_and_the_others_only_what_it_did_not(
     environment, monkeypatch, capsys, tmp_path
 ):

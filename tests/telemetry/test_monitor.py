@@ -2,15 +2,28 @@
 
 import itertools
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from fake_nvml import GIB, FakeNvml, NVMLError, gpu
 
 from rl_dist.hardware.memory import clear_gpu_memory
-from rl_dist.telemetry.monitor import GPU, HOST, Monitor, Source, get_multi_gpu_status, sources_of
+from rl_dist.telemetry.monitor import (
+    GPU,
+    HOST,
+    IN_A_ROW,
+    CoreWait,
+    Monitor,
+    Source,
+    get_multi_gpu_status,
+    sources_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -106,9 +119,28 @@ def test_a_busy_rank_on_the_cpu_uses_its_core_and_some_memory():
         sum(range(1000))
     found = taken(monitor, "cpu/percent")
     monitor.close()
-    assert tuple(found) == HOST
+    assert tuple(found) == HOST and found["cpu/wait_percent"] >= 0
     assert 3 < found["cpu/percent"] < 150  # 100 is one core, which is shared with others
     assert 0.02 < found["ram/used_gib"] < 50 and found["ram/free_gib"] > 0
+
+
+def test_a_rank_of_several_threads_that_shares_its_core_with_a_program_is_warned_once(caplog):
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+    waits = [CoreWait(1), CoreWait(2)]
+    try:
+        for _ in range(2 * IN_A_ROW):
+            deadline_s = time.monotonic() + 0.4
+            while time.monotonic() < deadline_s:
+                sum(range(1000))
+            assert all(30 < wait.percent() < 100 for wait in waits)
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, cores)
+    assert caplog.text.count("--threads 1 may be faster") == 1
+    assert CoreWait(2, Path("/proc/none")).percent() is None
 
 
 def test_a_rank_with_a_gpu_reads_its_own_one_and_without_nvml_its_memory(monkeypatch, caplog):
