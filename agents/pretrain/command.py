@@ -46,7 +46,7 @@ from rl_dist.config import (
 from rl_dist.errors import UserError, explains_errors
 from rl_dist.hardware.plain_files import leads_to, read_plain
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, launch, resolve, restart_count
-from rl_dist.parallel.strategy import Strategy
+from rl_dist.parallel.strategy import EagerAdam, Strategy
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, open_world
 from rl_dist.supervised.fit import FitConfig, FitResult, fit
@@ -195,7 +195,7 @@ def run_fit(
     result = fit(
         module,
         loader(train, shuffle=True),
-        torch.optim.Adam(strategy.parameters, lr=settings.learning_rate),
+        EagerAdam(strategy.parameters, lr=settings.learning_rate),
         loss,
         strategy,
         validation=loader(valid),

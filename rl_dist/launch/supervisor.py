@@ -8,6 +8,7 @@ standard library only.
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_dist.hardware.plain_files import read_plain
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
@@ -61,8 +63,9 @@ def supervise() -> None:
         sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:
         code = _watch(child, page)
-        if run_dir := page.read().get("run_dir"):
-            from rl_dist.telemetry.state_file import record_exit
+        run_dir = page.read().get("run_dir")
+        if run_dir and not _exit_is_recorded(Path(run_dir)):
+            from rl_dist.telemetry.state_file import record_exit  # loads pydantic: 0.3 s
 
             record_exit(Path(run_dir), child, code)  # where the child could not
         sys.exit(code)
@@ -87,6 +90,13 @@ def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any
     """Print no traceback of a Ctrl-C that comes before training does."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
+
+
+def _exit_is_recorded(run_dir: Path) -> bool:
+    """True if the child has written to state.json how the run ended."""
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        return bool(json.loads(read_plain(run_dir / "state.json")).get("exit"))
+    return False
 
 
 def _watch(child: int, page: ReportPage) -> int:

@@ -12,6 +12,7 @@ The mean over ranks of the losses is what is differentiated; all ranks step toge
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -310,12 +311,26 @@ class Strategy:
         self.parameters = []
 
 
+class EagerAdam(torch.optim.Adam):
+    """Adam that does not load torch.compile, which takes as long as torch itself.
+
+    Torch wraps these methods so that they are never compiled, and loads the compiler for it. The
+    numbers are the same.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
 def make_adam(
     parameters: Iterable[nn.Parameter], lr: float, device: torch.device, fused: str
 ) -> torch.optim.Adam:
     """Return Adam with the step that `fused`, one of FUSED, asks for."""
     one_kernel = fused == "on" or (fused == "auto" and device.type == "cuda")
-    return torch.optim.Adam(parameters, lr=lr, eps=1e-5, fused=one_kernel)
+    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=one_kernel)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ ADVISERS = (
     "rl_dist.supervised",
     "pandas",
     "talib",
+    "torch._dynamo",
 )
 AT_THE_END = "agents.evaluate.final"
 

@@ -9,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from rl_dist.launch.launcher import launch
 from rl_dist.parallel.ordered_ddp import OrderedDDP
+from rl_dist.parallel.strategy import EagerAdam
 
 pytestmark = pytest.mark.timeout(300)
 PRIVATE = (
@@ -27,6 +28,24 @@ def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one
         assert len(found) > 15
         same = {name for name, rows in found.items() if (rows == rows[0]).all() and rows.any()}
         assert same == found.keys(), f"{path.stem}, torch {torch.__version__}"
+
+
+def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
+    results = []
+    for kind in (torch.optim.Adam, EagerAdam):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        optimizer = kind(net.parameters(), lr=0.01, eps=1e-5)
+        for step in range(6):
+            if step == 3:  # resumed
+                saved = optimizer.state_dict()
+                optimizer = kind(net.parameters(), lr=0.5)
+                optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+            net(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+        results.append([*net.parameters(), optimizer.state_dict()["state"][0]["exp_avg_sq"]])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("unused", [False, True])
