@@ -262,4 +262,22 @@ def _other_sizes(config: TrainConfig, unit: int, unit_envs: int, num_ranks: int)
             proposals.append(change.strip())
         else:
             proposals += [f"{change}--num_envs {count // unit}" for count in near]
+    if config.num_envs and asked % num_ranks == 0:  # the batch that is asked for fits these
+        near_batches = _nearest_batches(config, unit, sequences_per_env, num_ranks)
+        proposals += [f"--batch_size {batch_size}" for batch_size in near_batches]
     return f"{what}: try {' or '.join(proposals)}"
+
+
+def _nearest_batches(
+    config: TrainConfig, unit: int, sequences_per_env: int, num_ranks: int
+) -> list[int]:
+    """Return the nearest values of batch_size, below and above, with the same num_envs."""
+    num_envs = config.num_envs * unit
+    num_batches, rest = divmod(config.num_envs * sequences_per_env, config.grad_accumulation)
+    fitting = [
+        size
+        for size in range(1, 0 if rest else num_batches + 1)
+        if num_batches % size == 0 and math.gcd(num_envs, size * unit) % num_ranks == 0
+    ]
+    below = [size for size in fitting if size < config.batch_size][-1:]
+    return below + [size for size in fitting if size > config.batch_size][:1]

@@ -13,8 +13,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault
-from rl_dist.errors import one_line
+from rl_dist.errors import check_one_copy, one_line
 
+check_one_copy(__file__)
 # torch and pandas are loaded when a factory is called, not when ids are registered
 if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv

@@ -255,6 +255,7 @@ def parse_flags(
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
     prog: str | None = None,
     defaults: Mapping[str, Any] | None = None,
+    other_names: Mapping[str, str] | None = None,
 ) -> ParsedFlags:
     """Parse `argv` into one instance per section.
 
@@ -266,6 +267,7 @@ def parse_flags(
         extra: adds further flags to the parser, first in --help and returned in `.extra`.
         prog: the command's name in --help; by default the script's.
         defaults: of this command, instead of those declared.
+        other_names: what other programs call some of the flags, for "did you mean".
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     defaults = defaults or {}
@@ -287,7 +289,7 @@ def parse_flags(
             shown = "__help_all" in asked or (asked and item.main)
             default = defaults.get(item.name, item.default)
             item.add_to(group, item.help_line(default) if shown else argparse.SUPPRESS)
-    known = vars(_parse_known(parser, argv))
+    known = vars(_parse_known(parser, argv, other_names or {}))
     configs: dict[str, Any] = {}
     given: set[str] = set()
     for heading, cls in sections.items():
@@ -303,7 +305,9 @@ def parse_flags(
     return ParsedFlags(configs=configs, given=given, extra=argparse.Namespace(**known))
 
 
-def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
+def _parse_known(
+    parser: CommandParser, argv: list[str], other_names: Mapping[str, str]
+) -> argparse.Namespace:
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
@@ -311,7 +315,8 @@ def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
         name = word.split("=")[0]
         if not name.startswith("-"):
             parser.error(f"unexpected argument {word!r}: values follow a flag, see --help")
-        near = difflib.get_close_matches(name, flags, n=1)
+        meant = other_names.get(name.lstrip("-").lower(), "")
+        near = [f"--{meant}"] if meant else difflib.get_close_matches(name, flags, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ", see --help_all"
         report_to_caller(unknown_flag=name.lstrip("-"))
         parser.error(f"unknown flag {name}{hint}")

@@ -170,6 +170,22 @@ def unwritable(what: str, error: OSError) -> UserError:
     return UserError(f"{message}; make room, then go on with --resume", exit_code=1)
 
 
+def check_one_copy(init: str) -> None:
+    """Refuse a package of ours from another directory than this one.
+
+    `init` is its __init__.py.
+
+    Raises:
+        ImportError: names both places.
+    """
+    package, own = Path(init).resolve().parent, Path(__file__).resolve().parent
+    if package.parent != own.parent:
+        raise ImportError(
+            f"{package.name} comes from {package} and {own.name} from {own}, two copies of this "
+            "program: leave one of them out of the Python path"
+        )
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, whatever their kind; exit code 2."""
 

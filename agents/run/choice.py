@@ -12,6 +12,7 @@ from agents.run.config import OWNERS, SECTIONS, RunConfig, load_newest, load_sav
 from envs import TRADING_ID
 from envs.task import check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
+from rl_dist.checkpoint.own_modules import import_from_here
 from rl_dist.checkpoint.run_lock import RunLock, hold
 from rl_dist.config import ParsedFlags, preset
 from rl_dist.errors import UserError
@@ -30,6 +31,43 @@ EPILOG = """examples:
   python train_distributed.py --resume runs/2026-01-31_12-00-00 --num_episodes 10000
 exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
 143 (TERM), 138 (USR1), 129 (HUP)"""
+
+# what users of Stable-Baselines3, CleanRL, RLlib and rl_games call our flags
+OTHER_NAMES = {
+    other: flag
+    for flag, others in {
+        "learning_rate": "lr alpha step_size",
+        "anneal_lr": "lr_schedule schedule_type use_linear_lr_decay",
+        "num_envs": "n_envs num_actors num_workers num_env_runners nenvs",
+        "num_steps": "n_steps horizon_length rollout_length rollout_fragment_length nsteps",
+        "bptt_steps": "seq_len seq_length sequence_length max_seq_len bptt",
+        "batch_size": "minibatch_size num_minibatches n_minibatches nminibatches train_batch_size",
+        "update_epochs": "n_epochs num_epochs mini_epochs noptepochs num_sgd_iter ppo_epoch",
+        "total_steps": "total_timesteps num_timesteps timesteps n_timesteps max_steps max_frames",
+        "num_episodes": "episodes n_episodes max_episodes",
+        "gae_lambda": "tau lam lambda lambda_",
+        "clip_coef": "clip_range e_clip clip_param cliprange clip_epsilon",
+        "clip_vloss": "clip_range_vf clip_value vf_clip_param",
+        "ent_coef": "entropy_coef entropy_coeff ent_weight",
+        "vf_coef": "value_coef critic_coef vf_loss_coeff value_loss_coef",
+        "max_grad_norm": "grad_norm grad_clip truncate_grads",
+        "target_kl": "kl_threshold kl_target",
+        "norm_adv": "normalize_advantage normalize_advantages",
+        "normalize_obs": "normalize_input norm_obs normalize_observations",
+        "normalize_rewards": "norm_reward normalize_value normalize_reward",
+        "hidden_size": "net_arch hidden_sizes lstm_hidden_size hidden_dim mlp_units",
+        "policy": "model network rnn use_lstm policy_class algo",
+        "env": "env_id gym_id env_name task environment game",
+        "num_gpus": "gpus n_gpus multi_gpu nproc_per_node num_ranks world_size num_processes",
+        "device": "cuda gpu use_cuda",
+        "run_dir": "log_dir logdir tensorboard_log save_path output_dir out_dir exp_name run_name",
+        "resume": "load load_path restore",
+        "checkpoint_every": "save_freq save_frequency save_interval checkpoint_freq",
+        "validate_every": "eval_freq eval_interval evaluation_interval eval_every",
+        "eval_episodes": "n_eval_episodes num_eval_episodes",
+    }.items()
+    for other in others.split()
+}
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +177,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         defaults |= preset(SECTIONS, name)
 
     config = RunConfig(**parsed.with_defaults(defaults).configs)
+    import_from_here(config.task.env)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
     return config

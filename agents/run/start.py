@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from agents.ppo import PPOConfig, learning_rate
 from agents.run.choice import (
     DESCRIPTION,
     EPILOG,
+    OTHER_NAMES,
     RUNS,
     add_run_flags,
     choose_run,
@@ -63,7 +65,13 @@ def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
     `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained does
     not fit the task. Returns the exit code where there is nothing to start, the reason printed.
     """
-    parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_run_flags)
+    parsed = parse_flags(
+        SECTIONS,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        extra=add_run_flags,
+        other_names=OTHER_NAMES,
+    )
     config: RunConfig | None = None
     run_dir: Path | None = None
     try:
@@ -118,16 +126,16 @@ def _record(
     found: Found | None,
     extra: argparse.Namespace,
 ) -> None:
-    """Write the configuration, and cut the metrics back to the checkpoint."""
-    going_on = f", going on from {found.path}" if found else ""
-    print(f"run directory: {run_dir}{going_on}", flush=True)
-    if extra.quick:
-        print("--quick shows the whole path; it is too short to learn anything", flush=True)
+    """Write the configuration, cut the metrics back to the checkpoint, and say where they are."""
     if not os.access(run_dir, os.W_OK):
         raise UserError(f"{run_dir}: Permission denied")
     save_config(config, run_dir)
     truncate_metrics(run_dir, found.state["iteration"] if found else 0)
     start_state(run_dir, config, resolved, found)
+    going_on = f", going on from {found.path}" if found else ""
+    print(f"run directory: {run_dir}{going_on}", flush=True)
+    if extra.quick:
+        print("--quick shows the whole path; it is too short to learn anything", flush=True)
 
 
 def _refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path | None) -> int:
@@ -168,6 +176,21 @@ def announce(
     print(task.describe())
     if sizes:
         print(sizes_table(train, sizes, resolved.num_ranks, config.ppo))
+        _warn_of_budget(train, sizes)
+
+
+def _warn_of_budget(train: TrainConfig, sizes: Sizes) -> None:
+    """Warn of an iteration that is longer than the whole run shall be."""
+    steps = sizes.global_num_envs * train.num_steps
+    if 0 < train.total_steps < steps:
+        print(
+            f"warning: one iteration is {steps:,} steps, more than --total_steps "
+            f"{train.total_steps:,}: --batch_size {train.batch_size} counts sequences of "
+            f"{train.bptt_steps} steps, not steps; a smaller --batch_size without --num_envs makes "
+            "shorter iterations",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _announce_end(train: TrainConfig, found: Found) -> None:

@@ -20,6 +20,16 @@ from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import plain_file, read_open
 
 
+def import_from_here(env: str) -> None:
+    """Let the module of `module:id` lie in the current directory.
+
+    It comes last on the path, where a script has its own folder instead; ranks inherit the path.
+    """
+    here = str(Path.cwd())
+    if ":" in env and here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+
+
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
     """Refuse an environment of a run before its module is imported.
 

@@ -1,0 +1,46 @@
+"""An environment of your own: remember a cue, and name it when asked.
+
+Run it from this folder, or copy it into yours:
+
+    python ../train_distributed.py --env own_environment:Cue-v0 --total_steps 20000
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+DELAY = 4  # steps between the cue and the question
+
+
+class CueEnv(gymnasium.Env[np.ndarray, int]):
+    """The first observation shows a cue; the answer to it earns 1 after a delay."""
+
+    observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # two cues, and the question
+    action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Draw a cue and show it."""
+        super().reset(seed=seed)
+        self.cue = int(self.np_random.integers(2))
+        self.age = 0
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Reward the right answer, which ends the episode."""
+        asked = self.age == DELAY
+        reward = float(asked and action == self.cue)
+        self.age += 1
+        return self._observation(), reward, asked, False, {}
+
+    def _observation(self) -> np.ndarray:
+        cues = [self.age == 0 and self.cue == number for number in range(2)]
+        return np.array([*cues, self.age == DELAY], dtype=np.float32)
+
+
+gymnasium.register("Cue-v0", entry_point=CueEnv)
