@@ -16,7 +16,7 @@ from gymnasium import spaces
 DELAY = 4  # steps between the cue and the question
 
 
-class CueEnv(gymnasium.Env[np.ndarray, int]):
+class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
     """The first observation shows a cue; the answer to it earns 1 after a delay."""
 
     observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # two cues, and the question
@@ -31,7 +31,7 @@ class CueEnv(gymnasium.Env[np.ndarray, int]):
         self.age = 0
         return self._observation(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Reward the right answer, which ends the episode."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
@@ -43,4 +43,4 @@ class CueEnv(gymnasium.Env[np.ndarray, int]):
         return np.array([*cues, self.age == DELAY], dtype=np.float32)
 
 
-gymnasium.register("Cue-v0", entry_point=CueEnv)
+gymnasium.register("Cue-v0", entry_point="own_environment:CueEnv")
