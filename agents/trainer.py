@@ -28,19 +28,11 @@ from agents.ppo import (
 from agents.rollout import Carry, Rollout, collect, cut_rollout, episode_metrics, fresh_carry
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from envs.vector.layout import Layout
-from rl_dist.checkpoint.folder import (
-    CHECKPOINT_DIR,
-    MEASURED,
-    Best,
-    latest_checkpoint,
-    save_checkpoint,
-)
-from rl_dist.checkpoint.seal import CheckpointError
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, StrategyConfig
 from rl_dist.parallel.strategy import Strategy, keep_options
 from rl_dist.process_group.collectives import (
-    all_gather_json,
     all_reduce_max,
     all_reduce_sum,
     check_in_sync,
@@ -300,12 +292,6 @@ class Training:
         self.restarts_reported = sum(getattr(self.env, "restarts", ()))
 
 
-def last_checkpoint(run_dir: Path) -> str:
-    """Return a clause that names the checkpoint to go on from."""
-    newest = latest_checkpoint(run_dir)
-    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-
-
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     """Train until the budget ends or a stop is agreed; always leaves a checkpoint.
 
@@ -343,7 +329,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         use = training.monitor.take()
         metrics = episode_metrics(rollout, timing, training.env_restarts, use, world)
         training.restarts_reported += training.env_restarts
-        warn_of_stragglers(stragglers, metrics)
+        for line in stragglers.in_metrics(metrics["ranks"]):
+            logger.warning(line)
 
         # count, and agree whether to stop
         training.global_step += steps_per_iteration
@@ -362,7 +349,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.obs_normalizer)
-        check_best_metric(job, metrics)
+        validated = not job.validate or any(key.startswith("valid/") for key in metrics)
+        best.check(metrics, validated)
         improved = best.update(metrics)
         done = training.global_step if config.total_steps else training.episodes
         writer.write(metrics, done=done)
@@ -384,20 +372,6 @@ def is_due(training: Training, every: int, now: bool = False) -> bool:
     return every > 0 and (now or training.iteration % every == 0)
 
 
-def check_best_metric(job: Job, metrics: dict[str, Any]) -> None:
-    """Refuse a `keep_best` that this run does not report, once it is certain.
-
-    Raises:
-        UserError: names the metrics there are.
-    """
-    name = job.train.keep_best
-    known = sorted(key for key in metrics if key != "ranks")
-    validated = not job.validate or any(key.startswith("valid/") for key in known)
-    if name in ("auto", "off", *metrics) or (name.startswith("valid/") and not validated):
-        return
-    raise UserError(f"keep_best {name} is no metric of this run: name one of {', '.join(known)}")
-
-
 def save(training: Training, best: Best, last: bool, writer: MetricsWriter | NullWriter) -> None:
     """Gather the state of all ranks; the main process writes one checkpoint.
 
@@ -409,38 +383,13 @@ def save(training: Training, best: Best, last: bool, writer: MetricsWriter | Nul
     writer.flush()
     writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)
-    state, problem = training.state(), ""
-    if state is not None:
-        state[MEASURED] = best.measured
-        try:
-            path = save_checkpoint(
-                run_dir / CHECKPOINT_DIR,
-                state,
-                iteration=training.iteration,
-                keep=train.keep_checkpoints,
-                best=best.improved,
-            )
-            saved = SavedCheckpoint(
-                path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration
-            )
-            writer.update_state(phase="training", checkpoint=saved)
-        except CheckpointError as error:
-            kept = latest_checkpoint(run_dir)
-            way_on = f"{kept.name} stays valid, --resume {run_dir} goes on from it" if kept else ""
-            problem = f"{error}; {way_on or 'there is no earlier one'}"
-    # of the main process; all ranks act on it together
-    problem = all_gather_json(problem, world)[0]
+    path, problem = save_agreed(
+        run_dir, training.state(), training.iteration, train.keep_checkpoints, best, world
+    )
     if not problem:
-        best.saved()
+        saved = SavedCheckpoint(path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration)
+        writer.update_state(phase="training", checkpoint=saved)
     elif last or train.on_save_error == "stop":
         raise UserError(problem, exit_code=1)
     elif world.is_main_process:
         logger.warning("%s; training goes on without (--on_save_error continue)", problem)
-
-
-def warn_of_stragglers(stragglers: Stragglers, metrics: dict[str, Any]) -> None:
-    """Warn of ranks that keep the others waiting."""
-    keys = {"collect": "time/collect_s", "update": "time/update_own_s"}
-    phases = {phase: [rank[key] for rank in metrics["ranks"]] for phase, key in keys.items()}
-    for line in stragglers.observe(phases):
-        logger.warning(line)

@@ -13,10 +13,9 @@ from gymnasium.spaces import Discrete
 
 from agents.run.config import EVALUATING, RunConfig
 from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
-from agents.trainer import last_checkpoint
 from envs.vector.faults import EnvironmentFaultError
 from envs.vector.layout import Layout
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.folder import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
 from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory, other_limit
 from rl_dist.process_group.world import World

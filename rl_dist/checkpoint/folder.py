@@ -157,6 +157,21 @@ class Best:
             found = _value_of_best(names, directory / BEST_FILE)
         self.value = all_gather_json(found, world)[0]
 
+    def check(self, metrics: Mapping[str, Any], complete: bool) -> None:
+        """Refuse a metric that this run does not report, once it is certain.
+
+        Args:
+            complete: every kind of metric has been reported by now.
+
+        Raises:
+            UserError: names the metrics there are.
+        """
+        name = self.names[0] if len(self.names) == 1 else ""  # of several the run has one
+        if not name or name in metrics or (name.startswith("valid/") and not complete):
+            return
+        known = ", ".join(sorted(key for key in metrics if key != "ranks"))
+        raise UserError(f"keep_best {name} is no metric of this run: name one of {known}")
+
     def update(self, metrics: Mapping[str, Any]) -> bool:
         """Take in these metrics; True if they beat all before. All ranks must call.
 
@@ -178,6 +193,44 @@ class Best:
         """Record that this iteration is saved, in best.pt too if it is the best."""
         if self.improved:
             (self.value,) = self.measured.values()
+
+
+def save_agreed(
+    run_dir: Path,
+    state: dict[str, Any] | None,  # of the main process only
+    iteration: int,
+    keep: int,
+    best: Best,
+    world: World,
+) -> tuple[Path, str]:
+    """Let the main process save a run; all ranks must call.
+
+    Returns:
+        The checkpoint's path, and why it could not be written: "" where it was.
+    """
+    path, problem = run_dir, ""
+    if state is not None:
+        state[MEASURED] = best.measured
+        folder = run_dir / CHECKPOINT_DIR
+        try:
+            path = save_checkpoint(
+                folder, state, iteration=iteration, keep=keep, best=best.improved
+            )
+        except CheckpointError as error:
+            kept = latest_checkpoint(run_dir)
+            way_on = f"{kept.name} stays valid, --resume {run_dir} goes on from it" if kept else ""
+            problem = f"{error}; {way_on or 'there is no earlier one'}"
+    # of the main process; all ranks act on it together
+    problem, name = all_gather_json([problem, str(path)], world)[0]
+    if not problem:
+        best.saved()
+    return Path(name), problem
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """Return a clause that names the checkpoint to go on from."""
+    newest = latest_checkpoint(run_dir)
+    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def _value_of_best(names: Sequence[str], path: Path) -> float | None:

@@ -128,10 +128,17 @@ def _between(begun: float | torch.cuda.Event, ended: float | torch.cuda.Event) -
 class Stragglers:
     """Remembers who was slow, and in what; every rank comes to the same result."""
 
+    KEYS = {"collect": "time/collect_s", "update": "time/update_own_s"}  # of a rank's metrics
+
     def __init__(self) -> None:
         # iterations in a row: slow ones, or if negative others
         self._in_a_row: Counter[tuple[str, int]] = Counter()
         self._reported: set[tuple[str, int]] = set()
+
+    def in_metrics(self, ranks: Sequence[Mapping[str, float]]) -> list[str]:
+        """Return the lines of `observe` for an iteration's metrics of every rank."""
+        phases = {name: [rank[key] for rank in ranks] for name, key in self.KEYS.items()}
+        return self.observe(phases)
 
     def observe(self, phases: Mapping[str, Sequence[float]]) -> list[str]:
         """Take one iteration's seconds of every rank by phase, without waiting.
