@@ -33,7 +33,13 @@ class PolicyConfig:
     policy: Literal["clstm", "lstm", "gru", "mingru", "mlp"] = setting("clstm")
     """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: the cascade without
     memory."""
-    hidden_size: int = setting(128, "units", within=(1, 8192), main=True)
+    hidden_size: int = setting(
+        128,
+        "units",
+        within=(1, 8192),
+        presets={"--preset small": 64, "--preset control": 64, "--preset memory": 64},
+        main=True,
+    )
     """Width of every LSTM and every layer."""
     num_layers: int = setting(1, "layers", within=(1, 64))
     """Layers of every core."""

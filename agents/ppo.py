@@ -39,7 +39,16 @@ class PPOConfig:
     # Rewards that credit a trade at once need neither a long horizon nor long traces, and a short
     # horizon makes a trade wait for its moment: so StockTrading-v0 was tuned (docs/LOG.md).
     learning_rate: float = setting(
-        3e-4, within=(0, 10), presets={"StockTrading-v0": 1e-3, "--preset paper": 3e-4}, main=True
+        3e-4,
+        within=(0, 10),
+        presets={
+            "--preset trading": 1e-3,
+            "--preset small": 7e-4,
+            "--preset control": 7e-4,
+            "--preset memory": 7e-4,
+            "--preset paper": 3e-4,
+        },
+        main=True,
     )
     """Step size of Adam."""
     anneal_lr: bool = setting(True, presets={"--preset paper": False})
@@ -47,14 +56,21 @@ class PPOConfig:
     warmup: int = setting(0, "iterations", within=(0, 10**9))
     """Raise the learning rate linearly from zero over this many iterations; 0: off."""
     gamma: float = setting(
-        0.99, within=(0, 1), presets={"StockTrading-v0": 0.8, "--preset paper": 0.99}
+        0.99, within=(0, 1), presets={"--preset trading": 0.8, "--preset paper": 0.99}
     )
     """Discount factor of the rewards, per step."""
     gae_lambda: float = setting(
-        0.95, within=(0, 1), presets={"StockTrading-v0": 0.5, "--preset paper": 0.95}
+        0.95,
+        within=(0, 1),
+        presets={"--preset trading": 0.5, "--preset memory": 0.98, "--preset paper": 0.95},
     )
     """lambda of generalised advantage estimation."""
-    update_epochs: int = setting(4, "epochs", within=(1, 1000))
+    update_epochs: int = setting(
+        4,
+        "epochs",
+        within=(1, 1000),
+        presets={"--preset small": 10, "--preset control": 10, "--preset memory": 10},
+    )
     """Passes over each rollout."""
     clip_coef: float = setting(0.2, within=(1e-6, 10))
     """Clipping of the probability ratio."""

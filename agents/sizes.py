@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_dist.config import Text, configuration, setting
+from rl_dist.config import Text, configuration, recorded, setting
 from rl_dist.errors import UserError
 from rl_dist.telemetry.loggers import named_loggers
 
@@ -29,7 +29,7 @@ class TrainConfig:
         "sequences",
         within=(AUTO, 10**7),
         words={"auto": AUTO},
-        presets={"--quick": 64},
+        presets={"--preset small": 8, "--preset control": 8, "--preset memory": 8, "--quick": 64},
         main=True,
     )
     """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto (or 0):
@@ -42,11 +42,21 @@ class TrainConfig:
         "environments",
         within=(0, 10**7),
         derived="two minibatches per epoch, 2 * batch_size * bptt_steps / num_steps = 64",
-        presets={"--quick": 32},
+        presets={
+            "--preset small": 16,
+            "--preset control": 16,
+            "--preset memory": 16,
+            "--quick": 32,
+        },
         main=True,
     )
     """Environments that run side by side."""
-    num_steps: int = setting(128, "steps", within=(1, 10**6))
+    num_steps: int = setting(
+        128,
+        "steps",
+        within=(1, 10**6),
+        presets={"--preset small": 64, "--preset control": 64, "--preset memory": 64},
+    )
     """Steps of each environment in a rollout; a multiple of bptt_steps."""
     bptt_steps: int = setting(32, "steps", within=(1, 10**6))
     """Length of a training sequence: gradients flow back through this many steps."""
@@ -58,6 +68,9 @@ class TrainConfig:
     or by its square root (sqrt)."""
     pretrained: Text = setting("", "path")
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
+    init_from: Text = setting("", "path")
+    """Start from weights and normalisers of an earlier run or checkpoint, of the same shapes; what
+    else was in it (optimizer, counters, environments) begins anew."""
     seed: int = setting(1, within=(0, 2**63 - 1), main=True)
     """Seed of the policy, the environments, the action noise and the shuffling."""
     normalize_obs: bool = setting(True)
@@ -90,8 +103,12 @@ class TrainConfig:
     profile: bool = setting(False)
     """Measure where the time of a few iterations goes, in RUN_DIR/profile."""
 
+    chosen_preset: Text = recorded("")
+
     def __post_init__(self) -> None:
         named_loggers(self.loggers)
+        if self.pretrained and self.init_from:
+            raise ValueError("init_from brings all weights: leave pretrained out")
         if self.keep_best.startswith("valid/") and not self.validate_every:
             raise ValueError(
                 f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0"

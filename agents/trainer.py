@@ -47,6 +47,7 @@ from rl_dist.telemetry.state_file import SavedCheckpoint
 
 if TYPE_CHECKING:
     from agents.pretrain.weights import Pretrained
+    from agents.run.saved import InitialWeights
 
 logger = logging.getLogger(__name__)
 MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, env_offset)
@@ -66,7 +67,7 @@ class Job:
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
-    pretrained: Pretrained | None = None
+    pretrained: Pretrained | InitialWeights | None = None
     explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # names the bottleneck
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
 
@@ -149,7 +150,7 @@ class Training:
                 normalizer.moments.restart()
             self.merge_statistics(rollout, discounted)
             if self.job.pretrained:
-                self.job.pretrained.set_moments(self.obs_normalizer)
+                self.job.pretrained.set_moments(self.obs_normalizer, self.reward_normalizer)
             self.carry = self._reset()
 
     def collect(self, lifetime_step: int) -> Rollout:

@@ -1,4 +1,4 @@
-"""Evaluate a trained policy on data it never saw, always beside equal weight.
+"""Evaluate a trained policy: trading on data it never saw, other tasks in episodes.
 
 python -m agents.evaluate RUN_DIR_OR_CHECKPOINT [--data FILE --start DATE --end DATE] ...
 """
@@ -37,7 +37,8 @@ if TYPE_CHECKING:  # other tasks do without pandas and talib
 
 TRADING_ONLY = ("data", "start", "end", "num_worlds", "market_seed", "market_edge", "plot")
 EPILOG = """examples:
-  python -m agents.evaluate runs/my_run
+  python -m agents.evaluate runs/my_run --which last
+  python -m agents.evaluate runs/my_cartpole --episodes 200 --num_gpus 2
   python -m agents.evaluate runs/my_run --compare runs/my_mlp --num_worlds 50
   python -m agents.evaluate runs/my_run --data prices.csv --start 2016-01-04 --end 2020-07-07
 exit codes: 0 done, 1 failed, 2 bad usage"""
@@ -105,7 +106,7 @@ def _evaluate(
     config = replace(first.config, task=asked)
     task = GymTask(asked, end_rank, world.heartbeat)
     found = {
-        name: episode_figures(task, config, agent.policy, agent.normalizer, world)
+        name: episode_figures(task, config, agent.policy, agent.normalizer, world, sampled=True)
         for name, agent in agents.items()
     }
     return found, "\n".join(f"{name}: {episode_text(value)}" for name, value in found.items())
@@ -136,11 +137,11 @@ def _evaluate_trading(
 
 def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
     """Load the policies, which must all be able to act in the first one's environment."""
-    agents = {"policy": load_agent(args.path)}
+    agents = {"policy": load_agent(args.path, which=args.which)}
     for path in args.compare:
         name = Path(path).resolve().name
         taken = name in agents or name in TAKEN_NAMES or Path(path).is_file()
-        agents[path if taken else name] = load_agent(path)
+        agents[path if taken else name] = load_agent(path, which=args.which)
     shapes = {name: tuple(agent.policy.shapes().values()) for name, agent in agents.items()}
     wanted = shapes["policy"]
     for name, found in shapes.items():
@@ -160,7 +161,9 @@ def _rank_main(args: argparse.Namespace) -> int:
     try:
         agents = _load_agents(args)
         if world.is_main_process:
-            print(f"{agents['policy'].path}, iteration {agents['policy'].iteration}")
+            first = agents["policy"]
+            others = "; --which last takes the newest" if first.chosen_by else ""
+            print(f"{first.path}, iteration {first.iteration}{first.chosen_by}{others}")
         summary, text = _evaluate(agents, args, world)
         if world.is_main_process:
             print(text, flush=True)
@@ -213,12 +216,15 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line; dashes and underscores both work."""
     parser = CommandParser(
         prog="python -m agents.evaluate",
-        description="Evaluate a trained policy, without noise, beside equal weight at equal costs.",
+        description="Evaluate a trained policy: on trading data it never saw, beside equal weight "
+        "at equal costs; of another task over whole episodes, without noise and with it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
+    which = "checkpoint of a run directory (default: the best one where there is one)"
+    parser.add_argument("--which", choices=("best", "last"), default="", help=which)
     more = "more policies for the table"
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=more)
     for name, (kind, metavar, text) in OPTIONS.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agents.evaluate.comparison import EQUAL_WEIGHT, LIMITED, ZEROED, summarize, text_table
 from agents.evaluate.statistics import Record, performance
+from agents.noise import action_noise
 from agents.normalize import Normalizer
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
@@ -29,19 +30,31 @@ if TYPE_CHECKING:  # other tasks are evaluated without them
 # (env, obs [B,F], episode_start [B]) -> actions
 Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
+NOISE_BLOCK = 64  # steps whose noise is drawn together
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as in Record
 
 
 class PolicyController:
     """A trained policy's most likely actions; it keeps its state between calls.
 
-    `zero_state` forgets everything before every step, to show what memory is worth.
+    `zero_state` forgets everything before every step, to show what memory is worth. `noise_seed`
+    samples actions instead, as in training.
     """
 
-    def __init__(self, policy: Policy, normalizer: Normalizer, *, zero_state: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        normalizer: Normalizer,
+        *,
+        zero_state: bool = False,
+        noise_seed: int | None = None,
+    ) -> None:
         self.policy = policy
         self.normalizer = normalizer
         self.zero_state = zero_state
+        self.noise_seed = noise_seed
+        self.step = 0
+        self.noise: Tensor | None = None  # [NOISE_BLOCK, B, A]
         self.state: Tensor | None = None
         self.history: Tensor | None = None
 
@@ -53,9 +66,21 @@ class PolicyController:
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
         seen = policy_input(self.normalizer, history, obs, self.state.dtype)
-        actions, _, _, self.state = self.policy.act(seen, self.state, start)
+        noise = None if self.noise_seed is None else self._next_noise(env, self.state)
+        actions, _, _, self.state = self.policy.act(seen, self.state, start, noise)
         self.history = shift_history(history, seen)
         return actions
+
+    def _next_noise(self, env: VectorEnv, like: Tensor) -> Tensor:
+        """Return the noise of one more step, [B, A]."""
+        row = self.step % NOISE_BLOCK
+        if row == 0 or self.noise is None:
+            share = (getattr(env, "env_offset", 0), env.num_envs)
+            space = env.single_action_space
+            noise = action_noise(space, self.noise_seed or 0, *share, self.step, NOISE_BLOCK)
+            self.noise = noise.to(like.device, like.dtype)
+        self.step += 1
+        return self.noise[row]
 
 
 def run_markets(
@@ -150,16 +175,34 @@ def evaluate_episodes(
 
 
 def episode_figures(
-    task: GymTask, config: RunConfig, policy: Policy, normalizer: Normalizer, world: World
+    task: GymTask,
+    config: RunConfig,
+    policy: Policy,
+    normalizer: Normalizer,
+    world: World,
+    *,
+    sampled: bool = False,
 ) -> dict[str, float]:
-    """Figures over the evaluation episodes of a Gymnasium task."""
-    episodes = evaluate_episodes(
-        lambda count, first: task.evaluation_env(count, first, str(world.device)),
-        PolicyController(policy, normalizer),
-        config.task.eval_episodes,
-        config.train.seed,
-        world,
-    )
+    """Figures over the evaluation episodes of a Gymnasium task.
+
+    With `sampled` the same episodes run once more, with actions sampled as in training.
+    """
+
+    def run(controller: Controller) -> dict[str, list[float]]:
+        return evaluate_episodes(
+            lambda count, first: task.evaluation_env(count, first, str(world.device)),
+            controller,
+            config.task.eval_episodes,
+            config.train.seed,
+            world,
+        )
+
+    episodes = run(PolicyController(policy, normalizer))
+    with_noise = {}
+    if sampled:
+        noise_seed = stream_seeds(config.train.seed, EVALUATION_STREAM, 0, 1)[0]
+        noisy = run(PolicyController(policy, normalizer, noise_seed=noise_seed))
+        with_noise["return_with_noise"] = float(np.mean(noisy["return"]))
     returns, lengths = np.array(episodes["return"]), np.array(episodes["length"])
     return {
         "return": float(returns.mean()),
@@ -169,6 +212,7 @@ def episode_figures(
         "episodes_cut": float((lengths >= MAX_EPISODE_STEPS).sum()),
         "episodes": float(len(returns)),
         "env_restarts": float(sum(episodes["restarts"])),
+        **with_noise,
     }
 
 
@@ -265,6 +309,8 @@ def episode_text(figures: dict[str, float]) -> str:
         "{episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, min "
         "{return_min:.2f}), mean length {length:.1f}"
     )
+    if "return_with_noise" in figures:
+        text += "; with noise, as in training: mean return {return_with_noise:.2f}"
     if figures["episodes_cut"]:
         text += f", {{episodes_cut:.0f}} cut after {MAX_EPISODE_STEPS} steps"
     if figures["env_restarts"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,13 @@ from agents.run.config import EVALUATING, SUMMARY, RunConfig
 from agents.trainer import Training
 from envs.task import GymTask
 from envs.vector.faults import Interruption
+from rl_dist.launch.short_run import ended_lines
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import end_at_signals, stop_flag
 from rl_dist.telemetry.metrics import write_whole
+
+NEARLY_RANDOM = 0.95  # share of the largest entropy from which on a policy counts as random
 
 if TYPE_CHECKING:
     from envs.trading.task import TradingTask
@@ -73,10 +77,25 @@ def evaluate_run(
     """Evaluate on the test span, once, or in whole episodes; a summary and its text."""
     agent = training.policy, training.obs_normalizer
     if isinstance(task, GymTask):
-        figures = episode_figures(task, config, *agent, training.world)
+        figures = episode_figures(task, config, *agent, training.world, sampled=True)
         return figures, episode_text(figures)
     markets, picture = task.markets("test"), plots / "equity.png"
     return report(task, markets, task.spans.test, {"policy": agent}, training.world, picture)
+
+
+def randomness_warning(run_dir: Path, training: Training) -> str:
+    """Return a warning where actions are nearly as random as at the start, else nothing."""
+    policy = training.policy
+    lines = ended_lines(run_dir)
+    entropy = json.loads(lines[-1]).get("loss/entropy") if lines else None
+    most = math.log(policy.num_actions)
+    if not policy.discrete or entropy is None or entropy < NEARLY_RANDOM * most:
+        return ""
+    return (
+        f"warning: the policy is nearly as random as at the start (entropy {entropy:.2f} of at "
+        f"most {most:.2f} nats): its return without noise may be luck; train longer, or with a "
+        "smaller --batch_size, more --update_epochs or a higher --learning_rate"
+    )
 
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
@@ -98,6 +117,8 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
             found["scaling"] = scaling
     write_whole(run_dir / SUMMARY, json.dumps(found, indent=2) + "\n")
     print(f"\n{text}\n")
+    if warning := randomness_warning(run_dir, training):
+        print(warning)
     if scaling:
         print(describe(scaling))
     print(f"run directory: {run_dir} (plots/, metrics.jsonl, summary.json, checkpoints/)")

@@ -34,7 +34,10 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     axis.set(xlabel="environment steps, all ranks", ylabel="return of training episodes")
     axis.set_title(title)
 
-    # validation on an axis of its own
+    # validation: returns are comparable, a Sharpe ratio has an axis of its own
+    steps, valid = _points(records, "valid/return")
+    if len(steps):
+        axis.plot(steps, valid, "o-", color=ORANGE, markersize=4, label="evaluation, without noise")
     steps, sharpe = _points(records, "valid/sharpe")
     if len(steps):
         twin = axis.twinx()

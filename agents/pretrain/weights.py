@@ -63,8 +63,8 @@ class Pretrained:
         """Give a fresh policy the weights; its others stay."""
         policy.load_state_dict(policy.state_dict() | self.weights)
 
-    def set_moments(self, normalizer: Normalizer) -> None:
-        """Set the statistics under which the weights were learned.
+    def set_moments(self, normalizer: Normalizer, rewards: Normalizer) -> None:
+        """Set the statistics of observations under which the weights were learned.
 
         They weigh as much as what the normaliser has seen so far, and move on from there.
         """

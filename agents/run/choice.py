@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from gymnasium import spaces
 
 from agents.run.config import OWNERS, SECTIONS, RunConfig, load_newest, load_saved
-from envs import TRADING_ID
-from envs.task import check_flags
+from envs import find_spec
+from envs.task import GymTask, TaskConfig, check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.checkpoint.own_modules import import_from_here
 from rl_dist.checkpoint.run_lock import RunLock, hold
@@ -20,7 +23,8 @@ from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 RUNS = Path("runs")
-PRESETS = (TRADING_ID, "--preset paper", "--quick")  # sets of defaults; a later one wins
+KINDS = ("trading", "small", "control", "memory", "paper")  # of --preset
+PRESETS = (*(f"--preset {kind}" for kind in KINDS), "--quick")  # a later one wins
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
 EPILOG = """examples:
   python train_distributed.py --quick                          the whole path in half a minute
@@ -86,9 +90,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--preset",
         default="",
-        choices=("", "paper"),
-        metavar="paper",
-        help="paper: the settings of arXiv 2212.02721",
+        choices=("", *KINDS),
+        metavar="{" + ",".join(KINDS) + "}",
+        help="defaults for a kind of task; by itself trading for StockTrading-v0, control for Box "
+        "actions, small for others, memory for the memory tasks; paper: the settings of arXiv "
+        "2212.02721",
     )
     group.add_argument(
         "--interactive",
@@ -169,18 +175,47 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     extra = parsed.extra
     task = parsed.configs["task"]
     check_flags(task, parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
-    if extra.preset and not task.is_trading:
-        raise UserError(f"--preset {extra.preset} belongs to StockTrading-v0: leave it out")
-    defaults: dict[str, Any] = {}
-    asked = dict(zip(PRESETS, (task.is_trading, extra.preset, extra.quick), strict=True))
-    for name in filter(asked.get, PRESETS):
-        defaults |= preset(SECTIONS, name)
+    import_from_here(task.env)
+    kind = extra.preset or kind_of_task(task)
+    if (kind in ("trading", "paper")) != task.is_trading:
+        owner = "other environments" if task.is_trading else "StockTrading-v0"
+        raise UserError(f"--preset {kind} belongs to {owner}: leave it out")
+    defaults = preset(SECTIONS, "--preset trading") if kind == "paper" else {}
+    defaults |= preset(SECTIONS, f"--preset {kind}") | {"chosen_preset": kind}
+    # sizes follow from those that are given
+    if "bptt_steps" in parsed.given:
+        defaults.pop("num_steps", None)
+    if parsed.given & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
+        defaults.pop("num_envs", None)
+    if extra.quick:
+        defaults |= preset(SECTIONS, "--quick")
 
     config = RunConfig(**parsed.with_defaults(defaults).configs)
-    import_from_here(config.task.env)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
     return config
+
+
+@functools.cache
+def kind_of_task(task: TaskConfig) -> str:
+    """Return the preset for a task, by what it is; its environment is made once to see."""
+    if task.is_trading:
+        return "trading"
+    if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks."):
+        return "memory"
+    env = GymTask(task).training_env(1)
+    is_box = isinstance(env.single_action_space, spaces.Box)
+    env.close()
+    return "control" if is_box else "small"
+
+
+def describe_preset(config: RunConfig) -> str:
+    """Return one line that names the preset, and what of it holds."""
+    kind = config.train.chosen_preset
+    owned = {name: getattr(getattr(config, owner), name) for name, owner in OWNERS.items()}
+    chosen = preset(SECTIONS, f"--preset {kind}")
+    shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if owned[name] == value)
+    return f"preset {kind}: {shown or 'all by flags'} (--preset chooses another, flags win)"
 
 
 def _run_to_resume(parsed: ParsedFlags) -> Path | None:
@@ -192,7 +227,8 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
             return find_latest_run(RUNS)
         return run_dir if any((run_dir / CHECKPOINT_DIR).glob("*.pt")) else None
     given = [name for name in ("run_dir", "preset", "quick") if getattr(extra, name)]
-    for name in given + ["pretrained"] * ("pretrained" in parsed.given):
+    given += sorted({"pretrained", "init_from"} & parsed.given)
+    for name in given:
         raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
     if Path(extra.resume).is_file():
         raise UserError(

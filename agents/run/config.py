@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
@@ -19,7 +19,13 @@ from agents.trainer import Job, MakeEnv, Training
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, load_latest
+from rl_dist.checkpoint.folder import (
+    BEST_FILE,
+    CHECKPOINT_DIR,
+    Found,
+    checkpoint_folder,
+    load_latest,
+)
 from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.checkpoint.schema import RUN, kind_of
 from rl_dist.config import read_sections, saved_form
@@ -41,6 +47,7 @@ from rl_dist.telemetry.state_file import STATE_FILE
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
+Which = Literal["last", "best", ""]  # of a run's checkpoints
 SUMMARY = "summary.json"  # of a finished run, and of no other
 EVALUATING = "final evaluation"  # the phase after training
 
@@ -126,13 +133,22 @@ def probe_env(task: TradingTask | GymTask) -> Any:
 # ---- the run directory and its checkpoints
 
 
-def load_saved(path: str | Path) -> Found:
-    """Load a checkpoint file, or the newest valid one of a run directory.
+def load_saved(path: str | Path, which: Which = "last") -> Found:
+    """Load a checkpoint file, or one of a run directory.
+
+    Args:
+        which: the newest valid one, or the best; "": the best if there is one, else the newest.
 
     Raises:
         UserError, CheckpointError: there is none.
     """
     path = Path(path)
+    if path.is_dir() and which != "last":
+        best = checkpoint_folder(path) / BEST_FILE
+        if best.exists():
+            return _of_training(Found(best, load_checkpoint(best)))
+        if which == "best":
+            raise UserError(f"{path} has no best checkpoint: take --which last, the newest")
     if path.is_dir():
         found = load_latest(path)
         if found is None:

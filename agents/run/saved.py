@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
-from agents.run.config import RunConfig, load_saved
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR
+from agents.run.config import RunConfig, Which, load_saved, probe_env
+from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import autocast_dtype
+
+if TYPE_CHECKING:
+    from envs.task import GymTask
+    from envs.trading.task import TradingTask
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
+    chosen_by: str = ""  # in words, where it is the best checkpoint and not the newest
 
     @property
     def run_dir(self) -> Path:
@@ -35,9 +40,16 @@ class LoadedAgent:
         return folder.parent if folder.name == CHECKPOINT_DIR else folder
 
 
-def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAgent:
-    """Load a policy from a checkpoint or run directory, wherever it was trained."""
-    file, state = load_saved(path)
+def load_agent(
+    path: str | Path, device: str | torch.device = "cpu", which: Which = "last"
+) -> LoadedAgent:
+    """Load a policy from a checkpoint or run directory, wherever it was trained.
+
+    Args:
+        which: checkpoint of a run directory: the newest, or the best (""; the best if there is one,
+            else the newest).
+    """
+    file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
     check_shapes(state, config.policy, config.launch.dtype)
     layout, action_space = spaces_of(state)
@@ -46,7 +58,53 @@ def load_agent(path: str | Path, device: str | torch.device = "cpu") -> LoadedAg
     policy.load_state_dict(state["policy"])
     normalizer = observation_normalizer(layout, config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])
-    return LoadedAgent(policy.to(device), normalizer.to(device), config, state["iteration"], file)
+    chosen_by = ""
+    if Path(path).is_dir() and file.name == BEST_FILE:
+        measured = state.get(MEASURED) or {}
+        chosen_by = "".join(f", the best by {name} {value:.4g}" for name, value in measured.items())
+    moved = policy.to(device), normalizer.to(device)
+    return LoadedAgent(*moved, config, state["iteration"], file, chosen_by)
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights and statistics of an earlier run, for a new one of the same shapes."""
+
+    path: Path
+    state: dict[str, Any]
+
+    def load_into(self, policy: Policy) -> None:
+        """Give a fresh policy all weights."""
+        check_weights(policy, self.state["policy"])
+        policy.load_state_dict(self.state["policy"])
+
+    def set_moments(self, obs: Normalizer, rewards: Normalizer) -> None:
+        """Set the statistics under which the weights were learned, and their weight."""
+        for name, normalizer in (("obs_normalizer", obs), ("reward_normalizer", rewards)):
+            normalizer.load_state_dict(self.state[name])
+
+
+def load_initial(path: str) -> InitialWeights:
+    """Read the checkpoint that --init_from names, of a run directory the best one."""
+    return InitialWeights(*load_saved(path, ""))
+
+
+def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
+    """Compare --init_from with the run, before anything is written.
+
+    Raises:
+        UserError: names the first difference.
+    """
+    initial = load_initial(config.train.init_from)
+    env = probe_env(task)
+    num_obs = int(env.single_observation_space.shape[0])
+    with torch.device("meta"):
+        policy = Policy(config.policy, num_obs, env.single_action_space).to(config.launch.dtype)
+    env.close()
+    try:
+        check_weights(policy, initial.state["policy"])
+    except UserError as error:
+        raise UserError(f"--init_from {config.train.init_from}: {error}") from None
 
 
 def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype) -> None:

@@ -22,14 +22,14 @@ from agents.run.choice import (
     RUNS,
     add_run_flags,
     choose_run,
+    describe_preset,
     fresh_config,
     is_first,
 )
 from agents.run.config import SECTIONS, RunConfig, discard_unstarted, fresh_directory, save_config
-from agents.run.job_state import start_state
 from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
-from rl_dist.checkpoint.folder import Found
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
 from rl_dist.checkpoint.run_lock import RunLock, hold_new
 from rl_dist.config import parse_flags
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
@@ -38,6 +38,7 @@ from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, resta
 from rl_dist.process_group.process_ends import report
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import truncate_metrics
+from rl_dist.telemetry.state_file import SavedCheckpoint, begin_state
 
 CheckWeights = Callable[[RunConfig, Any], None]
 
@@ -62,8 +63,9 @@ class Start:
 def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
     """Choose the run that the flags mean, check it, and write its configuration.
 
-    `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained does
-    not fit the task. Returns the exit code where there is nothing to start, the reason printed.
+    `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained or
+    --init_from does not fit the task. Returns the exit code where there is nothing to start, the
+    reason printed.
     """
     parsed = parse_flags(
         SECTIONS,
@@ -138,6 +140,27 @@ def _record(
         print("--quick shows the whole path; it is too short to learn anything", flush=True)
 
 
+def start_state(
+    run_dir: Path, config: RunConfig, resolved: ResolvedLaunch, found: Found | None
+) -> None:
+    """Write state.json of a run whose ranks are about to start."""
+    train = config.train
+    values: dict[str, Any] = {}
+    if found:
+        values = {name: found.state[name] for name in ("iteration", "global_step", "episodes")}
+        path = f"{CHECKPOINT_DIR}/{found.path.name}"
+        values["checkpoint"] = SavedCheckpoint(path=path, iteration=values["iteration"])
+    begin_state(
+        run_dir,
+        num_ranks=resolved.num_ranks,
+        strategy=config.launch.strategy_config.mode,
+        precision=config.launch.precision.replace("auto", "fp32"),
+        target=train.total_steps or train.num_episodes,
+        unit="steps" if train.total_steps else "episodes",
+        **values,
+    )
+
+
 def _refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path | None) -> int:
     """Print why there is nothing to start, and return the exit code."""
     message, code = explained(error)
@@ -165,7 +188,7 @@ def announce(
         if resolved.device_type == "cpu":  # a GPU's memory is known to its rank
             check_rollouts(config, torch.device("cpu"), resolved.num_ranks)
     task: Any = config.prepare_task()
-    if train.pretrained and not found:
+    if (train.pretrained or train.init_from) and not found:
         check_weights(config, task)
     if found:
         from agents.run.resumed import check_resumable
@@ -174,6 +197,8 @@ def announce(
         _announce_end(train, found)
     print(resolved.message)
     print(task.describe())
+    if train.chosen_preset and not found:
+        print(describe_preset(config))
     if sizes:
         print(sizes_table(train, sizes, resolved.num_ranks, config.ppo))
         _warn_of_budget(train, sizes)

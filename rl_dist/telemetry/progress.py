@@ -45,6 +45,9 @@ class Progress:
             self._figures["steps/s"] = _short(statistics.median(self._rates))
         if record.get("episode/return") is not None:
             self._figures["return"] = _short(record["episode/return"])
+        for name in ("valid/sharpe", "valid/return"):
+            if record.get(name) is not None:
+                self._figures[name] = _short(record[name])
         # the last iteration ends episodes beyond the budget
         self._bar.total = max(self._bar.total, done)
         self._bar.set_postfix(self._figures, refresh=False)

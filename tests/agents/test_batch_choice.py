@@ -17,7 +17,7 @@ import train_distributed
 from agents.dry_run.batch_size import allowed_batch_sizes
 from agents.evaluate import final
 from agents.ppo import PPO
-from agents.run import limits
+from agents.run import limits, rank
 from agents.run.config import RunConfig, save_config
 from agents.run.limits import fewer_environments, smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
@@ -168,7 +168,7 @@ def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(
 ):
     """And the sizes that are proposed instead would not be."""
     monkeypatch.setattr(limits, "free_memory_bytes", lambda device, sharers=1: 3 * 2**25)
-    monkeypatch.setattr(train_distributed, "Training", lambda *_: fail())
+    monkeypatch.setattr(rank, "Training", lambda *_: fail())
     flags = "--batch_size 16 --hidden_size 64"
     train(monkeypatch, tmp_path / "large", f"{flags} --num_envs 4096")
     warning, _ = capsys.readouterr().err.splitlines()
@@ -203,7 +203,7 @@ def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(monkeypatch
 def end_in(phase, monkeypatch):
     """Run out of memory in the third iteration, or before or after training."""
     owner, name, fails_at = {
-        "start-up": (train_distributed, "Training", 1),
+        "start-up": (rank, "Training", 1),
         "collect": (agents.trainer, "collect", 4),  # the first one is the normalisers'
         "update": (PPO, "step", 6),
         "final evaluation": (final, "evaluate_run", 1),

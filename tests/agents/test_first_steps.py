@@ -1,15 +1,29 @@
 """What a newcomer meets: an environment of their own, other programs' flags, odd sizes."""
 
+import contextlib
+import io
+import json
 import subprocess
 import sys
 
 import pytest
-from train_runs import REPO, only_error, records, run_here, start_training, train_here
+from train_runs import (
+    REPO,
+    evaluate_here,
+    only_error,
+    records,
+    run_here,
+    start_training,
+    train_here,
+)
 
 import train_distributed
-from agents.run.choice import OTHER_NAMES
-from agents.run.config import OWNERS
+from agents.run.choice import OTHER_NAMES, add_run_flags, fresh_config
+from agents.run.config import OWNERS, SECTIONS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.config import parse_flags
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"
 CUE = [*TINY.split(), "--env", "own_environment:Cue-v0", "--eval_episodes", "2"]
@@ -56,6 +70,94 @@ def test_an_iteration_beyond_the_whole_budget_is_a_warning(tmp_path, monkeypatch
     warning = capsys.readouterr().err.splitlines()[0]
     assert "one iteration is 64 steps, more than --total_steps 1" in warning
     assert "--batch_size 4 counts sequences of 8 steps" in warning
+
+
+# ---- presets
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "expected"),
+    [
+        ("", "trading", (128, 0, 128, 1e-3, 0.5, 128)),
+        ("--preset paper", "paper", (128, 0, 128, 3e-4, 0.95, 128)),
+        ("--env CartPole-v1", "small", (8, 16, 64, 7e-4, 0.95, 64)),
+        ("--env Pendulum-v1", "control", (8, 16, 64, 7e-4, 0.95, 64)),
+        ("--env Recall-v0", "memory", (8, 16, 64, 7e-4, 0.98, 64)),
+        ("--env Recall-v0 --preset small", "small", (8, 16, 64, 7e-4, 0.95, 64)),
+        (
+            "--env CartPole-v1 --batch_size 64 --hidden_size 32",
+            "small",
+            (64, 0, 64, 7e-4, 0.95, 32),
+        ),
+        ("--env CartPole-v1 --bptt_steps 128", "small", (8, 0, 128, 7e-4, 0.95, 64)),
+    ],
+)
+def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected):
+    parsed = parse_flags(SECTIONS, flags.split(), description="", extra=add_run_flags)
+    config = fresh_config(parsed)
+    train = config.train
+    sizes = (train.batch_size, train.num_envs, train.num_steps)
+    ppo = (config.ppo.learning_rate, config.ppo.gae_lambda)
+    assert (train.chosen_preset, (*sizes, *ppo, config.policy.hidden_size)) == (kind, expected)
+    shard_sizes(train, 0, 1)
+    assert RunConfig.from_dict(config.to_dict()) == config
+
+
+# ---- what is evaluated, and what a run starts from
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of CartPole-v1 with a best checkpoint, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    flags = [*CUE, "--env", "CartPole-v1", "--total_steps", 192, "--validate_every", 1]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert train_here(monkeypatch, *flags, "--run_dir", folder / "run") == 0
+    return folder / "run", printed.getvalue()
+
+
+def test_the_end_says_the_return_with_noise_and_how_random_the_policy_is(finished):
+    run_dir, printed = finished
+    test = json.loads((run_dir / "summary.json").read_text())["test"]
+    assert f"with noise, as in training: mean return {test['return_with_noise']:.2f}" in printed
+    assert test["return_with_noise"] != test["return"]
+    assert "warning: the policy is nearly as random as at the start (entropy 0.69" in printed
+    assert "preset small: learning_rate 0.0007, update_epochs 10" in printed
+
+
+def test_the_best_checkpoint_is_evaluated_unless_another_is_asked_for(
+    finished, monkeypatch, capsys
+):
+    run_dir, _ = finished
+    best = max(records(run_dir), key=lambda line: line["valid/return"])
+    for flags, name in [((), "best.pt"), (("--which", "last"), "iteration_00000003.pt")]:
+        assert evaluate_here(monkeypatch, run_dir, "--episodes", 2, *flags) == 0
+        out = capsys.readouterr().out
+        assert f"checkpoints/{name}, iteration {3 if flags else best['iteration']}" in out
+        assert ("the best by valid/return" in out) == (not flags)
+
+
+def test_a_run_starts_from_the_weights_and_statistics_of_another(
+    finished, tmp_path, monkeypatch, capsys
+):
+    run_dir, _ = finished
+    flags = [*CUE, "--env", "CartPole-v1", "--init_from", run_dir]
+    frozen = ["--learning_rate", 0, "--total_steps", 64]
+    assert train_here(monkeypatch, *flags, *frozen, "--run_dir", tmp_path / "next") == 0
+    first = load_checkpoint(run_dir / "checkpoints/best.pt")
+    then = load_checkpoint(latest_checkpoint(tmp_path / "next"))
+    assert then["iteration"] == 1
+    for name, weight in first["policy"].items():
+        assert (then["policy"][name] == weight).all(), name
+    counts = [state["obs_normalizer"]["moments.count"] for state in (first, then)]
+    assert counts[1] == counts[0] + 64
+    capsys.readouterr()
+    other = [*flags, "--hidden_size", 16, "--run_dir", tmp_path / "other"]
+    assert train_here(monkeypatch, *other) == 2
+    error = only_error(capsys.readouterr().err)
+    assert f"--init_from {run_dir}: the checkpoint is of another shape" in error
 
 
 def test_packages_from_two_copies_are_refused_with_both_places(tmp_path):

@@ -15,8 +15,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard_readers import seen
 from train_runs import RECALL, only_error, records, train_here
 
-import train_distributed
 from agents.evaluate import final
+from agents.run import rank
 from agents.run.config import fresh_directory
 from rl_dist.checkpoint import run_lock
 from rl_dist.checkpoint.file import load_checkpoint
@@ -204,7 +204,7 @@ def test_a_finished_run_that_goes_on_no_longer_says_that_it_has_finished(run_dir
     def killed_while_training(*_):
         raise ValueError("killed")
 
-    monkeypatch.setattr(train_distributed, "train", killed_while_training)
+    monkeypatch.setattr(rank, "train", killed_while_training)
     assert train_here(monkeypatch, "--resume", run_dir, "--total_steps", "320") == 2
     assert not (run_dir / "summary.json").exists()
     assert (run_dir / "summary.json.superseded").read_text() == summary

@@ -1,0 +1,165 @@
+"""One rank of a training, from the agreement on its start to its last word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from agents.run.config import RunConfig, load_newest, open_run_writer, set_results_aside
+from agents.run.limits import check_rollouts, explained_faults
+from agents.sizes import AUTO
+from agents.trainer import Training, train
+from rl_dist.checkpoint.file import load_checkpoint, write_atomically
+from rl_dist.checkpoint.folder import CHECKPOINT_DIR, iteration_in_name
+from rl_dist.checkpoint.run_lock import RunLock
+from rl_dist.launch.launcher import ResolvedLaunch, restart_count
+from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
+from rl_dist.process_group.hosts import check_hosts
+from rl_dist.process_group.world import World, open_world, stop_flag
+from rl_dist.telemetry import events
+from rl_dist.telemetry.metrics import setup_logging, truncate_metrics
+from rl_dist.telemetry.monitor import Monitor, sources_of
+from rl_dist.telemetry.state_file import RankEntry, update_state
+
+logger = logging.getLogger(__name__)  # for the log files
+
+
+def run_rank(
+    config: RunConfig,
+    resolved: ResolvedLaunch,
+    run_dir: Path,
+    resume_from: str,
+    lock: RunLock | None,
+) -> int:
+    """Train, evaluate and leave, on every rank; return the exit code."""
+    timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout
+    world = open_world(
+        resolved.device_type, timeout_s, resolved.gpu_ids, resolved.threads, startup_s
+    )
+    with ExitStack() as closing:
+        closing.enter_context(explained_faults(config, run_dir, world))
+        run_dir, resume_from = agree_on_start(run_dir, resume_from, config, world)
+        if world.is_main_process:
+            events.configure(config.launch.on_event, run_dir)
+        setup_logging(run_dir, world.rank)
+        place = f"rank {world.rank} of {world.size} on {world.device}"
+        logger.info("%s, %s", config.task.env, place)
+
+        # environments, and the choices that only measurements can make
+        task = config.prepare_task(world.heartbeat)
+
+        def make_env(count: int, first: int) -> Any:
+            return task.training_env(count, first, str(world.device))
+
+        if config.train.batch_size == AUTO:
+            from agents.dry_run.batch_size import resolve_batch_size
+
+            config = resolve_batch_size(config, make_env, run_dir, world)
+        if config.launch.fallback or config.launch.strategy == "auto":
+            from agents.dry_run.strategy import resolve_training_strategy
+
+            config = resolve_training_strategy(config, resolved, task, world, run_dir)
+        closing.enter_context(explained_faults(config, run_dir, world))  # with measured sizes
+        if (warning := check_rollouts(config, world.device, world.size)) and world.is_main_process:
+            logger.warning(warning)
+
+        # policy, optimizer, environments: new ones, or those of the checkpoint
+        parts: dict[str, Any] = {}
+        if not resume_from:
+            parts["pretrained"] = initial_weights(config)
+        if config.train.validate_every:
+            from agents.evaluate.evaluation import validation
+
+            parts["validate"] = validation(task, config, world)
+        training = Training(config.job(make_env, run_dir, resolved.gpu_ids, **parts), world)
+        training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
+        closing.callback(training.monitor.close)
+        if resume_from:
+            training.restore(load_checkpoint(resume_from))
+        if world.is_main_process and training.progress < 1.0:
+            set_results_aside(run_dir)
+        writer = open_run_writer(training, config.task.env, lock)
+        closing.callback(writer.close)
+        signum = train(training, writer, stop_flag)
+        logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
+        writer.close()
+        if signum:
+            if world.is_main_process:
+                update_state(run_dir, phase="stopped")
+                name = signal.Signals(signum).name
+                print(f"stopped by {name}, saved; go on with --resume {run_dir}")
+            return 128 + signum
+        if world.is_main_process:
+            update_state(run_dir, phase="evaluation")
+        from agents.evaluate.final import evaluate_and_finish
+
+        return evaluate_and_finish(config, task, training, run_dir)
+
+
+def initial_weights(config: RunConfig) -> Any:
+    """Return the weights that a new run starts from; None: random ones."""
+    if config.train.pretrained:
+        from agents.pretrain.weights import load_pretrained
+
+        return load_pretrained(config.train.pretrained)
+    if config.train.init_from:
+        from agents.run.saved import load_initial
+
+        return load_initial(config.train.init_from)
+    return None
+
+
+def agree_on_start(
+    run_dir: Path, resume_from: str, config: RunConfig, world: World
+) -> tuple[Path, str]:
+    """Agree on run directory and newest checkpoint, and record all ranks.
+
+    torchrun's ranks may have chosen differently, on hosts that share no file system for example.
+    """
+    check_hosts(world, config.launch.threads)
+    if world.is_main_process and restart_count():
+        newest = load_newest(run_dir)
+        truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)
+        resume_from = str(newest.path) if newest else ""
+    mine = {
+        "rank": world.rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "device": str(world.device),
+    }
+    offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
+    gathered = all_gather_json([str(run_dir), offer, mine], world)
+    run_dir = Path(gathered[0][0])
+    if world.is_main_process:
+        ranks = [RankEntry(**entry) for _, _, entry in gathered]
+        dry_run = config.train.batch_size == AUTO or config.launch.strategy == "auto"
+        phase = "dry_run" if dry_run else "starting"
+        update_state(run_dir, ranks=ranks, num_ranks=world.size, phase=phase)
+    return run_dir, share_checkpoint(run_dir, [each[1] for each in gathered], world)
+
+
+def share_checkpoint(run_dir: Path, chosen: list[str], world: World) -> str:
+    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy.
+
+    Another rank's choice counts only where rank 0 has no such file: else it has refused it.
+    """
+    folder = run_dir / CHECKPOINT_DIR
+
+    def newness(rank: int) -> int:
+        path = Path(chosen[rank])
+        counts = path.parent == folder and (rank == 0 or not path.exists())
+        return iteration_in_name(path) if counts else -2
+
+    owner = all_gather_json(max(range(world.size), key=newness), world)[0]
+    path = Path(chosen[owner])
+    if chosen[owner] and any(all_gather_json(not path.exists(), world)):
+        data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
+        if world.local_rank == 0 and not path.exists():
+            write_atomically(path, data)
+        all_gather_json("written", world)
+    return chosen[owner]
