@@ -142,7 +142,7 @@ class Watchdog:
             self._store = StatusFiles(store.path)  # type: ignore[attr-defined]  # it has
         else:
             # a connection of its own: one is blocked while the main thread waits in it
-            self._store = dist.PrefixStore("doing", store.clone())
+            self._store = dist.PrefixStore("doing", store.clone())  # type: ignore[attr-defined]
         self._number = 0
         self._own = RankStatus("")
         self._own_since_s = time.monotonic()
