@@ -132,11 +132,11 @@ def test_filter_uses_no_future_bars():
 
 def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_weight():
     config = SimulatedMarketConfig(market_edge=0.0)
-    markets = simulate_markets(config, world_seeds(config, "valid", 12))
+    markets = simulate_markets(config, world_seeds(config, "valid", 6))
     outlook = planted_outlook(markets, TEST_SPAN, 0.0)[:, :-1, :, 0]
     returns = np.stack([m.close[1891:2520] / m.close[1890:2519] - 1.0 for m in markets])
     product = (outlook * (returns - returns.mean(2, keepdims=True))).mean((1, 2))  # one per world
-    assert abs(product.mean()) < 3.5 * product.std(ddof=1) / np.sqrt(12)
+    assert abs(product.mean()) < 3.5 * product.std(ddof=1) / np.sqrt(6)
     equal, _ = sharpe_of(markets, EqualWeight())
     reference, weights = sharpe_of(markets, ReferencePolicy(config))
     assert abs((reference - equal).mean()) < 0.15
@@ -144,7 +144,7 @@ def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_wei
 
 
 def test_memory_earns_what_a_rule_on_event_and_holdings_cannot(worlds):
-    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 12))
+    markets = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 6))
     equal, _ = sharpe_of(markets, EqualWeight())
     reference, _ = sharpe_of(markets, ReferencePolicy(CONFIG))
     memoryless, _ = sharpe_of(markets, MemorylessRule())
