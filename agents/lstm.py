@@ -20,28 +20,30 @@ Network = Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
 @dataclass(frozen=True)
 class PieceGroup:
-    """Pieces of similar length, padded to the longest; one dense call."""
+    """Pieces of similar length, padded to the longest; one dense call.
 
-    cells: np.ndarray  # [length, pieces] flat index t * N + n of each padded cell
-    columns: np.ndarray  # [pieces] sequence that each piece was cut from
-    stateful: np.ndarray  # [pieces] bool; starts from the sequence's stored state, else from zero
+    Rows of the table: the sequence that a piece was cut from, flat index t * N + n of its first
+    cell, its length - 1, and 1 if it starts from the sequence's stored state, else 0.
+    """
 
-
-@dataclass(frozen=True)
-class PiecePlan:
-    """How a [T, N] block is cut into dense calls, and how their outputs are put back."""
-
-    groups: list[PieceGroup]
-    inverse: np.ndarray  # [T*N] position of every cell in the concatenated outputs of the groups
+    table: np.ndarray | Tensor  # [4, pieces] int64; on the host, or where the sequences are
+    longest: int
 
 
-def plan_pieces(episode_start: np.ndarray) -> PiecePlan:
-    """Cut [T, N] sequences at episode starts and group the pieces by length.
+Plan = list[PieceGroup]  # of some sequences; empty: there is nothing to cut
+
+
+def plan_pieces(episode_start: np.ndarray, batches: Sequence[np.ndarray]) -> list[Plan]:
+    """Cut sequences at episode starts and group the pieces by length, for several batches.
 
     Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
     half of a group.
+
+    Args:
+        episode_start: [T, S] bool.
+        batches: columns of it, [N] each.
     """
-    # pieces: column, first step and length of each
+    # pieces of all sequences: column, first step and length of each
     num_steps, num_columns = episode_start.shape
     begins = episode_start.copy()
     begins[0] = True
@@ -50,28 +52,47 @@ def plan_pieces(episode_start: np.ndarray) -> PiecePlan:
     last_of_column = np.append(columns[1:] != columns[:-1], True)
     lengths = np.where(last_of_column, num_steps, next_starts) - starts
     stateful = (starts == 0) & ~episode_start[0, columns]
+    level = np.floor(np.log2(num_steps / lengths)).astype(np.int8)
+    level[lengths == num_steps] = -1
+    counts = np.bincount(columns, minlength=num_columns)  # [S] pieces of each column
+    firsts = np.cumsum(counts) - counts
 
-    # one group per level of length
-    level = np.where(lengths == num_steps, -1, np.floor(np.log2(num_steps / lengths))).astype(int)
-    groups = []
-    inverse = np.empty(num_steps * num_columns, dtype=np.int64)
-    offset = 0
-    for value in np.unique(level):
-        chosen = np.flatnonzero(level == value)
-        longest = int(lengths[chosen].max())
-        times = np.arange(longest)[:, None]
-        real = times < lengths[chosen]  # [longest, pieces]
-        # padding repeats the piece's own last cell: finite values whose outputs nobody reads
-        steps = starts[chosen] + np.minimum(times, lengths[chosen] - 1)
-        cells = steps * num_columns + columns[chosen]
-        groups.append(PieceGroup(cells, columns[chosen], stateful[chosen]))
-        inverse[cells[real]] = offset + np.flatnonzero(real.ravel())
-        offset += cells.size
-    return PiecePlan(groups, inverse)
+    # a batch's own ones, by level
+    plans = []
+    for batch in batches:
+        own = counts[batch]  # [N]
+        ends = np.cumsum(own)
+        if ends[-1] == len(batch):
+            plans.append([])
+            continue
+        pieces = np.repeat(firsts[batch] - ends + own, own) + np.arange(ends[-1])
+        order = np.argsort(level[pieces], kind="stable")
+        pieces = pieces[order]
+        column = np.repeat(np.arange(len(batch)), own)[order]
+        first_cells = starts[pieces] * len(batch) + column
+        table = np.stack([column, first_cells, lengths[pieces] - 1, stateful[pieces]])
+        groups = np.split(table, np.flatnonzero(np.diff(level[pieces])) + 1, axis=1)
+        plans.append([PieceGroup(group, int(group[2].max()) + 1) for group in groups])
+    return plans
+
+
+def plans_to_device(
+    plans: list[Plan], device: torch.device, *others: np.ndarray
+) -> tuple[list[Plan], list[Tensor]]:
+    """Plans, and other integer arrays, on a device, by one copy."""
+    groups = [group for plan in plans for group in plan]
+    moved = to_device([*others, *(group.table for group in groups)], device)
+    tables = iter(moved[len(others) :])
+    placed = [[PieceGroup(next(tables), group.longest) for group in plan] for plan in plans]
+    return placed, moved[: len(others)]
 
 
 def run_sequence(
-    network: Network, obs: Tensor, state: Tensor, episode_start: Tensor
+    network: Network,
+    obs: Tensor,
+    state: Tensor,
+    episode_start: Tensor,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
@@ -80,35 +101,48 @@ def run_sequence(
         obs: [T, N, F].
         state: [N, S, H] state before the first step.
         episode_start: [T, N] bool; True where the observation is the first of its episode.
+        plan: of `plan_pieces` for these sequences; None: made here, which waits for a GPU.
 
     Returns:
         The network's outputs, each [T, N, ...]. No gradient crosses an episode start.
     """
-    starts = episode_start.cpu().numpy()
-    if not starts[1:].any():  # nothing to cut: the whole block is one dense call
+    num_steps, num_columns = episode_start.shape
+    if plan is None:
+        batch = np.arange(num_columns)
+        plans = plan_pieces(episode_start.cpu().numpy(), [batch])
+        (plan,), _ = plans_to_device(plans, obs.device)
+    if not plan:  # the whole block is one dense call
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
     # one dense call per group of pieces
-    plan = plan_pieces(starts)
     flat_obs = obs.flatten(0, 1)
-    results = []
-    for group in plan.groups:
-        cells = torch.from_numpy(group.cells).to(obs.device)
-        columns = torch.from_numpy(group.columns).to(obs.device)
-        keep = torch.from_numpy(group.stateful).to(obs.device)
+    steps = torch.arange(num_steps, device=obs.device)[:, None]  # [T, 1]
+    results, places = [], []
+    for group in plan:
+        columns, first_cells, last, stateful = group.table
+        times = steps[: group.longest]
+        # padding repeats the piece's own last cell: finite values, whose outputs go to a cell
+        # behind all others, which nobody reads
+        cells = first_cells.add(torch.minimum(times, last), alpha=num_columns)  # [longest, pieces]
+        places.append(cells.masked_fill(times > last, num_steps * num_columns).flatten())
         group_obs = flat_obs.index_select(0, cells.flatten()).unflatten(0, cells.shape)
-        results.append(network(group_obs, state.index_select(0, columns) * keep[:, None, None])[0])
+        before = state.index_select(0, columns) * stateful[:, None, None]
+        results.append(network(group_obs, before)[0])
 
     # the outputs of all groups, put back in their places
-    inverse = torch.from_numpy(plan.inverse).to(obs.device)
-    flat = (
-        torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*results, strict=True)
-    )
-    return tuple(part.index_select(0, inverse).unflatten(0, starts.shape) for part in flat)
+    place = torch.cat(places)
+    outputs = []
+    for parts in zip(*results, strict=True):
+        flat = torch.cat([part.flatten(0, 1) for part in parts])
+        whole = flat.new_empty(num_steps * num_columns + 1, *flat.shape[1:])
+        outputs.append(whole.index_copy_(0, place, flat)[:-1].unflatten(0, episode_start.shape))
+    return tuple(outputs)
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Integer arrays as int64 tensors on a device; the host does not wait for it."""
+    if not arrays:
+        return []
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)

@@ -187,11 +187,11 @@ class PipelineStrategy(Strategy):
 
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
-    ) -> tuple[Tensor, bool]:
+    ) -> tuple[Tensor, Tensor]:
         """Clip by the norm over both stages and step this one, on all ranks or on none."""
         self._forget_other_stage(optimizer)
         self._grad_norm = self.agreed_norm(self._grad_norm)
-        stepped = bool(torch.isfinite(self._grad_norm))  # the same on all ranks
+        stepped = torch.isfinite(self._grad_norm)  # the same on all ranks
         if stepped:
             clip_grads_with_norm_(self.own, max_grad_norm, self._grad_norm.to(self.own[0].dtype))
             optimizer.step()

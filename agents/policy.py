@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
-from agents.lstm import run_sequence
+from agents.lstm import Plan, run_sequence
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough
 from agents.network.encoders import Encoder
@@ -293,18 +293,23 @@ class Policy(nn.Module):
         return actions, actor, values[0], new_state
 
     def forward(
-        self, obs: Tensor, actions: Tensor, state: Tensor, episode_start: Tensor
+        self,
+        obs: Tensor,
+        actions: Tensor,
+        state: Tensor,
+        episode_start: Tensor,
+        plan: Plan | None = None,
     ) -> Evaluation:
         """Re-evaluate stored steps: log probabilities, entropies and values, each [L, N].
 
         The only entry for training: DistributedDataParallel arms its reduction in `forward`. Takes
         obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step, and
-        episode_start [L, N] bool.
+        episode_start [L, N] bool, and perhaps the plan of its pieces.
         """
         if self.config.stateless:
             (actor, values), _ = self.network(obs, state)
         else:
-            actor, values = run_sequence(self.network, obs, state, episode_start)
+            actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:

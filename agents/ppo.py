@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from agents.lstm import Plan
 from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches, minibatches, sequence_order
+from agents.rollout import Minibatch, into_microbatches, make_schedule, sequence_order
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
 from rl_dist.parallel.strategy import Strategy, make_adam
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.process_group.timing import StepClock, section
-from rl_dist.process_group.world import World
 from rl_dist.telemetry import events
 
 # how `update` reports the fields of LossParts, and the gradient's norm
@@ -153,28 +156,59 @@ def ppo_loss(
     return LossParts(total, policy, value, entropy, approx_kl, clip_fraction)
 
 
-def normalize_advantages(advantages: Tensor, world: World) -> Tensor:
-    """Advantages [T, B] of mean 0 and deviation 1 over the rollouts of all ranks."""
-    wide = advantages.double()
-    sums = all_reduce_sum(
-        {"count": float(wide.numel()), "sum": wide.sum(), "square": wide.square().sum()}, world
-    )
-    mean = sums["sum"] / sums["count"]
-    variance = (sums["square"] / sums["count"] - mean.square()).clamp(min=0.0)
-    return ((wide - mean) / (variance.sqrt() + 1e-8)).to(advantages.dtype)
-
-
-def explained_variance(values: Tensor, returns: Tensor, world: World) -> float:
-    """1 - Var(returns - values) / Var(returns) over ranks; 0 for constant returns."""
+def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    """Sums over one rank's rollout that the next two functions need of all ranks."""
     sums = {"count": torch.tensor(returns.numel(), dtype=torch.float64)}
-    for name, samples in (("returns", returns.double()), ("errors", (returns - values).double())):
-        sums |= {name: samples.sum(), f"{name}_square": samples.square().sum()}
-    total = all_reduce_sum(sums, world)
-    of_returns, of_errors = (
-        float(total[f"{name}_square"] / total["count"] - (total[name] / total["count"]).square())
-        for name in ("returns", "errors")
-    )
-    return 1.0 - of_errors / of_returns if of_returns > 0 else 0.0
+    errors = returns - values
+    named = {"advantages": advantages, "returns": returns, "errors": errors}  # each [T, B]
+    for name, samples in named.items():
+        wide = samples.double()
+        sums |= {name: wide.sum(), f"{name}_square": wide.square().sum()}
+    return sums
+
+
+def normalize_advantages(advantages: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+    """Advantages [T, B] of mean 0 and deviation 1 over the rollouts of all ranks."""
+    mean, variance = _moments("advantages", sums)
+    deviation = variance.clamp(min=0.0).sqrt() + 1e-8
+    return ((advantages.double() - mean) / deviation).to(advantages.dtype)
+
+
+def explained_variance(sums: Mapping[str, Tensor]) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over ranks; 0 for constant returns."""
+    of_returns, of_errors = (_moments(name, sums)[1] for name in ("returns", "errors"))
+    return torch.where(of_returns > 0, 1.0 - of_errors / of_returns, 0.0)
+
+
+def _moments(name: str, sums: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    mean = sums[name] / sums["count"]
+    return mean, sums[f"{name}_square"] / sums["count"] - mean.square()
+
+
+class Tally:
+    """What an update counts, on the device: nobody waits for it before the end."""
+
+    def __init__(self, device: torch.device, bad_in_a_row: int) -> None:
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.losses = zeros(len(LossParts._fields) + 1)  # of LossParts and the gradient's norm
+        self.epoch_kl = zeros(2)  # sum of approx_kl, and steps
+        self.counts = zeros(5)  # taken, skipped, bad; bad ones in a row: now, and most
+        self.counts[3:].fill_(bad_in_a_row)
+
+    @torch.no_grad()
+    def add(
+        self, parts: LossParts, grad_norm: Tensor, stepped: Tensor, overflowed: Tensor | bool
+    ) -> None:
+        """Count a gradient step; a skipped one by its number alone."""
+        row = torch.stack([part.double() for part in (*parts, grad_norm)])
+        self.losses += torch.where(stepped, row, 0.0)
+        approx_kl = torch.where(stepped, parts.approx_kl, 0.0)
+        self.epoch_kl += torch.stack([approx_kl.double(), stepped.double()])
+        # an overflow is part of the search for a loss scale
+        bad = ~stepped if isinstance(overflowed, bool) else ~stepped & ~overflowed
+        self.counts[:3] += torch.stack([stepped, ~stepped, bad])
+        in_a_row = torch.where(stepped, 0.0, self.counts[3] + bad)
+        self.counts[3:] = torch.stack([in_a_row, torch.maximum(in_a_row, self.counts[4])])
 
 
 class NonFiniteGradientError(UserError):
@@ -230,65 +264,69 @@ class PPO:
         Returns:
             Losses and diagnostics: means over all ranks and gradient steps.
         """
-        zeros = torch.zeros(len(LossParts._fields) + 1, dtype=torch.float64)
-        totals = zeros.to(sequences.obs.device)  # of LossParts and the gradient's norm
         sequences_per_env = sequences.obs.shape[1] // num_envs
-        num_steps = num_skipped = num_bad = 0
+        epochs = range(self.config.update_epochs)
+        share = (env_offset, num_envs, sequences_per_env, num_minibatches)
+        order = np.stack([sequence_order((*key, epoch), *share) for epoch in epochs])
+        schedule = make_schedule(sequences, order, self.num_microbatches, self._plans_ahead)
+        tally = Tally(sequences.obs.device, self.bad_in_a_row)
         self.clock.start()
-        for epoch in range(self.config.update_epochs):
+        for epoch in epochs:
             # one gradient step per minibatch
-            order = sequence_order(
-                (*key, epoch), env_offset, num_envs, sequences_per_env, num_minibatches
-            )
-            epoch_kl = torch.zeros_like(totals[0])
-            steps_before = num_steps
-            for minibatch in minibatches(sequences, order):
-                parts, grad_norm, stepped = self.step(minibatch)
+            tally.epoch_kl.zero_()
+            for minibatch, plans in schedule.minibatches(sequences, epoch):
+                parts, grad_norm, stepped = self.step(minibatch, plans)
                 self.world.heartbeat()
-                if not stepped:
-                    num_skipped += 1
-                    num_bad += not self.strategy.overflowed
-                    continue
-                totals += torch.stack([part.detach().double() for part in (*parts, grad_norm)])
-                epoch_kl += parts.approx_kl
-                num_steps += 1
+                tally.add(parts, grad_norm, stepped, self.strategy.overflowed)
+                # a GPU is asked once, at the end
+                if stepped.device.type == "cpu" and not stepped:
+                    self._judge(tally)
 
             # all ranks stop early together
-            if self._exceeds_target_kl(epoch_kl, num_steps - steps_before):
+            if self._exceeds_target_kl(tally.epoch_kl):
                 break
             self.clock.mark("")
         self.strategy.end_update()
-        if num_bad:
-            text = f"{num_bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
-            events.notify("bad_steps", text, iteration=key[1], skipped=num_bad)
 
         # means over ranks and steps
-        sums = all_reduce_sum({"totals": totals, "steps": float(num_steps)}, self.world)
+        sums = all_reduce_sum({"losses": tally.losses, "steps": tally.counts[0]}, self.world)
+        losses = sums["losses"] / sums["steps"]
+        taken, skipped, bad = self._judge(tally)
+        if bad:
+            text = f"{bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
+            events.notify("bad_steps", text, iteration=key[1], skipped=bad)
+            logger.warning("NaN or inf in loss or gradient: step skipped, %d in all", bad)
         names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
-        means = dict(zip(names, (sums["totals"] / sums["steps"]).tolist(), strict=True))
-        means |= {"optim/steps": float(num_steps), "optim/skipped_steps": num_skipped}
+        means = dict(zip(names, losses.tolist(), strict=True))
+        means |= {"optim/steps": float(taken), "optim/skipped_steps": skipped}
         if self.strategy.scaler:
             means["optim/loss_scale"] = self.strategy.scaler.get_scale()
         del means["loss/total"]
         return means
 
-    def step(self, minibatch: Minibatch) -> tuple[LossParts, Tensor, bool]:
+    @property
+    def _plans_ahead(self) -> bool:
+        """Whether the pieces of all minibatches can be planned before the first gradient step."""
+        elsewhere = self.strategy.mode == "dp" or self.strategy.scheduled is not None
+        return not (self.policy.config.stateless or elsewhere)
+
+    def step(
+        self, minibatch: Minibatch, plans: Sequence[Plan] = ()
+    ) -> tuple[LossParts, Tensor, Tensor]:
         """One gradient step; the gradient is clipped after its reduction over ranks.
 
         All ranks skip it together if the loss or the gradient of any of them is not finite. Returns
         losses, norm of the reduced gradient before clipping, and whether the step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        waited_s = self.world.gradient_seconds
-        parts = self._gradients(minibatch)
-        self.clock.waited(self.world.gradient_seconds - waited_s)
+        num_waits = len(self.world.gradient_waits)
+        parts = self._gradients(minibatch, plans)
+        self.clock.waited(self.world.gradient_waits[num_waits:])
         grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
         self.clock.mark("optimizer")
-        if not self.strategy.overflowed:  # else it is part of the search for a loss scale
-            self._count_bad(stepped, parts.total)
         return parts, grad_norm, stepped
 
-    def _gradients(self, minibatch: Minibatch) -> LossParts:
+    def _gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
         """Forward and backward of a minibatch, by microbatches; the losses of this rank."""
         # a pipeline has a schedule of its own for forward and backward of its stages
         if self.strategy.scheduled is not None:
@@ -302,7 +340,7 @@ class PPO:
         losses = []
         for number, microbatch in enumerate(into_microbatches(minibatch, self.num_microbatches), 1):
             with self.strategy.accumulating(last=number == self.num_microbatches):
-                losses.append(self._loss(microbatch))
+                losses.append(self._loss(microbatch, *plans[number - 1 : number]))
                 self.clock.mark("forward")
                 scaled = losses[-1].total / self.num_microbatches
                 with self.strategy.backward_context(scaled) as loss:
@@ -311,9 +349,9 @@ class PPO:
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     @section("forward")
-    def _loss(self, minibatch: Minibatch) -> LossParts:
+    def _loss(self, minibatch: Minibatch, *plan: Plan) -> LossParts:
         evaluation = self.wrapped(
-            minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
+            minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start, *plan
         )
         return self._loss_of(evaluation, minibatch)
 
@@ -327,23 +365,21 @@ class PPO:
             self.config,
         )
 
-    def _count_bad(self, stepped: bool, loss: Tensor) -> None:
-        self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
-        if stepped:
-            return
-        logger.warning(
-            "NaN or inf in loss or gradient (loss of this rank: %g): step skipped", loss.item()
-        )
-        if self.bad_in_a_row > self.config.max_bad_steps:
+    def _judge(self, tally: Tally) -> tuple[int, int, int]:
+        """Stop after too many bad steps in a row; returns steps taken, skipped and bad."""
+        taken, skipped, bad, self.bad_in_a_row, worst = map(int, tally.counts.tolist())
+        if worst > self.config.max_bad_steps:
             raise NonFiniteGradientError(
-                f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more than "
+                f"loss or gradient was NaN or inf in {worst} steps in a row, more than "
                 f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
                 exit_code=1,
             )
+        return taken, skipped, bad
 
-    def _exceeds_target_kl(self, epoch_kl: Tensor, num_steps: int) -> bool:
+    def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
         """Compare the mean KL estimate over ranks and an epoch's steps with `target_kl`."""
-        if not (self.config.target_kl and num_steps):  # the same on all ranks
+        if not self.config.target_kl:
             return False
-        reduced = all_reduce_sum({"kl": epoch_kl / num_steps}, self.world)["kl"]
+        total, num_steps = epoch_kl  # no step, no divergence
+        reduced = all_reduce_sum({"kl": total / num_steps.clamp(min=1.0)}, self.world)["kl"]
         return float(reduced) / self.world.size > self.config.target_kl

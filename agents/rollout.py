@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agents.gae import running_sums
-from agents.lstm import to_device
+from agents.lstm import Plan, plan_pieces, plans_to_device, to_device
 from agents.normalize import Normalizer
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
@@ -342,11 +342,38 @@ def sequence_order(
     return np.concatenate(strata, axis=1)
 
 
-def minibatches(sequences: Minibatch, order: np.ndarray) -> Iterator[Minibatch]:
-    """An epoch's minibatches: the sequences of a rollout by `sequence_order`."""
-    for columns in order:
-        index = torch.from_numpy(columns).to(sequences.obs.device)
-        yield sequences.pick(Tensor.index_select, index)
+@dataclass
+class Schedule:
+    """Which sequences each minibatch of an update takes, and how its microbatches are cut."""
+
+    order: Tensor  # [epochs, minibatches, sequences]
+    plans: list[list[Plan]]  # by minibatch, of all epochs, and microbatch; empty: none made yet
+
+    def minibatches(
+        self, sequences: Minibatch, epoch: int
+    ) -> Iterator[tuple[Minibatch, list[Plan]]]:
+        """An epoch's minibatches: of the sequences of a rollout."""
+        first = epoch * self.order.shape[1]
+        for number, index in enumerate(self.order[epoch]):
+            plans = self.plans[first + number] if self.plans else []
+            yield sequences.pick(Tensor.index_select, index), plans
+
+
+def make_schedule(
+    sequences: Minibatch, order: np.ndarray, num_microbatches: int, with_plans: bool
+) -> Schedule:
+    """The schedule of an update; all its index tables reach the device by one copy.
+
+    Args:
+        order: [epochs, minibatches, sequences] by `sequence_order`.
+    """
+    plans: list[Plan] = []
+    if with_plans:
+        starts = sequences.episode_start.cpu().numpy()
+        plans = plan_pieces(starts, order.reshape(-1, order.shape[2] // num_microbatches))
+    plans, (index,) = plans_to_device(plans, sequences.obs.device, order)
+    by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
+    return Schedule(index, by_minibatch)
 
 
 def episode_metrics(

@@ -24,6 +24,7 @@ from agents.ppo import (
     PPOConfig,
     explained_variance,
     normalize_advantages,
+    rollout_sums,
 )
 from agents.rollout import Carry, Rollout, collect, cut_rollout, episode_metrics, fresh_carry
 from agents.sizes import Sizes, TrainConfig, shard_sizes
@@ -143,12 +144,13 @@ class Training:
         if self.job.train.normalize_obs or self.job.train.normalize_rewards:
             rollout = self.collect(lifetime_step=0)
             discounted = self.discounted_returns(rollout)
-            self.merge_statistics(rollout, discounted)
-            # once more, around this mean: a large offset would cost digits, others for another
-            # number of ranks
-            for normalizer in (self.obs_normalizer, self.reward_normalizer):
-                normalizer.moments.restart()
-            self.merge_statistics(rollout, discounted)
+            # twice, the second time around the mean: a large offset would cost digits, others for
+            # another number of ranks
+            for _ in range(2):
+                for normalizer in (self.obs_normalizer, self.reward_normalizer):
+                    normalizer.moments.restart()
+                sums = self.statistics(rollout, discounted)
+                self.merge_statistics(all_reduce_sum(sums, self.world))
             if self.job.pretrained:
                 self.job.pretrained.set_moments(self.obs_normalizer, self.reward_normalizer)
             self.carry = self._reset()
@@ -183,38 +185,41 @@ class Training:
         """Advantages, then the PPO epochs; the normalisers are merged only afterwards."""
         self.world.set_phase("update")
         train, ppo, sizes = self.job.train, self.job.ppo, self.sizes
-
         # advantages [T, B], from scaled rewards
         discounted = self.discounted_returns(rollout)
         rewards = self.reward_normalizer(rollout.rewards[..., None])[..., 0].to(self.job.dtype)
         values, next_values = rollout.values, rollout.next_values
         ends = rollout.episode_end
         advantages, returns = gae(rewards, values, next_values, ends, ppo.gamma, ppo.gae_lambda)
-        metrics = {"ppo/explained_variance": explained_variance(values, returns, self.world)}
+        sums = self.statistics(rollout, discounted) | rollout_sums(advantages, values, returns)
+        sums = all_reduce_sum(sums, self.world)
+        explained = explained_variance(sums)
         if ppo.norm_adv:
-            advantages = normalize_advantages(advantages, self.world)
+            advantages = normalize_advantages(advantages, sums)
 
         # epochs over minibatches of sequences
         sequences = cut_rollout(rollout, advantages, returns, train.bptt_steps)
         key = (train.seed, self.iteration)
         try:
-            metrics |= self.ppo.update(
+            metrics = self.ppo.update(
                 sequences, key, sizes.env_offset, sizes.num_envs, sizes.num_minibatches
             )
         except NonFiniteGradientError as error:
             message = f"{error}; {last_checkpoint(self.job.run_dir)}"
             raise NonFiniteGradientError(message, exit_code=1) from error
-        self.merge_statistics(rollout, discounted)
-        return metrics
+        self.merge_statistics(sums)
+        return {"ppo/explained_variance": float(explained)} | metrics
 
-    def merge_statistics(self, rollout: Rollout, discounted: Tensor) -> None:
-        """Merge this rollout's sums, of all ranks, into both normalisers' statistics."""
-        obs = self.obs_normalizer.moments
-        rewards = self.reward_normalizer.moments
-        sums = {"obs": obs.sums(rollout.raw_obs), "rewards": rewards.sums(discounted[..., None])}
-        reduced = all_reduce_sum(sums, self.world)
-        obs.merge(reduced["obs"])
-        rewards.merge(reduced["rewards"])
+    def statistics(self, rollout: Rollout, discounted: Tensor) -> dict[str, Tensor]:
+        """This rank's sums for both normalisers' statistics."""
+        obs, rewards = self.obs_normalizer.moments, self.reward_normalizer.moments
+        sums = {"seen obs": obs.sums(rollout.raw_obs)}
+        return sums | {"discounted rewards": rewards.sums(discounted[..., None])}
+
+    def merge_statistics(self, sums: Mapping[str, Tensor]) -> None:
+        """Merge a rollout's sums, of all ranks, into both normalisers' statistics."""
+        self.obs_normalizer.moments.merge(sums["seen obs"])
+        self.reward_normalizer.moments.merge(sums["discounted rewards"])
 
     def replicated(self) -> dict[str, Tensor]:
         """Tensors that must be equal on all ranks, by name; all ranks must call."""
@@ -309,7 +314,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     signal = 0
     while training.progress < 1.0 and not signal:
         # collect a rollout and learn from it
-        world.sync_seconds = world.gradient_seconds = 0.0
+        world.forget_waits()
         started = time.perf_counter()
         training.iteration += 1
         rate = training.ppo.set_learning_rate(

@@ -62,7 +62,7 @@ def first_minibatch(training):
     class EnoughError(Exception):
         pass
 
-    def probe(minibatch):
+    def probe(minibatch, plans):
         found.append(minibatch)
         raise EnoughError
 
@@ -82,7 +82,12 @@ def gradient_of(form, world):
     named = training.policy.named_parameters()
     gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
     moments = sum(p in training.ppo.optimizer.state for p in training.policy.parameters())
-    return {"gradients": gradients, "norm": float(norm), "stepped": stepped, "moments": moments}
+    return {
+        "gradients": gradients,
+        "norm": float(norm),
+        "stepped": bool(stepped),
+        "moments": moments,
+    }
 
 
 def resumed_curves(world):
@@ -131,7 +136,7 @@ def poisoned(world):
         advantages = minibatch.advantages.clone()
         if poison and world.rank == 0:
             advantages[0, 0] = torch.inf
-        stepped.append(training.ppo.step(replace(minibatch, advantages=advantages))[2])
+        stepped.append(bool(training.ppo.step(replace(minibatch, advantages=advantages))[2]))
         training.ppo.strategy.end_update()
         hashes.append(parameter_hash(training.policy))
     return {"stepped": stepped, "hashes": hashes}

@@ -126,7 +126,9 @@ def skip(world, strategy, policy, module, optimizer):
         loss = loss_of(module, batch(world.rank, world.size))
         strategy.backward(loss * (torch.nan if world.rank == 1 else 1.0))
     _, stepped = strategy.step(optimizer, MAX_GRAD_NORM)
-    return {"skipped": not stepped and parameter_hash(policy) == before and strategy.skipped == 1}
+    return {
+        "skipped": not bool(stepped) and parameter_hash(policy) == before and strategy.skipped == 1
+    }
 
 
 def resume(world, hybrid, shard_size):

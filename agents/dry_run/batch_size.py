@@ -149,7 +149,7 @@ class UpdateDryRun:
         waiting = (self.job.train.grad_accumulation - 1) * num_bytes  # the step's other parts
         held = need.parts["environment"] + need.parts["rollout"] + waiting
         placeholder = torch.empty(held, dtype=torch.uint8, device=self.device)
-        self.ppo.step(minibatch)
+        bool(self.ppo.step(minibatch)[2])  # waits for a GPU
         del placeholder
 
     def need(self, sequences: int) -> MemoryNeed:

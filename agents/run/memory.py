@@ -192,9 +192,10 @@ def _network_bytes(
 def _pieces(episode_length: float, length: int, columns: int) -> tuple[float, float]:
     """Return padded steps and pieces of each sequence of such a sample, cut by episode starts."""
     starts = np.random.default_rng(0).random((length, columns)) < 1.0 / episode_length
-    groups = plan_pieces(starts).groups
-    pieces = sum(len(group.columns) for group in groups)
-    return sum(group.cells.size for group in groups) / columns, pieces / columns
+    (groups,) = plan_pieces(starts, [np.arange(columns)])
+    counts = [group.table.shape[1] for group in groups] or [columns]
+    longest = [group.longest for group in groups] or [length]
+    return float(np.dot(counts, longest)) / columns, sum(counts) / columns
 
 
 # ---- measured

@@ -198,7 +198,7 @@ def _last_comer_s(call: Callable[[], None], world: World) -> float:
         until_s, found = time.perf_counter() + WORK_S, matrix
         while time.perf_counter() < until_s:
             found = (found @ found).tanh()
-        world.sync_seconds = world.gradient_seconds = 0.0
+        world.forget_waits()
         call()
         world.heartbeat()
         return world.sync_seconds + world.gradient_seconds

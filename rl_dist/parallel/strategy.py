@@ -74,7 +74,7 @@ class Strategy:
         # scales losses so that fp16 gradients do not vanish
         self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
         # the last step was skipped, and the loss scale may be the only reason
-        self.overflowed = False
+        self.overflowed: Tensor | bool = False
         self.module: nn.Module | None = None  # as wrapped last
         self.bare: Any = None  # what was wrapped
         self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
@@ -83,7 +83,8 @@ class Strategy:
         self.mesh: DeviceMesh | None = None  # of hybrid
         sharded = self.mode == "hybrid" and not config.pipelined
         self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
-        self.gradient_bytes = self.skipped = 0
+        self.gradient_bytes = 0
+        self._skipped: Tensor | int = 0
         self.unequal_devices = False
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -182,11 +183,12 @@ class Strategy:
     @section("optimizer")
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
-    ) -> tuple[Tensor, bool]:
+    ) -> tuple[Tensor, Tensor]:
         """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
 
         A loss scale that was too large falls, and sets `overflowed`. Returns the norm before
-        clipping, and whether the step was taken.
+        clipping, and whether the step was taken. With a fused optimizer of torch nobody waits
+        for a GPU, unless that is looked at.
 
         Raises:
             UserError: the optimizer steps other parameters than `parameters`, or one was not used.
@@ -201,16 +203,21 @@ class Strategy:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             grad_norm = self.agreed_norm(get_total_norm(gradients))
             clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
-        stepped = bool(torch.isfinite(grad_norm))  # the reduced norm: all ranks see the same
-        if stepped:
-            optimizer.step()
+        stepped = torch.isfinite(grad_norm)  # the reduced norm: all ranks see the same
+        step_if(stepped, optimizer)
         if self.shards:
             self.shards.unshard()
         if self.scaler:
-            self.overflowed = not stepped and self.scaler.get_scale() > 1.0
+            scale = self.scaler.scale(torch.ones_like(grad_norm))
+            self.overflowed = ~stepped & (scale > 1.0)
             self.scaler.update()
-        self.skipped += not stepped
+        self._skipped = self._skipped + ~stepped
         return grad_norm, stepped
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped since the start."""
+        return int(self._skipped)
 
     def agreed_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of rank 0's gradient where devices differ; all ranks call.
@@ -323,6 +330,18 @@ class EagerAdam(torch.optim.Adam):
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
     zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step if the flag [] is set; torch's fused optimizers look at it on the GPU."""
+    fused: Any = optimizer
+    if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
+        # as torch.amp.GradScaler does
+        fused.grad_scale, fused.found_inf = None, (~finite).float()
+        fused.step()
+        del fused.grad_scale, fused.found_inf
+    elif finite:
+        optimizer.step()
 
 
 def make_adam(

@@ -21,6 +21,7 @@ import torch
 
 Listener = Callable[[str], AbstractContextManager[object]]
 _listener: Listener | None = None
+Mark = float | torch.cuda.Event
 
 # a rank is slow in a phase if it takes so many times the median of the other ranks
 STRAGGLER_FACTOR = 3.0
@@ -60,28 +61,23 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-        self._waited_s: list[float] = []  # by step
+        self._device = device
+        self._marks: list[tuple[str, Mark]] = []
+        self._waited: list[Sequence[tuple[Mark, Mark]]] = []  # by step
         self._own_s: list[float] = []  # of each step of the last reading
 
     def start(self) -> None:
         """Forget what was, and begin the first phase."""
-        self._marks, self._waited_s = [], []
+        self._marks, self._waited = [], []
         self.mark("")
 
     def mark(self, phase: str) -> None:
         """Count the work since the last mark as `phase`; "": as none."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((phase, event))
-        else:
-            self._marks.append((phase, time.perf_counter()))
+        self._marks.append((phase, mark(self._device)))
 
-    def waited(self, seconds: float) -> None:
-        """Add how long the step under way has waited for the gradients of others."""
-        self._waited_s.append(seconds)
+    def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
+        """Add when the step under way has waited for the gradients of others."""
+        self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
         """Return the seconds since `start` by phase.
@@ -98,12 +94,12 @@ class StepClock:
         steps = [0.0]
         for (_, begun), (phase, ended) in zip(self._marks, self._marks[1:], strict=False):
             if phase:
-                seconds = _between(begun, ended)
+                seconds = between(begun, ended)
                 totals[phase] += seconds
                 steps[-1] += seconds
             if phase == "optimizer":
                 steps.append(0.0)
-        waits = self._waited_s
+        waits = [sum(between(*marks) for marks in step) for step in self._waited]
         own = [step - wait for step, wait in zip(steps, waits, strict=False)]
         changes = own
         if own and len(self._own_s) == len(own):
@@ -119,7 +115,17 @@ class StepClock:
         }
 
 
-def _between(begun: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+def mark(device: torch.device) -> Mark:
+    """Return now, in the order of what the host, or a GPU's queue, does."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begun: Mark, ended: Mark) -> float:
+    """Return the seconds from one mark to another; of a GPU's, both must be done."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
     return begun.elapsed_time(ended) / 1000.0  # type: ignore[union-attr, arg-type]

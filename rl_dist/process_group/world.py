@@ -23,6 +23,7 @@ from rl_dist.errors import UserError
 from rl_dist.hardware.memory import available_cores
 from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
 from rl_dist.process_group.rendezvous import open_store
+from rl_dist.process_group.timing import Mark, between, mark
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, RankStatus, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -54,10 +55,11 @@ class World:
     device: torch.device
     backend: str  # "gloo" or "nccl"
     sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
-    gradient_seconds: float = 0.0  # waited for gradients to be reduced; the caller resets it
+    # when gradients were ready and when reduced; the caller forgets them
+    gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
-    _gradients_ready_s: float = 0.0
+    _gradients_ready: Mark | None = None
 
     @property
     def is_main_process(self) -> bool:
@@ -90,23 +92,33 @@ class World:
 
     @contextmanager
     def reduction_context(self, place: str = "") -> Iterator[None]:
-        """Surround a backward pass; its waiting for others goes to `gradient_seconds`.
+        """Surround a backward pass; its waiting for others goes to `gradient_waits`.
 
         Args:
             place: its name in messages, if ranks meet during the whole of it and enter it together.
         """
-        self._gradients_ready_s = 0.0
+        self._gradients_ready = None
         with self._in_collective(place):
             yield
-            self.synchronize()
-        if self._gradients_ready_s:
-            self.gradient_seconds += time.perf_counter() - self._gradients_ready_s
+        if self._gradients_ready is not None:
+            self.gradient_waits.append((self._gradients_ready, mark(self.device)))
 
     def gradients_ready(self) -> None:
         """Record that this rank's part of a backward pass is done: reduction begins."""
-        self.synchronize()
-        self._gradients_ready_s = time.perf_counter()
+        self._gradients_ready = mark(self.device)
         self._announce("gradient reduction")
+
+    @property
+    def gradient_seconds(self) -> float:
+        """Seconds waited for gradients to be reduced; on a GPU this waits for its queue."""
+        if self.gradient_waits:
+            self.synchronize()
+        return sum(between(*marks) for marks in self.gradient_waits)
+
+    def forget_waits(self) -> None:
+        """Begin to measure waiting anew."""
+        self.sync_seconds = 0.0
+        self.gradient_waits = []
 
     @contextmanager
     def _in_collective(self, place: str) -> Iterator[None]:

@@ -115,7 +115,7 @@ def test_a_start_after_the_choice_takes_the_number_from_the_run_directory(
 def test_auto_avoids_sizes_that_do_not_fit(tmp_path, monkeypatch, capsys, briefly):
     step = PPO.step
 
-    def of_a_small_gpu(ppo, minibatch):
+    def of_a_small_gpu(ppo, minibatch, plans=()):
         return fail() if minibatch.obs.shape[1] > 10 else step(ppo, minibatch)
 
     monkeypatch.setattr(PPO, "step", of_a_small_gpu)

@@ -71,13 +71,30 @@ def test_the_sequence_equals_single_steps_for_any_pattern_of_resets(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_cell_of_a_plan_is_run_once_and_padding_stays_below_half(shape):
     for name, starts in patterns(*shape).items():
-        plan = plan_pieces(starts.numpy())
-        cells = np.concatenate([group.cells.ravel() for group in plan.groups])
-        assert np.array_equal(cells[plan.inverse], np.arange(shape[0] * shape[1])), name
-        assert len(plan.groups) <= np.log2(shape[0]) + 2, name
-        for group in plan.groups:  # every piece is longer than half of what it is padded to
-            own = [len(np.unique(column)) for column in group.cells.T]
-            assert 2 * min(own) > len(group.cells) or len(group.cells) == 1, name
+        (plan,) = plan_pieces(starts.numpy(), [np.arange(shape[1])])
+        cells = []
+        assert len(plan) <= np.log2(shape[0]) + 2, name
+        for group in plan:
+            for column, first, last, stateful in group.table.T:
+                assert first % shape[1] == column
+                assert stateful == (first < shape[1] and not starts[0, column])
+                cells += [first + t * shape[1] for t in range(last + 1)]
+            # every piece is longer than half of what it is padded to
+            assert 2 * (group.table[2].min() + 1) > group.longest or group.longest == 1, name
+        assert not plan or sorted(cells) == list(range(shape[0] * shape[1])), name
+        assert plan or not starts[1:].any()
+
+
+def test_plans_of_batches_are_those_of_their_sequences_alone():
+    for name, starts in patterns(17, 12).items():
+        rng = np.random.default_rng(3)
+        batches = [rng.permutation(12)[:5] for _ in range(4)] + [np.array([7, 7, 2])]
+        plans = plan_pieces(starts.numpy(), batches)
+        for batch, plan in zip(batches, plans, strict=True):
+            (alone,) = plan_pieces(starts[:, batch].numpy(), [np.arange(len(batch))])
+            assert [group.longest for group in plan] == [group.longest for group in alone], name
+            for got, wanted in zip(plan, alone, strict=True):
+                assert np.array_equal(got.table, wanted.table), name
 
 
 def test_no_gradient_crosses_an_episode_start():

@@ -7,7 +7,7 @@ import torch
 from agents_ranks import JOBS, Recording, make_job
 from torch import nn
 
-from agents.policy import Evaluation
+from agents.policy import Evaluation, PolicyConfig
 from agents.ppo import (
     PPO,
     LossParts,
@@ -16,6 +16,7 @@ from agents.ppo import (
     learning_rate,
     normalize_advantages,
     ppo_loss,
+    rollout_sums,
 )
 from agents.rollout import Minibatch
 from agents.trainer import train
@@ -92,14 +93,18 @@ def test_diagnostics_are_the_share_of_clipped_ratios_and_the_k3_estimate():
 def test_advantages_are_normalised_to_mean_0_and_deviation_1(world):
     advantages = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
     deviation = math.sqrt(3.5)  # of the whole population: squares 4 + 1 + 0 + 9 over 4
-    normalised = normalize_advantages(advantages, world)
+    zeros = torch.zeros(2, 2)
+    normalised = normalize_advantages(advantages, rollout_sums(advantages, zeros, zeros))
     torch.testing.assert_close(normalised, (advantages - 3.0) / deviation)
     assert normalised.dtype == torch.float32
-    assert normalize_advantages(torch.full((2, 2), 5.0), world).abs().max() == 0
+    alike = torch.full((2, 2), 5.0)
+    assert normalize_advantages(alike, rollout_sums(alike, zeros, zeros)).abs().max() == 0
 
 
 class Line(nn.Module):
     """A policy of one parameter: value = parameter, log-probability = 0."""
+
+    config = PolicyConfig(policy="mlp")
 
     def __init__(self, value=0.0):
         super().__init__()
@@ -272,10 +277,10 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
     first_of_iteration: dict[int, LossParts] = {}
     counts: dict[int, set[float]] = {}
 
-    def probe(minibatch):
+    def probe(minibatch, plans):
         count = float(training.obs_normalizer.moments.count)
         counts.setdefault(training.iteration, set()).add(count)
-        result = step(minibatch)
+        result = step(minibatch, plans)
         first_of_iteration.setdefault(training.iteration, result[0])
         return result
 

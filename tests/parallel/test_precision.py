@@ -98,12 +98,12 @@ def test_the_ratio_is_1_to_the_rounding_before_the_first_gradient_step(name, wor
     training = Recording(job_of("recall, clstm", dtype=SINGLE, precision=name, iterations=2), world)
     step, first = training.ppo.step, {}
 
-    def probe(minibatch):
+    def probe(minibatch, plans):
         with torch.no_grad():
             parts = minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
             ratio = (training.policy(*parts).logprobs - minibatch.logprobs).exp()
         first.setdefault(training.iteration, (ratio - 1).abs().max().item())
-        return step(minibatch)
+        return step(minibatch, plans)
 
     with mock.patch.object(training.ppo, "step", probe):
         train(training, NullWriter(), StopFlag())

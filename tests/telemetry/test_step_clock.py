@@ -16,7 +16,7 @@ def ticking(monkeypatch, times):
 
 def take_step(clock, waited_s):
     clock.mark("forward")
-    clock.waited(waited_s)
+    clock.waited([(0.0, waited_s)])
     clock.mark("backward")
     clock.mark("optimizer")
 
