@@ -126,6 +126,8 @@ class PipelineStrategy(Strategy):
         """Return the policy itself, whose stages now train together."""
         if not isinstance(module, Policy) or module.config.policy != "clstm":
             raise UserError(NO_CASCADE)
+        if module.mask_columns:
+            raise UserError("hybrid_form pipeline knows no masks of actions: use --strategy ddp")
         named = list(module.named_parameters())
         self.stages = tuple(
             [p for name, p in named if stage_of(name) == stage] for stage in range(STAGES)

@@ -20,8 +20,9 @@ from agents.lstm import Plan, run_sequence
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough
 from agents.network.encoders import Encoder
+from agents.network.own_core import make_core, try_core
 from envs.vector.layout import Layout
-from rl_dist.config import configuration, setting
+from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import autocast
 
@@ -30,9 +31,11 @@ from rl_dist.parallel.config import autocast
 class PolicyConfig:
     """Shape of the policy network."""
 
-    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp"] = setting("clstm")
+    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = setting("clstm")
     """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: the cascade without
-    memory."""
+    memory; own: the core that --core names."""
+    core: Text = setting("")
+    """module:Class of a recurrent core of your own, for --policy own."""
     hidden_size: int = setting(
         128,
         "units",
@@ -44,7 +47,7 @@ class PolicyConfig:
     num_layers: int = setting(1, "layers", within=(1, 64))
     """Layers of every core."""
     separate_trunks: bool = setting(False)
-    """lstm, gru, mingru: one core for the actor and one for the critic."""
+    """lstm, gru, mingru, own: one core for the actor and one for the critic."""
     feature_window: int = setting(0, "steps", within=(0, 1024), presets={"--preset paper": 30})
     """0: the feature LSTM keeps its state between steps; n: it reads the last n observations at
     every step, as in the paper."""
@@ -55,8 +58,15 @@ class PolicyConfig:
     noise_color: float = setting(0.0, within=(0, 2))
     """Of the noise of continuous actions over time: 0 white, 1 pink; 0.5 to 1 reach sparse rewards
     that white noise does not."""
+    squash_actions: bool = setting(False)
+    """Bound continuous actions by tanh instead of clipping them: for actions with bounds."""
 
     def __post_init__(self) -> None:
+        if bool(self.core) != (self.policy == "own"):
+            raise ValueError(
+                f"core {self.core!r} does not go with policy {self.policy}: --policy own --core "
+                "module:Class"
+            )
         if self.feature_window and self.policy != "clstm":
             raise ValueError(
                 "feature_window works with policy clstm only: drop it or use --policy clstm"
@@ -120,6 +130,10 @@ class Policy(nn.Module):
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
             self.choices = heads.Choices(self.action_sizes)
+        if config.squash_actions and not heads.can_squash(action_space):
+            raise UserError(
+                f"squash_actions needs continuous actions with bounds, not {action_space}: drop it"
+            )
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
         self.mask_columns = self.layout.columns("mask")
@@ -143,19 +157,33 @@ class Policy(nn.Module):
 
     def _core(self, num_inputs: int) -> nn.Module:
         """Return a new core."""
-        config = self.config
-        return CORES[config.policy](num_inputs, config.hidden_size, config.num_layers)
+        sizes = (num_inputs, self.config.hidden_size, self.config.num_layers)
+        if self.config.core:
+            return make_core(self.config.core, *sizes)
+        return CORES[self.config.policy](*sizes)
+
+    def try_cores(self) -> None:
+        """Refuse a core of the user's own that does not keep the contract."""
+        cores = (self.feature_core, self.actor_core, self.critic_core)
+        for core in cores if self.config.core else ():
+            if not isinstance(core, PassThrough):
+                width, size = self.feature_encoder.num_outputs, self.config.hidden_size
+                try_core(self.config.core, core, width, size)
 
     def _initialise(self) -> None:
         """Orthogonal weights, zero biases, cores that begin with remembering."""
+        own = ("feature_core", "actor_core", "critic_core") if self.config.core else ()
         for name, parameter in self.named_parameters():
+            if name.startswith(own):  # it has initialised itself
+                continue
             if parameter.ndim >= 2:
                 gained = "mlp" in name or "images" in name
                 nn.init.orthogonal_(parameter, math.sqrt(2.0) if gained else 1.0)
             elif name != "log_std":
                 nn.init.zeros_(parameter)
         for core in (self.feature_core, self.actor_core, self.critic_core):
-            core.open_gates()
+            if hasattr(core, "open_gates"):
+                core.open_gates()
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
 
     def shapes(self) -> dict[str, Any]:
@@ -254,6 +282,8 @@ class Policy(nn.Module):
             return self.choices.distribution(actor)
         if self.discrete:
             return Categorical(logits=actor, validate_args=False)
+        if self.config.squash_actions:
+            return heads.SquashedNormal(actor, self.log_std)
         return heads.gaussian(actor, self.log_std)
 
     @torch.no_grad()
@@ -267,8 +297,8 @@ class Policy(nn.Module):
             noise: [B, A] from `agents.noise`; None takes the most likely action.
 
         Returns:
-            actions ([B, A], unclipped, or [B] or [B, D] int64), logprobs [B], values [B] and the
-            state [B, S, H].
+            actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), logprobs [B],
+            values [B] and the state [B, S, H].
         """
         actions, actor, values, new_state = self.decide(obs, state, episode_start, noise)
         return actions, self.logprobs(actor, actions), values, new_state
@@ -290,6 +320,7 @@ class Policy(nn.Module):
             actions = (self.choices(noisy) if self.action_sizes else noisy).argmax(-1)
         else:
             actions = actor if noise is None else actor + self.log_std.exp() * noise
+            actions = actions.tanh() if self.config.squash_actions else actions
         return actions, actor, values[0], new_state
 
     def forward(

@@ -99,6 +99,7 @@ class Training:
         # policy and normalisers, the same on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
+        self.policy.try_cores()
         if job.pretrained:
             job.pretrained.load_into(self.policy)
         self.obs_normalizer = observation_normalizer(layout, train.normalize_obs)

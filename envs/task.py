@@ -26,6 +26,13 @@ class TaskConfig:
     vectorization: Literal["auto", "sync", "native"] = setting("auto")
     """auto: the environment's own vector form if it seeds and resets each environment by itself,
     else one after the other (sync); native: its own vector form in any case."""
+    info_mask: bool = setting(False)
+    """info["action_mask"] of another environment says which actions are allowed. A mask in a Dict
+    observation under the key action_mask is found without."""
+    previous_action: bool = setting(False)
+    """The action before it is part of the observation of another environment."""
+    previous_reward: bool = setting(False)
+    """The reward before it is part of the observation of another environment."""
     eval_episodes: int = setting(100, "episodes", within=(1, 10**6))
     """Episodes that evaluate the policy of another environment."""
     env_timeout: float = setting(120.0, "seconds", within=(0, 10**6))
@@ -74,7 +81,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class GymTask:
-    """Any Gymnasium id with vector observations and Discrete or Box actions."""
+    """Any Gymnasium id whose observations and actions are numbers."""
 
     config: TaskConfig
     end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
@@ -106,6 +113,8 @@ class GymTask:
         config = self.config
         how: dict[str, Any] = {"vectorization": config.vectorization, "env_kwargs": config.kwargs()}
         how |= {"env_timeout": config.env_timeout, "end": self.end, "heartbeat": self.heartbeat}
+        for name in ("info_mask", "previous_action", "previous_reward"):
+            how[name] = getattr(config, name)
         workers, reason = config.env_workers, ""
         if workers == AUTO:
             from envs.workers.choice import choose_workers

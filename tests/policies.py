@@ -14,6 +14,16 @@ FORMS = {
     "window of 4": PolicyConfig(hidden_size=8, feature_window=4),
     "no memory": PolicyConfig(hidden_size=8, memory=False),
     "mlp": PolicyConfig(hidden_size=8, policy="mlp"),
+    "clstm of 2 layers": PolicyConfig(hidden_size=8, num_layers=2),
+    "lstm of 2 layers": PolicyConfig(hidden_size=8, policy="lstm", num_layers=2),
+    "gru": PolicyConfig(hidden_size=8, policy="gru"),
+    "gru of 2 layers": PolicyConfig(hidden_size=8, policy="gru", num_layers=2),
+    "mingru": PolicyConfig(hidden_size=8, policy="mingru"),
+    "separate mingrus of 2 layers": PolicyConfig(
+        hidden_size=8, policy="mingru", num_layers=2, separate_trunks=True
+    ),
+    "separate lstms": PolicyConfig(hidden_size=8, policy="lstm", separate_trunks=True),
+    "own": PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay"),
 }
 NUM_OBS = 4
 

@@ -131,9 +131,6 @@ class TanhCore(nn.Sequential):
         """See the module."""
         return super().forward(inputs), state
 
-    def open_gates(self) -> None:
-        """There are none."""
-
 
 class PassThrough(nn.Module):
     """No core at all."""
@@ -143,9 +140,6 @@ class PassThrough(nn.Module):
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the module."""
         return inputs, state
-
-    def open_gates(self) -> None:
-        """There are none."""
 
 
 CORES: dict[str, type[nn.Module]] = {

@@ -26,6 +26,11 @@ def num_outputs(space: spaces.Space) -> int:
     return int(np.prod(space.shape))
 
 
+def can_squash(space: spaces.Space) -> bool:
+    """Return whether all actions are continuous and have bounds."""
+    return isinstance(space, spaces.Box) and space.is_bounded("both")
+
+
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
     """Give the choices whose mask [..., A] is 0 the probability 0, and no gradient."""
     return torch.where(mask > 0.5, logits, FORBIDDEN)

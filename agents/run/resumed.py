@@ -17,7 +17,7 @@ from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import Found
-from rl_dist.checkpoint.own_modules import check_module, import_from_here
+from rl_dist.checkpoint.own_modules import check_core, check_module, import_from_here
 from rl_dist.config import ParsedFlags, given_once, removed_flags
 from rl_dist.errors import UserError
 
@@ -44,6 +44,8 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
     named = parsed.configs["task"].env if "env" in parsed.given else None
     import_from_here(config.task.env)
     check_module(config.task.env, config.task.env_kwargs, run_dir, named)
+    named = parsed.configs["policy"].core if "core" in parsed.given else None
+    check_core(config.policy.core, run_dir, named)
     print_dropped_flags(SECTIONS, saved, parsed.given)
     return config
 

@@ -13,7 +13,9 @@ from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe_env
+from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
+from rl_dist.checkpoint.own_modules import check_core
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import autocast_dtype
 
@@ -31,13 +33,8 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
+    run_dir: Path  # of its run, or where the checkpoint was copied to
     chosen_by: str = ""  # in words, where it is the best checkpoint and not the newest
-
-    @property
-    def run_dir(self) -> Path:
-        """Return the directory of its run, or where the checkpoint was copied to."""
-        folder = self.path.absolute().parent
-        return folder.parent if folder.name == CHECKPOINT_DIR else folder
 
 
 def load_agent(
@@ -51,6 +48,9 @@ def load_agent(
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
+    folder = file.absolute().parent
+    run_dir = folder.parent if folder.name == CHECKPOINT_DIR else folder
+    check_core(config.policy.core, run_dir, None)
     check_shapes(state, config.policy, config.launch.dtype)
     layout, action_space = spaces_of(state)
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
@@ -63,7 +63,7 @@ def load_agent(
         measured = state.get(MEASURED) or {}
         chosen_by = "".join(f", the best by {name} {value:.4g}" for name, value in measured.items())
     moved = policy.to(device), normalizer.to(device)
-    return LoadedAgent(*moved, config, state["iteration"], file, chosen_by)
+    return LoadedAgent(*moved, config, state["iteration"], file, run_dir, chosen_by)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
     """
     initial = load_initial(config.train.init_from)
     env = probe_env(task)
-    num_obs = int(env.single_observation_space.shape[0])
+    layout = Layout.of(env)
     with torch.device("meta"):
-        policy = Policy(config.policy, num_obs, env.single_action_space).to(config.launch.dtype)
+        policy = Policy(config.policy, layout, env.single_action_space).to(config.launch.dtype)
     env.close()
     try:
         check_weights(policy, initial.state["policy"])

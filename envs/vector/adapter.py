@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,15 @@ from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
+
+
+@cache
+def _warn_unbounded(env_id: str) -> None:
+    _LOGGER.warning(
+        "environment %s has actions without bounds: it receives the policy's as they are, about "
+        "-1 to 1 at first; gymnasium.wrappers.RescaleAction gives them bounds",
+        env_id,
+    )
 
 
 class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
@@ -76,6 +86,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._mode = env.metadata.get("autoreset_mode")
         self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
+        if not self._decoder.is_bounded and env_offset == 0:
+            _warn_unbounded(env_id)
         mask_size = self._decoder.mask_size
         self._encoder = ObservationEncoder(env.single_observation_space, env_id, mask_size)
         self._own_mask = Layout(self._encoder.parts).columns("mask")

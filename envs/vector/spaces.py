@@ -192,6 +192,7 @@ class ActionDecoder:
 
     def __init__(self, target: Space, env_id: str) -> None:
         self.space: spaces.Discrete | spaces.MultiDiscrete | spaces.Box
+        self.is_bounded = True
         self._target = target
         parts = [space for _, space in leaves(target)]
         self._ends = np.cumsum([int(np.prod(space.shape or ())) for space in parts])[:-1]

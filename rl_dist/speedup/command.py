@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rl_dist.checkpoint.own_modules import check_module
+from rl_dist.checkpoint.own_modules import check_core, check_module
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.all_reduce_bench import BenchError
 from rl_dist.launch.short_run import DROPPED, ShortRunError, without
@@ -100,9 +100,11 @@ def estimate_training_speedup(
     base: list[str] = []
     if folder:
         base = without(flags_of_run(folder), ("device",))
-        task = read_config(folder)["task"]
+        config = read_config(folder)
+        task, core = config["task"], config.get("policy", {}).get("core", "")
         named = None if without(flags, ["env"]) == list(flags) else task["env"]
         check_module(task["env"], task.get("env_kwargs", ""), folder, named)
+        check_core(core, folder, None if without(flags, ["core"]) == list(flags) else core)
     episodes, steps = budget_of(folder, num_episodes, total_steps)
     budget = Budget(num_episodes=episodes, total_steps=steps, price_per_hour=price_per_hour)
 

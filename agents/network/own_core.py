@@ -1,0 +1,85 @@
+"""A user's own core: found by name, and tried before it trains."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_dist.errors import UserError, one_line
+
+STEPS, ROWS = 7, 3  # of the trial
+CONTRACT = "docs/own_environment.md has the contract of a core"
+
+
+def make_core(name: str, *sizes: int) -> nn.Module:
+    """Make the core that `module:Class` names, of (num_inputs, hidden_size, num_layers).
+
+    Raises:
+        UserError: it cannot be imported or made, or lacks num_states.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)(*sizes)
+    except Exception as error:  # foreign code raises anything
+        raise UserError(
+            f"core {name!r} cannot be made: {one_line(error)}: give module:Class, and check the "
+            "Python path"
+        ) from error
+    states = getattr(made, "num_states", None)
+    if not isinstance(made, nn.Module) or type(states) is not int or states < 0:
+        raise UserError(f"core {name!r} is no torch module with num_states, a count: {CONTRACT}")
+    return made
+
+
+@torch.no_grad()
+def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
+    """Run a core on random numbers, at once and step by step.
+
+    Raises:
+        UserError: it does not keep the contract; one line says what it does instead.
+    """
+    generator = torch.Generator().manual_seed(0)
+    like = next(core.parameters(), torch.zeros(()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(like)
+
+    inputs, state = normal(STEPS, ROWS, num_inputs), normal(core.num_states, ROWS, size)
+
+    def run(inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, after = core(inputs, state)
+        found = tuple(outputs.shape), tuple(after.shape)
+        wanted = (*inputs.shape[:2], size), tuple(state.shape)
+        if found != wanted:
+            raise UserError(f"core {name!r} returns shapes {found}, not {wanted}: {CONTRACT}")
+        return outputs, after
+
+    def differs(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+        pairs = zip(one, other, strict=True)
+        return not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+
+    try:
+        whole = run(inputs, state)
+        again = run(inputs, state)
+        steps = []
+        after = state
+        for step in inputs:
+            output, after = run(step[None], after)
+            steps.append(output)
+        fewer = run(inputs[:, :-1], state[:, :-1])
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"core {name!r} fails: {one_line(error)}: {CONTRACT}") from error
+    problem = ""
+    if differs(whole, again):
+        problem = "gives other outputs at a second call: it keeps state inside, or draws at random"
+    elif differs(whole, (torch.cat(steps), after)):
+        problem = "gives other outputs step by step: it looks ahead, or its state is incomplete"
+    elif differs((whole[0][:, :-1], whole[1][:, :-1]), fewer):
+        problem = "gives other outputs beside other sequences: each must stand for itself"
+    if problem:
+        raise UserError(f"core {name!r} {problem}; {CONTRACT}")

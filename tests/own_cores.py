@@ -1,0 +1,76 @@
+"""Cores of a user's own: one that keeps the contract, and some that do not."""
+
+import torch
+from torch import nn
+
+
+class Decay(nn.Module):
+    """A leaky sum of what a layer makes of the inputs."""
+
+    num_states = 1
+
+    def __init__(self, num_inputs, hidden_size, num_layers):
+        super().__init__()
+        self.layer = nn.Linear(num_inputs, hidden_size)
+
+    def forward(self, inputs, state):
+        outputs = []
+        for step in self.layer(inputs):
+            state = 0.9 * state + step
+            outputs.append(torch.tanh(state[0]))
+        return torch.stack(outputs), state
+
+
+class Hoarder(Decay):
+    """Keeps its state inside."""
+
+    kept = 0.0
+
+    def forward(self, inputs, state):
+        outputs, state = super().forward(inputs, state + self.kept)
+        self.kept = state.mean()
+        return outputs, state
+
+
+class Prophet(Decay):
+    """Sees the whole sequence at every step."""
+
+    def forward(self, inputs, state):
+        return super().forward(inputs + inputs.mean(0), state)
+
+
+class Forgetful(Decay):
+    """Does not return all that it remembers."""
+
+    def forward(self, inputs, state):
+        outputs, after = super().forward(inputs, state)
+        return outputs, 0.5 * after
+
+
+class Herd(Decay):
+    """Mixes the sequences of a batch."""
+
+    def forward(self, inputs, state):
+        return super().forward(inputs - inputs.mean(1, keepdim=True), state)
+
+
+class Thin(Decay):
+    """Puts out fewer numbers than hidden_size."""
+
+    def forward(self, inputs, state):
+        outputs, state = super().forward(inputs, state)
+        return outputs[..., 1:], state
+
+
+class Broken(Decay):
+    """Raises."""
+
+    def forward(self, inputs, state):
+        raise RuntimeError("no such shape")
+
+
+class Stateless(nn.Linear):
+    """Says nothing of its state."""
+
+    def __init__(self, num_inputs, hidden_size, num_layers):
+        super().__init__(num_inputs, hidden_size)
