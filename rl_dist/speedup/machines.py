@@ -49,7 +49,13 @@ GPUS = {
 # where a source is named.
 _BASE_S = 8.4e-6
 LINKS = {
-    name: Link(name=name, base_s=base_s, hop_s=hop_s, bytes_per_s=bytes_per_s)
+    name: Link(
+        name=name,
+        base_s=base_s,
+        hop_s=hop_s,
+        bytes_per_s=bytes_per_s,
+        shared=name.startswith("Ethernet"),
+    )
     for name, base_s, hop_s, bytes_per_s in (
         ("NVLink 3", _BASE_S, 4.0e-6, 0.8 * 300e9),  # A100: 600 GB/s both ways
         ("NVLink 4", _BASE_S, 4.0e-6, 0.8 * 450e9),  # H100, H200: 900 GB/s
@@ -61,7 +67,8 @@ LINKS = {
         ("PCIe 4 through the host", 15e-6, 10e-6, 10e9),
         ("InfiniBand NDR", _BASE_S, 14e-6, 0.8 * 50e9),  # 400 Gbit/s for each GPU
         ("InfiniBand HDR", _BASE_S, 14e-6, 0.8 * 25e9),  # 200 Gbit/s for each GPU
-        # TCP: tens of microseconds through the kernel, an order of magnitude
+        # one port for a machine; TCP: tens of microseconds through the kernel, an order of
+        # magnitude
         ("Ethernet 100", 30e-6, 30e-6, 0.8 * 12.5e9),
         ("Ethernet 25", 30e-6, 30e-6, 0.8 * 3.125e9),
         ("Ethernet 10", 30e-6, 30e-6, 0.8 * 1.25e9),

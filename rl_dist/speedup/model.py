@@ -85,6 +85,7 @@ class Link:
     base_s: float = 0.0
     hop_s: float = 0.0
     bytes_per_s: float = math.inf
+    shared: bool = False  # between machines: one port for all GPUs of a machine, not one for each
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
         """Sum over ranks by a ring or a tree, whichever is sooner.
@@ -128,7 +129,8 @@ def modelled_communication(
     here, machines = min(ranks, per_machine), math.ceil(ranks / per_machine)
 
     def seconds(size: float) -> float:
-        return inside.all_reduce_s(size, here) + between.all_reduce_s(size / here, machines)
+        through_port = size if between.shared else size / here
+        return inside.all_reduce_s(size, here) + between.all_reduce_s(through_port, machines)
 
     return Communication(gradient_s=seconds(num_bytes), small_s=SMALL_COLLECTIVES * seconds(64))
 

@@ -12,6 +12,8 @@ import torch
 
 from rl_dist.hardware.report import duration
 from rl_dist.speedup.calibration import Calibration, Point
+from rl_dist.speedup.failures import COLUMNS as NODE_COLUMNS
+from rl_dist.speedup.failures import node_cells
 from rl_dist.speedup.machines import AS_OF, CARDS_PER_MACHINE, LINKS, GpuModel, gpu_named
 from rl_dist.speedup.model import OF_UPDATE, Prediction, bottleneck, modelled_communication
 
@@ -207,6 +209,24 @@ def table(report: SpeedupReport) -> str:
         lines += _aligned([names, *map(_cells, rows)])
         lines += ["", *(f"- {text}" for text in _remarks(rows)), ""]
     return "\n".join([*lines, *(f"note: {note}\n" for note in report.notes)]).rstrip()
+
+
+def node_table(report: SpeedupReport) -> str:
+    """Return a Markdown table of machines and failures; "": none asked for."""
+    if "failures" not in report.calibration:
+        return ""
+    lines = []
+    for machine in dict.fromkeys(row["machine"] for row in report.rows):
+        rows = [row for row in report.rows if row["machine"] == machine and not row["problem"]]
+        lines += [f"{machine}, many of it: what lasts when machines fail", ""]
+        lines += [*_aligned([NODE_COLUMNS, *map(node_cells, rows)]), ""]
+    costs = report.calibration["failures"]
+    note = (
+        f"note: a machine fails every {costs['node_mtbf_days']:g} days; a restart takes "
+        f"{duration(costs['restart_s'])}, a checkpoint {duration(costs['checkpoint_s'])}; "
+        "steps/s and speedup count work that lasts"
+    )
+    return "\n".join([*lines, note])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
