@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -150,8 +151,10 @@ class Watchdog:
         self._seen: dict[int, _Seen] = {}
         self._closed = threading.Event()
         self._main = threading.current_thread()
+        self._asked_s = math.inf  # when a call of the store began that has not come back
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="watchdog's store", daemon=True).start()
 
     def close(self) -> None:
         """Stop; safe to call twice."""
@@ -163,6 +166,7 @@ class Watchdog:
         answers = True
         while not self._closed.wait(self.period_s):
             try:
+                self._asked_s = time.monotonic()
                 self._publish()
                 problem = self._look() if self._own.place else ""
                 answers = True
@@ -175,6 +179,7 @@ class Watchdog:
                     )
                 answers = False
                 problem = self._alone()
+            self._asked_s = math.inf
             if problem and not self._closed.is_set():
                 self._log_stack()
                 end_rank(problem, consequence=True)
@@ -182,6 +187,19 @@ class Watchdog:
             self.doing.phase = LEFT
             self.doing.place = ""
             self._publish()
+
+    def _watch_store(self) -> None:
+        """End this rank if it waits and the store hangs, as that of a vanished machine does."""
+        before, since_s = RankStatus(""), 0.0
+        while not self._closed.wait(self.period_s):
+            now_s, own = time.monotonic(), replace(self.doing)
+            if own != before:
+                before, since_s = own, now_s
+            waits_s = now_s - max(since_s, self._asked_s)  # for both
+            if own.place and waits_s > self._limit_s() and not self._closed.is_set():
+                self._log_stack()
+                words = f"waited {waits_s:.0f} s {own.where}, and the store that would say for whom"
+                end_rank(f"{words} does not answer: its machine may be lost", consequence=True)
 
     def _limit_s(self) -> float:
         return self.startup_timeout_s if self._own.phase == STARTUP else self.timeout_s

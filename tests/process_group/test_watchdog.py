@@ -1,11 +1,15 @@
 """Verdicts of the watchdog on ranks that are played by the test, and the rule for stragglers."""
 
 import json
+import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from train_runs import start as start_command
 
+from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group import watchdog
 from rl_dist.process_group.timing import IN_A_ROW, Stragglers
 from rl_dist.process_group.watchdog import RankStatus, Watchdog
@@ -33,6 +37,35 @@ def problem(monkeypatch, play, timeout_s=1.0):
         time.sleep(dog.period_s)
     dog.close()
     return found[0] if found else "", time.monotonic() - started_s
+
+
+HOST_OF_STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_rank_that_waits_ends_in_time_when_the_machine_of_the_store_vanishes(monkeypatch):
+    """No connection breaks: nobody answers, for as long as the store's own timeout."""
+    found = []
+    monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: found.append(message))
+    port = free_port()
+    host = start_command("-c", HOST_OF_STORE.format(port=port))
+    assert host.stdout.readline() == "ready\n"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=8))
+    dog = start(store)
+    try:
+        host.send_signal(signal.SIGSTOP)
+        started_s = time.monotonic()
+        while not found and time.monotonic() - started_s < 7:
+            time.sleep(0.05)
+        assert f"{WAITING}, and the store that would say for whom does not answer" in found[0]
+    finally:
+        host.kill()
+        host.communicate()
+        dog.close()
 
 
 @pytest.mark.parametrize(
