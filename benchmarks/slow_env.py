@@ -1,11 +1,13 @@
-"""SlowSteps-v0: an environment whose steps take about a millisecond of computing, more or less.
+"""Two slow environments, and what workers and groups gain on them.
 
-`--env benchmarks.slow_env:SlowSteps-v0` from the checkout: rollouts and their spread decide.
+SlowSteps-v0 computes for about a millisecond a step, more or less; Waiting-v0 waits for two. From
+the checkout: `--env benchmarks.slow_env:SlowSteps-v0`; `python -m benchmarks.slow_env` measures.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -55,5 +57,47 @@ class Waiting(SlowSteps):
         return self._seen, reward, False, self._steps >= 50, {}
 
 
+WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # workers and groups
+
+
+def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
+    """Print steps/s of rollouts in all ways: medians of rounds in which they take turns."""
+    import torch
+
+    from agents.normalize import Normalizer
+    from agents.policy import Policy, PolicyConfig
+    from agents.rollout import collect, fresh_carry
+    from envs import make_vector_env
+    from envs.workers.env import WorkerEnv
+
+    torch.set_num_threads(1)
+    ways: dict[tuple[int, int], list[float]] = {way: [] for way in WAYS}
+    envs: dict[tuple[int, int], Any] = {}
+    for workers, groups in WAYS:
+        made: Any = make_vector_env(env_id, num_envs) if not workers else None
+        envs[workers, groups] = made or WorkerEnv(env_id, num_envs, workers, groups)
+    space, num_obs = envs[0, 1].single_action_space, envs[0, 1].single_observation_space.shape[0]
+    policy, normalizer = Policy(PolicyConfig(), num_obs, space), Normalizer(num_obs)
+    noise = torch.randn(num_steps, num_envs, *space.shape)
+    carries = {way: fresh_carry(policy, env.reset()[0]) for way, env in envs.items()}
+    for _ in range(rounds):
+        for way, env in envs.items():
+            started_s = time.perf_counter()
+            collect(policy, normalizer, env, carries[way], noise, num_steps)
+            ways[way].append(num_envs * num_steps / (time.perf_counter() - started_s))
+    plain = np.median(ways[0, 1])
+    print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rounds")
+    for (workers, groups), rates in ways.items():
+        low, middle, high = np.quantile(rates, (0.0, 0.5, 1.0))
+        spread = f"{middle:8,.0f} steps/s ({low:,.0f}-{high:,.0f})"
+        print(f"{workers} workers, {groups} groups {spread}  {middle / plain:5.2f}x", flush=True)
+    for env in envs.values():
+        env.close()
+
+
 gymnasium.register("SlowSteps-v0", f"{__name__}:SlowSteps")
 gymnasium.register("Waiting-v0", f"{__name__}:Waiting")
+
+if __name__ == "__main__":
+    for name in ("Waiting-v0", "SlowSteps-v0"):
+        measure(f"benchmarks.slow_env:{name}", num_envs=64, num_steps=16, rounds=5)

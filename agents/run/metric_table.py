@@ -113,7 +113,8 @@ METRICS = _read_rows()
 
 FIXES = {
     "the environment": "every rank steps its own share, so more --num_gpus (on a CPU: ranks) step "
-    "more at a time; a vectorised environment, or one on the GPU, steps many at once",
+    "more at a time; --env_workers auto steps slow ones in processes; a vectorised environment, or "
+    "one on the GPU, steps many at once",
     "policy inference": "each call serves all environments of a rank: more --num_envs per call "
     "cost little more; a smaller --hidden_size costs less",
     "the update": "more --num_gpus share it out; fewer --update_epochs or a smaller --hidden_size "

@@ -187,7 +187,11 @@ def expected_maximum(count: int) -> float:
 
 # Part of the time: in words, and how to fix it.
 LOSSES = {
-    "rollouts": ("in rollouts", "raise --num_envs, or give each rank cores of its own"),
+    "rollouts": (
+        "in rollouts",
+        "raise --num_envs, step slow environments in processes (--env_workers auto), or give each "
+        "rank cores of its own",
+    ),
     "update": ("in the update", "raise --batch_size and --num_envs, or give each rank more cores"),
     "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
     "waiting": ("waiting for the slowest rank", "raise --num_steps, or level out environments"),
