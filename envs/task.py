@@ -42,8 +42,8 @@ class TaskConfig:
     env_workers: int = setting(
         0, "processes of each rank", within=(AUTO, 1024), words={"auto": AUTO}
     )
-    """Step the environments in so many processes, which pays where a step takes 0.3 ms or more; 0:
-    in the rank itself; auto: measure a step, and say why."""
+    """Step the environments in so many processes, which pays where a step of all of them takes some
+    5 ms or more; 0: in the rank itself; auto: measure a step, and say why."""
     env_groups: int = setting(1, "groups", within=(1, 2))
     """With workers: 2 halves of a rank's environments, so that the policy acts for one while the
     workers step the other."""

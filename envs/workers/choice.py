@@ -12,10 +12,10 @@ import torch
 
 from envs import make_vector_env
 
-WORTH_S = 0.3e-3  # a step of one environment from which on workers pay
+COSTS_S = 4e-3  # what workers must save in a step of all environments; they cost 0.4 to 2 ms
 MOSTLY = 0.5  # of a step: one that computes more keeps a core busy
 MOST_PER_CORE = 8  # workers, where steps mostly wait
-SAMPLE_ENVS, SAMPLE_STEPS, SAMPLE_S = 2, 64, 1.0
+SAMPLE_ENVS, SAMPLE_STEPS, SAMPLE_S = 4, 64, 1.0
 
 
 def choose_workers(
@@ -24,13 +24,15 @@ def choose_workers(
     """Return the number of workers for a rank, and why, in a line."""
     step_s, busy_share = _measure(env_id, json.dumps(env_kwargs), *options.items())
     cores = max(1, _num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    found = f"a step of {env_id} takes {step_s * 1e3:.2g} ms, {busy_share:.0%} of it computing"
-    if step_s < WORTH_S:
-        return 0, f"{found}: environments step in place (workers pay from {WORTH_S * 1e3:g} ms)"
-    for_one_core = 1.0 if busy_share > MOSTLY else min(1 / busy_share, MOST_PER_CORE)
+    for_one_core = 1.0 if busy_share > MOSTLY else min(1 / max(busy_share, 0.01), MOST_PER_CORE)
     workers = min(num_envs, round(cores * for_one_core))
-    if workers == 1:
-        return 0, f"{found}: environments step in place, as there is one core for each rank"
+    all_s = num_envs * step_s
+    saved_s = all_s * (1 - 1 / workers)
+    found = f"{num_envs} environments of {env_id} take {1e3 * all_s:.2g} ms a step"
+    found += f", {busy_share:.0%} of it computing"
+    if saved_s < COSTS_S:
+        why = f"workers on {cores} core(s) would save {1e3 * saved_s:.2g} ms"
+        return 0, f"{found}: they step in place, as {why}, which pays from {1e3 * COSTS_S:g} on"
     return workers, f"{found}: {workers} workers on each rank, for {cores} core(s)"
 
 
