@@ -275,5 +275,5 @@ def test_auto_takes_workers_for_slow_environments_and_says_why(monkeypatch):
     workers, reason = choose_workers("benchmarks.slow_env:SlowSteps-v0", 64, env_kwargs={})
     assert workers == 4 and "4 workers on each rank, for 4 core(s)" in reason
     workers, _ = choose_workers("benchmarks.slow_env:Waiting-v0", 64, env_kwargs={})
-    assert workers == 32
+    assert 8 < workers <= 32  # more the less the machine has to do
     assert choose_workers("benchmarks.slow_env:Waiting-v0", 6, env_kwargs={})[0] == 6
