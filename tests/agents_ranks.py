@@ -40,6 +40,9 @@ STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=2e-3, clip_v
 CLSTM = PolicyConfig(hidden_size=8)
 MLP = PolicyConfig(hidden_size=8, policy="mlp")
 WINDOW = PolicyConfig(hidden_size=8, feature_window=3)
+GRU = PolicyConfig(hidden_size=8, policy="gru", num_layers=2)
+MINGRUS = PolicyConfig(hidden_size=8, policy="mingru", separate_trunks=True)
+SQUASHED = PolicyConfig(hidden_size=8, policy="lstm", squash_actions=True)
 
 
 class Case(NamedTuple):
@@ -60,6 +63,8 @@ JOBS = {
     "recall, clstm": Case("recall", CLSTM),
     "recall, window, strata of 2": Case("recall", WINDOW, batch_size=4),
     "recall, mlp, KL stop": Case("recall", MLP, STOPPING, iterations=5),
+    "orders, gru, masks of nested actions": Case("orders", GRU),
+    "patches, mingrus, last action and reward": Case("patches", MINGRUS),
 }
 CARTPOLE = {
     "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),
@@ -90,6 +95,7 @@ OPTIONS = {
         "cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES
     ),
     "brief, clstm": Case("brief", CLSTM, iterations=ITERATIONS),
+    "brief, lstm, squashed": Case("brief", SQUASHED, iterations=ITERATIONS),
     "brief, mlp, strata of 2": Case("brief", MLP, batch_size=4),
     "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options=LENGTHY),
     "brief, rollouts of one step": Case("brief", CLSTM, batch_size=4, options=TERSE),
@@ -155,6 +161,15 @@ class Brief(gymnasium.Env):
 gymnasium.register("Brief-v0", entry_point=Brief)
 
 
+ENV_IDS = {
+    "recall": "Recall-v0",
+    "cartpole": "CartPole-v1",
+    "brief": "Brief-v0",
+    "orders": "examples.many_spaces:Orders-v0",
+    "patches": "examples.many_spaces:PatchRecall-v0",
+}
+
+
 def make_env(task, num_envs, env_offset):
     """Trading with episodes of 7 days, Recall of 5 steps (no multiples of a sequence of 4), ..."""
     if task == "trading":
@@ -163,9 +178,10 @@ def make_env(task, num_envs, env_offset):
         return TradingVectorEnv(
             num_envs, markets=markets, span=span, train_span=span, config=config
         )
-    env_id = {"recall": "Recall-v0", "cartpole": "CartPole-v1", "brief": "Brief-v0"}[task]
+    env_id = ENV_IDS[task]
     env_kwargs = {"delay": 3} if task == "recall" else {}
-    return make_vector_env(env_id, num_envs, env_offset=env_offset, env_kwargs=env_kwargs)
+    extra = {"previous_action": True, "previous_reward": True} if task == "patches" else {}
+    return make_vector_env(env_id, num_envs, env_offset=env_offset, env_kwargs=env_kwargs, **extra)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ LOSS_TERMS = 8  # tensors [L, N] that the loss and its gradient hold
 ACTION_TERMS = {True: 2, False: 6}  # tensors [L, N, A] of the log-probability; discrete or not
 # per unit and step, that ATen's own LSTM keeps for its backward pass; of cuDNN's this is a guess
 NATIVE_FLOATS = 6
+SCAN_FLOATS = 5  # per unit and step, that a minGRU keeps, and 2 more for every round of its scan
 SAMPLE_ENVS = 4
 SAMPLE_STEPS = 400
 SAMPLE_S = 1.0
@@ -106,15 +107,15 @@ def compute_memory(
         device_type: "cuda" counts what cuDNN keeps in place of oneDNN, an estimate that no GPU has
             confirmed.
     """
-    parameters = itemsize * count_parameters(policy, shapes.layout, shapes.action_space)
-    steps = train.num_steps * sizes.num_envs
-    # of one step: observations, action, recurrent state
     with torch.device("meta"):
         example = Policy(policy, shapes.layout, shapes.action_space)
-    num_states = example.num_states
+    parameters = itemsize * sum(each.numel() for each in example.parameters())
+    steps = train.num_steps * sizes.num_envs
+    # of one step: observations, action, recurrent state
     seen = max(policy.feature_window, 1) * shapes.num_obs * itemsize
-    action = 8 if shapes.discrete else shapes.num_actions * itemsize
-    state = num_states * policy.hidden_size * itemsize
+    digits = len(example.action_sizes) or 1
+    action = 8 * digits if shapes.discrete else shapes.num_actions * itemsize
+    state = example.num_states * policy.hidden_size * itemsize
     raw = shapes.num_obs * shapes.obs_itemsize
 
     # rewards, return and length of 8 bytes, three flags
@@ -131,7 +132,8 @@ def compute_memory(
     terms = LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions
     minibatch += cells * itemsize * terms
     native = device_type == "cuda" or itemsize == 8  # oneDNN has no float64
-    work = _network_bytes(policy, shapes, train.bptt_steps, columns, itemsize, native)
+    episode = shapes.episode_length
+    work = _network_bytes(example, train.bptt_steps, columns, itemsize, native, episode)
     forward, backward = work
     forward += max(0, backward - parameters)  # the last gradients are gone by then
     moments = {
@@ -152,40 +154,65 @@ def compute_memory(
 
 
 def _network_bytes(
-    policy: PolicyConfig, shapes: Shapes, length: int, columns: int, itemsize: int, native: bool
+    example: Policy, length: int, columns: int, itemsize: int, native: bool, episode_length: float
 ) -> tuple[int, int]:
     """Return the bytes that networks keep for the backward pass, and that it adds."""
+    policy = example.config
     size, window, cells = policy.hidden_size, policy.feature_window, length * columns
+    images = _image_floats(example) * itemsize  # of one step
     if policy.policy == "mlp":
-        return cells * itemsize * 4 * size, cells * itemsize * 3 * size
+        kept = (3 * policy.num_layers + 1) * size * itemsize + images
+        return cells * kept, cells * (itemsize * 3 * size + images)
     # every step of a stateless policy is a sequence of its own; others are cut by episode starts
     padded = num_pieces = float(cells)
     copied = 5
     if not policy.stateless:
-        sample = _pieces(shapes.episode_length, length, min(columns, 256))
+        sample = _pieces(episode_length, length, min(columns, 256))
         padded, num_pieces = (columns * each for each in sample)
         copied = 3  # states in order, after each LSTM, and those stacked
 
-    def lstm(cells: float, columns: float, num_inputs: int) -> float:
-        """Return what an LSTM keeps for its backward pass, outputs aside."""
-        if native:
+    def layer(cells: float, columns: float, num_inputs: int) -> float:
+        """Return what a layer of a core keeps for its backward pass, outputs aside."""
+        if policy.policy == "mingru":  # gates, candidates, and what every round of its scan keeps
+            return cells * (SCAN_FLOATS + 2 * math.log2(padded / num_pieces)) * size * itemsize
+        if native or policy.policy not in ("clstm", "lstm"):
             return cells * NATIVE_FLOATS * size * itemsize
         wide = max(num_inputs, size)
         # four gates, cell, states, and what oneDNN pads them to
         return cells * 4 * (10 * size + 6 * wide) + columns * 4 * (6 * wide + 4 * size)
 
-    work = 2 * lstm(padded, num_pieces, size)
-    outputs = padded * 4 * size * itemsize
+    # inputs of every layer of a core but the feature core of a window
+    inputs = example.feature_encoder.num_outputs
+    firsts = [size, size] if policy.is_cascade else [inputs] * (1 + policy.separate_trunks)
+    firsts += [inputs] if policy.is_cascade and not window else []
+    widths = firsts + [size] * len(firsts) * (policy.num_layers - 1)
+    work = sum(layer(padded, num_pieces, width) for width in widths)
+    outputs = padded * (len(widths) + 1) * size * itemsize
     if window:  # every step of a window is kept, and its states
-        work += lstm(padded * window, padded, shapes.num_obs)
-        outputs = padded * (window + 3 + 4) * size * itemsize
-    else:
-        work += lstm(padded, num_pieces, shapes.num_obs)
-    states = num_pieces * copied * (4 if window else 6) * size * itemsize
-    seen = max(window, 1) * shapes.num_obs * itemsize
+        work += layer(padded * window, padded, inputs)
+        outputs += padded * (window + 4) * size * itemsize
+    states = num_pieces * copied * example.num_states * size * itemsize
+    seen = max(window, 1) * example.num_obs * itemsize
     copies = padded * seen if num_pieces > columns else 0
-    backward = padded * size * itemsize + 8 * size * size * itemsize
+    work += padded * images * max(window, 1)
+    backward = padded * (size * itemsize + images) + 8 * size * size * itemsize
     return int(work + outputs + states + copies), int(backward)
+
+
+def _image_floats(example: Policy) -> int:
+    """Count the numbers that CNNs keep of one observation for the backward pass."""
+    kept = 0
+    for part, encoder in zip(
+        (part for part in example.layout.parts if part.kind == "image"),
+        example.feature_encoder.images,
+        strict=True,
+    ):
+        values = torch.empty(1, *part.shape, device="meta")
+        kept += values.numel()
+        for each in encoder:  # type: ignore[attr-defined]
+            values = each(values)
+            kept += values.numel() * isinstance(each, torch.nn.ReLU | torch.nn.Tanh)
+    return kept
 
 
 @lru_cache(maxsize=512)
