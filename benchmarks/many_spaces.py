@@ -34,7 +34,7 @@ def train(task: str, seed: int, threads: int) -> float:
         subprocess.run(
             [*command, "--run_dir", folder], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
         )
-        return float(json.loads(Path(folder, "summary.json").read_text())["evaluation"]["return"])
+        return float(json.loads(Path(folder, "summary.json").read_text())["test"]["return"])
 
 
 def main() -> int:

@@ -28,16 +28,18 @@ class MaskedCartPole(CartPoleEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.action_space = spaces.Discrete(3)
+        self.action_space = spaces.Discrete(3)  # type: ignore[assignment]
         self.pushes = [0, 0]  # the same way until now, by direction
 
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode."""
-        obs, _ = super().reset(**kwargs)
+        obs, _ = super().reset(seed=seed, options=options)
         self.pushes = [0, 0]
         return obs, self._info()
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Push left (0) or right (1); anything forbidden ends the episode."""
         allowed = self._info()["action_mask"][action]
         obs, reward, terminated, truncated, _ = super().step(min(int(action), 1))
@@ -60,7 +62,7 @@ class MaskedCartPole(CartPoleEnv):
         unpack_generator(self.np_random, state["rng"])
 
 
-class PatchRecall(gymnasium.Env[np.ndarray, int]):
+class PatchRecall(gymnasium.Env[Any, Any]):
     """Say in which quarter of the first image the bright patch was.
 
     Images of 12 x 12 bytes follow each other: one of noise with a patch of 3 x 3 white pixels,
@@ -108,7 +110,7 @@ class PatchRecall(gymnasium.Env[np.ndarray, int]):
         unpack_generator(self.np_random, state["rng"])
 
 
-class Orders(gymnasium.Env[dict[str, Any], np.ndarray]):
+class Orders(gymnasium.Env[Any, Any]):
     """Deliver the size and the colour that were ordered `delay` steps ago.
 
     The first observation shows the order; the last one asks for it, and each of the two right
@@ -162,9 +164,9 @@ class Orders(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 
 for _id, _env, _limit in (
-    ("MaskedCartPole-v0", MaskedCartPole, 500),
-    ("PatchRecall-v0", PatchRecall, None),
-    ("Orders-v0", Orders, None),
+    ("MaskedCartPole-v0", "MaskedCartPole", 500),
+    ("PatchRecall-v0", "PatchRecall", None),
+    ("Orders-v0", "Orders", None),
 ):
     if _id not in gymnasium.registry:
-        gymnasium.register(_id, entry_point=_env, max_episode_steps=_limit)
+        gymnasium.register(_id, entry_point=f"{__name__}:{_env}", max_episode_steps=_limit)
