@@ -137,11 +137,11 @@ def _evaluate_trading(
 
 def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
     """Load the policies, which must all be able to act in the first one's environment."""
-    agents = {"policy": load_agent(args.path, which=args.which)}
+    agents = {"policy": load_agent(args.path, which=args.which, core=args.core)}
     for path in args.compare:
         name = Path(path).resolve().name
         taken = name in agents or name in TAKEN_NAMES or Path(path).is_file()
-        agents[path if taken else name] = load_agent(path, which=args.which)
+        agents[path if taken else name] = load_agent(path, which=args.which, core=args.core)
     shapes = {name: tuple(agent.policy.shapes().values()) for name, agent in agents.items()}
     wanted = shapes["policy"]
     for name, found in shapes.items():
@@ -205,6 +205,7 @@ OPTIONS: dict[str, tuple[Any, str, str]] = {
     "market_seed": (int, "N", "seed of the simulated worlds (default: the run's)"),
     "market_edge": (float, "BPS", "planted drift, bps per day (default: the run's)"),
     "env": (str, "MODULE:ID", "the run's module:id, to import it though config.json is not yours"),
+    "core": (str, "MODULE:CLASS", "the run's own core, to import it likewise"),
     "episodes": (positive, "N", "episodes of other environments (default: the run's)"),
     "num_gpus": (positive, "N", "CPU ranks that share the work (default: 1)"),
     "plot": (new_file, "FILE", "equity picture (default: RUN_DIR/plots/evaluation.png)"),

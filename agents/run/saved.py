@@ -38,19 +38,23 @@ class LoadedAgent:
 
 
 def load_agent(
-    path: str | Path, device: str | torch.device = "cpu", which: Which = "last"
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    which: Which = "last",
+    core: str | None = None,
 ) -> LoadedAgent:
     """Load a policy from a checkpoint or run directory, wherever it was trained.
 
     Args:
         which: checkpoint of a run directory: the newest, or the best (""; the best if there is one,
             else the newest).
+        core: the module:Class of a run whose config.json is not the user's own, repeated.
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
     folder = file.absolute().parent
     run_dir = folder.parent if folder.name == CHECKPOINT_DIR else folder
-    check_core(config.policy.core, run_dir, None)
+    check_core(config.policy.core, run_dir, core)
     check_shapes(state, config.policy, config.launch.dtype)
     layout, action_space = spaces_of(state)
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)

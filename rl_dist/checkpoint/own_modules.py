@@ -39,7 +39,8 @@ def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> Non
 
 def check_core(core: str, run_dir: Path, named: str | None) -> None:
     """Refuse a policy's core of a run before its module is imported; see `_check`."""
-    _check("core", core, run_dir, named, {"policy": {"core": core}})
+    if core:
+        _check("core", core, run_dir, named, {"policy": {"core": core}})
 
 
 def _check(field: str, value: str, run_dir: Path, named: str | None, wanted: _Config) -> None:

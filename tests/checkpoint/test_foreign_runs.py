@@ -13,6 +13,7 @@ import train_distributed
 from agents.pretrain import command as pretrain
 from agents.run import choice
 from agents.run.config import SECTIONS, RunConfig
+from agents.run.saved import load_agent
 from envs.task import GymTask
 from rl_dist.checkpoint.command import main
 from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
@@ -137,6 +138,23 @@ def test_a_module_that_the_users_own_run_does_not_name_is_not_imported(
     if case != "no config.json":
         assert commands(copy, monkeypatch, "--env", "foreign_envs:Foreign-v0")[:2] == [0, 0]
         assert canary.exists()
+
+
+def test_a_core_that_the_users_own_run_does_not_name_is_not_imported(
+    copy, canary, monkeypatch, capsys
+):
+    core = "foreign_envs:Foreign"
+    alter(copy, "policy", "policy", "own")
+    alter(copy, "policy", "core", core, config_too=False)
+    codes = [train_here(monkeypatch, "--resume", copy), evaluate_here(monkeypatch, copy)]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert codes == [2, 2] and not canary.exists()
+    assert len(errors) == 2 and all(f"--core {core}" in line for line in errors)
+    with pytest.raises(UserError, match=f"--core {core}"):
+        load_agent(copy)
+    with pytest.raises(UserError, match="has no attribute 'Foreign'"):  # it is imported now
+        load_agent(copy, core=core)
+    assert canary.exists()
 
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
