@@ -13,26 +13,12 @@ if __name__ == "__main__":  # before anything slow is imported
 
 import sys
 from contextlib import ExitStack
-from typing import Any
 
-from agents.run.config import RunConfig
-from agents.run.rank import run_rank
+from agents.api.rank import check_weights, run_rank, train_several
 from rl_dist.errors import explains_errors, outlive_readers
 from rl_dist.launch.launcher import launch
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
-
-
-def check_weights(config: RunConfig, task: Any) -> None:
-    """Check that the weights of --pretrained or --init_from fit the run."""
-    if config.train.pretrained:
-        from agents.pretrain.weights import check_pretrained
-
-        check_pretrained(config, task)
-    if config.train.init_from:
-        from agents.run.saved import check_initial
-
-        check_initial(config, task)
 
 
 @explains_errors
@@ -41,7 +27,7 @@ def main() -> int:
     from agents.run.start import prepare
 
     with ExitStack() as held:  # the run's lock
-        start = prepare(held, check_weights)
+        start = prepare(held, check_weights, several_seeds=train_several)
         if isinstance(start, int):
             return start
         code = launch(

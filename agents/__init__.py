@@ -1,6 +1,29 @@
-"""The learner: recurrent PPO over vector environments, on one rank or many."""
+"""The learner: recurrent PPO over vector environments, on one rank or many.
+
+The names below may be imported from here; what they need is loaded when first asked for.
+
+    from agents import load_policy, train
+"""
+
+from importlib import import_module
+from typing import Any
 
 import rl_dist  # noqa: F401  # before torch: see there
 from rl_dist.errors import check_one_copy
 
 check_one_copy(__file__)
+
+_HOMES = {
+    "train": "training",
+    "train_seeds": "seeds",
+    "load_policy": "policy",
+    "LoadedPolicy": "policy",
+    "Moment": "callbacks",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.api.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -81,6 +81,12 @@ class TrainConfig:
     """Evaluate on the validation span after this many iterations; 0: never."""
     checkpoint_every: int = setting(20, "iterations", within=(1, 10**9))
     """Save after this many iterations; always at the end and on a stop signal."""
+    stop_at: Text = setting("", "metric value", several=True)
+    """Stop after the iteration in which this metric reaches this value, such as valid/return 475;
+    valid/ metrics are known every validate_every iterations."""
+    callback: Text = setting("", "module:function")
+    """Call this function at every iteration, evaluation and checkpoint, on every rank; False stops
+    the training."""
     keep_checkpoints: int = setting(3, "files", within=(1, 10**6))
     """Newest checkpoints to keep."""
     keep_best: Text = setting("auto")
@@ -109,6 +115,7 @@ class TrainConfig:
         named_loggers(self.loggers)
         if self.pretrained and self.init_from:
             raise ValueError("init_from brings all weights: leave pretrained out")
+        self._check_stop()
         if self.keep_best.startswith("valid/") and not self.validate_every:
             raise ValueError(
                 f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0"
@@ -127,6 +134,22 @@ class TrainConfig:
                 f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
                 f"try --num_steps {_nearest_multiple(self.num_steps, self.bptt_steps)}"
             )
+
+    def _check_stop(self) -> None:
+        words = self.stop_at.split(" ")
+        try:
+            float(words[-1])
+        except ValueError:
+            words = []
+        if self.stop_at and len(words) != 2:
+            raise ValueError(
+                f"stop_at must be a metric and a value, such as valid/return 475, got "
+                f"{self.stop_at!r}"
+            )
+        if self.stop_at.startswith("valid/") and not self.validate_every:
+            raise ValueError(f"stop_at {self.stop_at} needs validation: give --validate_every")
+        if self.callback and not all(self.callback.partition(":")):
+            raise ValueError(f"callback must be module:function, got {self.callback!r}")
 
     @property
     def sequences_per_step(self) -> int:

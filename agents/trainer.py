@@ -47,6 +47,7 @@ from rl_dist.telemetry.monitor import Monitor
 from rl_dist.telemetry.state_file import SavedCheckpoint
 
 if TYPE_CHECKING:
+    from agents.api.callbacks import Watch
     from agents.pretrain.weights import Pretrained
     from agents.run.saved import InitialWeights
 
@@ -68,6 +69,7 @@ class Job:
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
+    watch: Watch | None = None  # callbacks, and when to stop early
     pretrained: Pretrained | InitialWeights | None = None
     explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # names the bottleneck
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
@@ -253,6 +255,7 @@ class Training:
             "global_step": self.global_step,
             "episodes": self.episodes,
             **self.policy.shapes(),
+            "spaces": getattr(self.env, "spaces_json", ""),  # of the environment itself
             "policy": policy,
             "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,
@@ -312,8 +315,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         training.warm_up_normalizers()
     best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
     stragglers = Stragglers()
-    signal = 0
-    while training.progress < 1.0 and not signal:
+    signal, stopped = 0, ""  # stopped: why it ended early
+    while training.progress < 1.0 and not signal and not stopped:
         # collect a rollout and learn from it
         world.forget_waits()
         started = time.perf_counter()
@@ -361,12 +364,17 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         improved = best.update(metrics)
         done = training.global_step if config.total_steps else training.episodes
         writer.write(metrics, done=done)
-        last = bool(signal) or finished
+        stopped = job.watch(training, metrics) if job.watch else ""
+        last = bool(signal or stopped) or finished
         if improved or is_due(training, config.checkpoint_every, last):
-            save(training, best, last, writer)
+            path = save(training, best, last, writer)
+            if path and job.watch:
+                job.watch.saved(training, metrics, path)
         elif is_due(training, config.sync_check_every):
             check_in_sync(training.replicated(), world)
     training.profiler.close(writer.say)
+    if stopped:
+        writer.say(f"stopped at iteration {training.iteration}: {stopped}")
     no_best = best.names and best.value is None and config.keep_best != "auto"
     if no_best and not signal and world.is_main_process:
         name = config.keep_best
@@ -379,8 +387,13 @@ def is_due(training: Training, every: int, now: bool = False) -> bool:
     return every > 0 and (now or training.iteration % every == 0)
 
 
-def save(training: Training, best: Best, last: bool, writer: MetricsWriter | NullWriter) -> None:
+def save(
+    training: Training, best: Best, last: bool, writer: MetricsWriter | NullWriter
+) -> Path | None:
     """Gather the state of all ranks; the main process writes one checkpoint.
+
+    Returns:
+        Its path; None: it could not be written, and training goes on.
 
     Raises:
         DesyncError: the ranks differ, so no checkpoint could stand for the run.
@@ -396,7 +409,9 @@ def save(training: Training, best: Best, last: bool, writer: MetricsWriter | Nul
     if not problem:
         saved = SavedCheckpoint(path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration)
         writer.update_state(phase="training", checkpoint=saved)
-    elif last or train.on_save_error == "stop":
+        return path
+    if last or train.on_save_error == "stop":
         raise UserError(problem, exit_code=1)
-    elif world.is_main_process:
+    if world.is_main_process:
         logger.warning("%s; training goes on without (--on_save_error continue)", problem)
+    return None

@@ -65,6 +65,7 @@ class Declaration:
     presets: Mapping[str, Any] = field(default_factory=dict)
     derived: str = ""  # what the default comes to, where it stands for a derived value
     main: bool = False  # --help shows it; --help_all shows all
+    several: bool = False  # words may follow, which become one text
     stored: bool = True  # or files only say whether it differed from the default
     is_flag: bool = True
     # known once the class exists
@@ -121,6 +122,8 @@ class Declaration:
             options = {"metavar": "{" + ",".join(self.choices) + "}"}
         elif self.kind is bool:  # --x is --x=true
             options = {"metavar": "true|false", "nargs": "?", "const": "true"}
+        elif self.several:
+            options |= {"nargs": "+"}
         text = help_line.replace("%", "%%")
         group.add_argument(f"--{self.name}", default=argparse.SUPPRESS, help=text, **options)
 
@@ -296,7 +299,8 @@ def parse_flags(
         own = declarations(cls)
         texts = {name: known.pop(name) for name in own if name in known}
         values = {name: value for name, value in defaults.items() if name in own}
-        values |= {name: own[name].value_of(text) for name, text in texts.items()}
+        for name, text in texts.items():
+            values[name] = own[name].value_of(" ".join(text) if own[name].several else text)
         try:
             configs[heading] = cls(**values)
         except ValueError as error:

@@ -200,4 +200,4 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print and exit."""
         print_error_once("error: " + " ".join(message.split()))
-        sys.exit(2)
+        raise SystemExit(2) from UserError(message)

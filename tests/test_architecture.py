@@ -23,6 +23,7 @@ FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": 
 COMMANDS = {  # parts of agents that may import envs
     *("evaluate/command", "evaluate/final", "evaluate/evaluation"),
     *("run/choice", "run/config", "run/limits", "run/resumed", "run/saved", "run/start"),
+    *("api/policy", "api/training"),
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),
 }
 PRINTERS = {  # parts of rl_dist that may print
@@ -30,7 +31,7 @@ PRINTERS = {  # parts of rl_dist that may print
     *("launch/rank_group", "launch/supervisor", "resume_check/command", "speedup/command"),
     *("status/command", "telemetry/progress"),
 }
-MAX_UNITS = {"units": 15, "imports between units": 45, "layers": 6}  # of each package
+MAX_UNITS = {"units": 14, "imports between units": 45, "layers": 6}  # of each package
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {

@@ -1,4 +1,4 @@
-"""Evaluate a trained policy: trading on data it never saw, other tasks in episodes.
+"""Evaluate a trained policy, trading ones on data that they never saw.
 
 python -m agents.evaluate RUN_DIR_OR_CHECKPOINT [--data FILE --start DATE --end DATE] ...
 """

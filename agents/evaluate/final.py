@@ -84,7 +84,7 @@ def evaluate_run(
 
 
 def randomness_warning(run_dir: Path, training: Training) -> str:
-    """Return a warning where actions are nearly as random as at the start, else nothing."""
+    """Return a warning where actions are nearly as random as at first, or nothing."""
     policy = training.policy
     lines = ended_lines(run_dir)
     entropy = json.loads(lines[-1]).get("loss/entropy") if lines else None

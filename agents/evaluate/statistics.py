@@ -94,3 +94,39 @@ def bootstrap_interval(
         low, high = np.quantile(draws, [0.025, 0.975])
         found[name] = (float(figure(returns) - figure(baseline)), float(low), float(high))
     return found
+
+
+@dataclass(frozen=True)
+class ScoreIntervals:
+    """Aggregates over runs and tasks: value, and the ends of its 95 % interval."""
+
+    mean: tuple[float, float, float]
+    interquartile_mean: tuple[float, float, float]
+
+
+def interquartile_mean(scores: np.ndarray) -> np.ndarray:
+    """Mean of the middle half of the last axis; parts of scores count in parts."""
+    ordered = np.sort(scores, axis=-1)
+    count = scores.shape[-1]
+    ends = np.clip(np.arange(count + 1), count / 4, 3 * count / 4)  # of each score's share
+    return (ordered * np.diff(ends)).sum(-1) / (count / 2)
+
+
+def score_intervals(
+    scores: np.ndarray,  # [R, T] of R runs on T tasks, in one unit
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> ScoreIntervals:
+    """Aggregate scores, with intervals of the stratified bootstrap: runs within tasks.
+
+    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
+    NeurIPS 2021, https://arxiv.org/abs/2108.13264 (their library: rliable).
+    """
+    runs, tasks = scores.shape
+    picks = np.random.default_rng(seed).integers(0, runs, (resamples, runs, tasks))
+    drawn = scores[picks, np.arange(tasks)].reshape(resamples, -1)  # [N, R * T]
+    found = []
+    for figure in (lambda values: values.mean(-1), interquartile_mean):
+        low, high = np.quantile(figure(drawn), [0.025, 0.975])
+        found.append((float(figure(scores.ravel())), float(low), float(high)))
+    return ScoreIntervals(*found)

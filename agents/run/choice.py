@@ -97,6 +97,14 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "2212.02721",
     )
     group.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="train once with each of these seeds, and report means and their intervals",
+    )
+    group.add_argument(
         "--interactive",
         action="store_true",
         help="ask for the main flags in the terminal, then start",
@@ -198,7 +206,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 
 @functools.cache
 def kind_of_task(task: TaskConfig) -> str:
-    """Return the preset for a task, by what it is; its environment is made once to see."""
+    """Return the preset for a task; its environment is made once, to see."""
     if task.is_trading:
         return "trading"
     if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks."):

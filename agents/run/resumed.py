@@ -33,6 +33,7 @@ CHANGEABLE = {
     "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
     "env_groups", "max_bad_steps",
     "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",
+    "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
 

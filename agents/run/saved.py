@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from gymnasium import spaces
 
 from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe_env
 from envs.vector.layout import Layout
+from envs.vector.spaces_json import from_json
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.checkpoint.own_modules import check_core
 from rl_dist.errors import UserError
@@ -34,7 +37,16 @@ class LoadedAgent:
     iteration: int
     path: Path
     run_dir: Path  # of its run, or where the checkpoint was copied to
+    spaces_json: str = ""  # of its environment; "": unknown
     chosen_by: str = ""  # in words, where it is the best checkpoint and not the newest
+
+    @property
+    def spaces(self) -> tuple[spaces.Space, spaces.Space]:
+        """The spaces of its environment; of older checkpoints and markets those of the learner."""
+        if self.spaces_json:
+            return from_json(self.spaces_json)
+        high = np.full(self.policy.num_obs, np.inf, np.float32)
+        return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
 
 def load_agent(
@@ -67,7 +79,8 @@ def load_agent(
         measured = state.get(MEASURED) or {}
         chosen_by = "".join(f", the best by {name} {value:.4g}" for name, value in measured.items())
     moved = policy.to(device), normalizer.to(device)
-    return LoadedAgent(*moved, config, state["iteration"], file, run_dir, chosen_by)
+    own_spaces = state.get("spaces", "")
+    return LoadedAgent(*moved, config, state["iteration"], file, run_dir, own_spaces, chosen_by)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
 from rl_dist.checkpoint.run_lock import RunLock, hold_new
-from rl_dist.config import parse_flags
+from rl_dist.config import ParsedFlags, parse_flags
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
 from rl_dist.hardware.plain_files import leads_to
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, restart_count
@@ -60,15 +60,21 @@ class Start:
             discard_unstarted(self.run_dir)
 
 
-def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
+def prepare(
+    held: ExitStack,
+    check_weights: CheckWeights,
+    argv: Sequence[str] | None = None,
+    several_seeds: Callable[[ParsedFlags], int] | None = None,
+) -> Start | int:
     """Choose the run that the flags mean, check it, and write its configuration.
 
     `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained or
-    --init_from does not fit the task. Returns the exit code where there is nothing to start, the
-    reason printed.
+    --init_from does not fit the task; `several_seeds` does what --seeds asks for. Returns the exit
+    code where there is nothing to start, the reason printed.
     """
     parsed = parse_flags(
         SECTIONS,
+        argv,
         description=DESCRIPTION,
         epilog=EPILOG,
         extra=add_run_flags,
@@ -84,6 +90,8 @@ def prepare(held: ExitStack, check_weights: CheckWeights) -> Start | int:
             if isinstance(asked, int):
                 return asked
             parsed = asked
+        if parsed.extra.seeds and several_seeds:
+            return several_seeds(parsed)
         config, run_dir, found, lock = choose_run(parsed, held)
         launch, resolved = _resolve(config.launch)
         config = dataclasses.replace(config, launch=launch)

@@ -26,6 +26,7 @@ from envs.vector.hangs import HangWatch, end_process
 from envs.vector.layout import Layout, Part
 from envs.vector.snapshots import get_states, has_protocol, set_states
 from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
+from envs.vector.spaces_json import to_json
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
@@ -184,6 +185,11 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         if self._guards:
             return all(guard.can_snapshot for guard in self._guards)
         return has_protocol(self.env)
+
+    @property
+    def spaces_json(self) -> str:
+        """The environment's own spaces, for a policy that is used without it."""
+        return to_json(self.env.single_observation_space, self.env.single_action_space)
 
     def reset(
         self,

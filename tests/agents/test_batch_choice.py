@@ -14,10 +14,11 @@ from train_runs import only_error, records, start, train_here
 import agents.run.start
 import agents.trainer
 import train_distributed
+from agents.api import rank
 from agents.dry_run.batch_size import allowed_batch_sizes
 from agents.evaluate import final
 from agents.ppo import PPO
-from agents.run import limits, rank
+from agents.run import limits
 from agents.run.config import RunConfig, save_config
 from agents.run.limits import fewer_environments, smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
@@ -171,12 +172,12 @@ def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(
     monkeypatch.setattr(rank, "Training", lambda *_: fail())
     flags = "--batch_size 16 --hidden_size 64"
     train(monkeypatch, tmp_path / "large", f"{flags} --num_envs 4096")
-    warning, _ = capsys.readouterr().err.splitlines()
+    _, warning, _ = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: rollouts need at least 0.1 GiB on each rank")
     fitting = warning.replace("without --num_envs", "--num_envs 0").split("what may fit: ")[1]
     for name, sizes in zip(("fewer", "smaller"), fitting.split(", or "), strict=True):
         train(monkeypatch, tmp_path / name, f"{flags} {sizes}")
-        assert "warning" not in capsys.readouterr().err, sizes
+        assert "rollouts need" not in capsys.readouterr().err, sizes
 
 
 def test_rollouts_of_more_than_twice_what_is_free_are_refused_before_ranks_start(

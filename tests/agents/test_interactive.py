@@ -91,7 +91,7 @@ def test_several_ranks_are_asked_how_they_share_and_get_a_batch_that_divides(mon
     config = fresh_config(asked)
     assert (config.launch.num_gpus, config.launch.strategy) == (3, "ddp")
     assert (config.train.scaling, config.train.lr_scaling) == ("weak", "sqrt")
-    assert config.train.batch_size == 128
+    assert config.train.batch_size == 8
     assert "strategy none works in one process" in capsys.readouterr().out
     shared = ask(monkeypatch, flags, "", "3", "ddp", "strong", "", "", "", "129", *[""] * 4)
     assert fresh_config(shared).train.batch_size == 129

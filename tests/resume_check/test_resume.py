@@ -15,8 +15,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard_readers import seen
 from train_runs import RECALL, only_error, records, train_here
 
+from agents.api import rank
 from agents.evaluate import final
-from agents.run import rank
 from agents.run.config import fresh_directory
 from rl_dist.checkpoint import run_lock
 from rl_dist.checkpoint.file import load_checkpoint

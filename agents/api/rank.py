@@ -8,7 +8,7 @@ import signal
 import socket
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agents.run.config import RunConfig, load_newest, open_run_writer, set_results_aside
 from agents.run.limits import check_rollouts, explained_faults
@@ -17,6 +17,8 @@ from agents.trainer import Training, train
 from rl_dist.checkpoint.file import load_checkpoint, write_atomically
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, iteration_in_name
 from rl_dist.checkpoint.run_lock import RunLock
+from rl_dist.config import ParsedFlags
+from rl_dist.errors import UserError
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.hosts import check_hosts
@@ -25,6 +27,9 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import setup_logging, truncate_metrics
 from rl_dist.telemetry.monitor import Monitor, sources_of
 from rl_dist.telemetry.state_file import RankEntry, update_state
+
+if TYPE_CHECKING:
+    from agents.api.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)  # for the log files
 
@@ -35,6 +40,7 @@ def run_rank(
     run_dir: Path,
     resume_from: str,
     lock: RunLock | None,
+    callbacks: Callbacks | None = None,
 ) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
     timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout
@@ -76,6 +82,12 @@ def run_rank(
             from agents.evaluate.evaluation import validation
 
             parts["validate"] = validation(task, config, world)
+        if config.train.stop_at or config.train.callback or callbacks:
+            from agents.api.callbacks import make_watch
+
+            parts["watch"] = make_watch(
+                config.train.stop_at, config.train.callback, callbacks, world
+            )
         training = Training(config.job(make_env, run_dir, resolved.gpu_ids, **parts), world)
         training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
         closing.callback(training.monitor.close)
@@ -99,6 +111,30 @@ def run_rank(
         from agents.evaluate.final import evaluate_and_finish
 
         return evaluate_and_finish(config, task, training, run_dir)
+
+
+def check_weights(config: RunConfig, task: Any) -> None:
+    """Check that the weights of --pretrained or --init_from fit the run."""
+    if config.train.pretrained:
+        from agents.pretrain.weights import check_pretrained
+
+        check_pretrained(config, task)
+    if config.train.init_from:
+        from agents.run.saved import check_initial
+
+        check_initial(config, task)
+
+
+def train_several(parsed: ParsedFlags) -> int:
+    """Do what --seeds asks for; return the exit code."""
+    from agents.api.seeds import train_seeds
+
+    extra = vars(parsed.extra)
+    if "seed" in parsed.given or extra["resume"]:
+        raise UserError("--seeds begins runs of its own: leave --seed and --resume out")
+    words = [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
+    print(train_seeds(extra["seeds"], extra["run_dir"], [*words, *parsed.words()]))
+    return 0
 
 
 def initial_weights(config: RunConfig) -> Any:

@@ -1,0 +1,1 @@
+"""The Python interface: train, watch a training, and use what it learned."""

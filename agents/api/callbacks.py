@@ -1,0 +1,121 @@
+"""What users let a training call, and when it stops before its end."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_dist.errors import UserError, one_line
+from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.world import World
+
+if TYPE_CHECKING:
+    from agents.policy import Policy
+
+Callback = Callable[["Moment"], Any]  # returns False: stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a callback sees; every rank calls it, with the same metrics."""
+
+    kind: str  # iteration, evaluation or checkpoint
+    metrics: Mapping[str, Any]  # of this iteration, as in metrics.jsonl
+    run_dir: Path
+    checkpoint: Path | None  # of kind checkpoint
+    policy: Policy  # this rank's; all are equal
+    rank: int
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is the rank that writes: others had better not."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callbacks:
+    """The callbacks of a training; ranks that are new processes import them by name."""
+
+    iteration: Callback | None = None
+    evaluation: Callback | None = None
+    checkpoint: Callback | None = None
+
+
+@dataclass
+class Watch:
+    """Calls the callbacks of one rank; all ranks agree whether to stop."""
+
+    callbacks: Callbacks
+    world: World
+    stop_at: str = ""  # a metric and the value that ends the run
+    wants_end: bool = field(default=False, init=False)
+
+    def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
+        """Take an iteration's metrics; return why to stop, if so, the same on all ranks."""
+        self._call("iteration", training, metrics)
+        if any(name.startswith("valid/") for name in metrics):
+            self._call("evaluation", training, metrics)
+        own = "a callback asked for it" if self.wants_end else self._reached(metrics)
+        return next(filter(None, all_gather_json(own, self.world)), "")
+
+    def saved(self, training: Any, metrics: Mapping[str, Any], path: Path) -> None:
+        """Take a checkpoint that was written; a stop follows after the next iteration."""
+        self._call("checkpoint", training, metrics, path)
+
+    def _call(
+        self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
+    ) -> None:
+        callback = getattr(self.callbacks, kind)
+        if callback is None:
+            return
+        moment = Moment(
+            kind=kind,
+            metrics=metrics,
+            run_dir=training.job.run_dir,
+            checkpoint=path,
+            policy=training.policy,
+            rank=self.world.rank,
+        )
+        self.wants_end |= callback(moment) is False
+
+    def _reached(self, metrics: Mapping[str, Any]) -> str:
+        name, _, wanted = self.stop_at.partition(" ")
+        if not name:
+            return ""
+        if name not in metrics and not name.startswith(("valid/", "env/")):
+            known = ", ".join(sorted(key for key in metrics if key != "ranks"))
+            raise UserError(f"stop_at {name} is no metric of this run: name one of {known}")
+        value = metrics.get(name)
+        reached = isinstance(value, int | float) and value >= float(wanted)
+        return f"{name} is {value:.6g}, at least {float(wanted):g}" if reached else ""
+
+
+def make_watch(stop_at: str, named: str, callbacks: Callbacks | None, world: World) -> Watch | None:
+    """Return the watch of --stop_at and callbacks; None: there is nothing to do.
+
+    Raises:
+        UserError: the function that --callback names cannot be imported.
+    """
+    if named:
+        found = import_callback(named)
+        callbacks = Callbacks(iteration=found, evaluation=found, checkpoint=found)
+    if not stop_at and (callbacks is None or callbacks == Callbacks()):
+        return None
+    return Watch(callbacks or Callbacks(), world, stop_at)
+
+
+def import_callback(named: str) -> Callback:
+    """Import module:function."""
+    module, _, name = named.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a module is foreign code
+        raise UserError(
+            f"callback {named}: {one_line(error)}: it must be module:function"
+        ) from None
+    if not callable(found):
+        raise UserError(f"callback {named} is no function")
+    return found

@@ -1,0 +1,89 @@
+"""The same training with several seeds, and what can be said of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.evaluate.statistics import ScoreIntervals, score_intervals
+from agents.run.choice import RUNS
+from agents.run.config import SUMMARY, fresh_directory
+from rl_dist.errors import UserError
+from rl_dist.launch.training_process import as_flags, launch_distributed_training
+from rl_dist.telemetry.metrics import write_whole
+
+SEEDS_FILE = "seeds.json"
+
+
+@dataclass(frozen=True)
+class SeedsResult:
+    """The scores of several trainings that differ by their seed."""
+
+    run_dir: Path  # of all: seed_N below it is one run
+    metric: str
+    scores: dict[int, float]  # by seed, of the evaluation that ended each run
+    intervals: ScoreIntervals
+
+    def __str__(self) -> str:
+        runs = ", ".join(f"{score:.4g}" for score in self.scores.values())
+        seeds = ", ".join(map(str, self.scores))
+        lines = [f"{self.metric} of seeds {seeds}: {runs}"]
+        for name, (value, low, high) in asdict(self.intervals).items():
+            words = name.replace("_", " ")
+            lines.append(f"  {words:<20}{value:>10.4g}   95 % interval [{low:.4g}, {high:.4g}]")
+        return "\n".join(lines)
+
+
+def train_seeds(
+    seeds: Sequence[int], run_dir: str | Path = "", flags: Sequence[str] = (), **settings: Any
+) -> SeedsResult:
+    """Train once with each seed, one after the other, and report all of them.
+
+        >>> from agents import train_seeds
+        >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
+
+    Each is a training in processes of its own. Runs that have finished in `run_dir` count as they
+    are, and those that were stopped go on.
+
+    Args:
+        run_dir: of all runs; "": a new one below runs/.
+        flags: words of the command line, for all.
+        settings: flags by name, see `agents.train`.
+
+    Raises:
+        UserError: a training failed; the others that have ended are kept.
+    """
+    if len(set(seeds)) < len(seeds) or len(seeds) < 2:
+        raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
+    folder = Path(run_dir) if run_dir else fresh_directory(RUNS)
+    words = [*flags, *as_flags(settings)]
+    scores: dict[int, float] = {}
+    metric = ""
+    for seed in seeds:
+        own = folder / f"seed_{seed}"
+        if not (own / SUMMARY).exists():
+            print(f"seed {seed}: {own}", flush=True)
+            run = [*words, f"--seed={seed}", f"--run_dir={own}", "--resume=auto"]
+            result = launch_distributed_training(run)
+            if result.exit_code:
+                why = result.error or f"code {result.exit_code}"
+                raise UserError(f"seed {seed} did not finish: {why}", exit_code=result.exit_code)
+        metric, scores[seed] = score_of(json.loads((own / SUMMARY).read_text(encoding="utf-8")))
+    intervals = score_intervals(np.array(list(scores.values()))[:, None])
+    result = SeedsResult(folder, metric, scores, intervals)
+    found = asdict(result) | {"run_dir": str(folder)}
+    write_whole(folder / SEEDS_FILE, json.dumps(found, indent=2) + "\n")
+    return result
+
+
+def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name and value of the figure that stands for a finished run."""
+    test = summary["test"]
+    if "policies" in test:
+        return "Sharpe ratio on the test span", float(test["policies"]["policy"]["sharpe"])
+    return "mean return without noise", float(test["return"])

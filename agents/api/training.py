@@ -1,0 +1,120 @@
+"""Training as a function: the same path as the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents.api.callbacks import Callback, Callbacks
+from agents.api.policy import LoadedPolicy, load_policy
+from agents.api.rank import check_weights, run_rank
+from agents.run.config import SUMMARY
+from agents.run.start import Start, prepare
+from rl_dist.errors import UserError
+from rl_dist.launch.launcher import launch
+from rl_dist.launch.short_run import ended_lines
+from rl_dist.launch.training_process import as_flags
+from rl_dist.telemetry.metrics import close_logging
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """A training that has ended."""
+
+    run_dir: Path
+    exit_code: int  # 0, or 128 + the signal that stopped it after saving
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of every iteration, as in metrics.jsonl."""
+        return [json.loads(line) for line in ended_lines(self.run_dir)]
+
+    @property
+    def test(self) -> dict[str, Any]:
+        """Return the figures of the evaluation that ended the run; empty: it was stopped."""
+        path = self.run_dir / SUMMARY
+        return json.loads(path.read_text(encoding="utf-8"))["test"] if path.exists() else {}
+
+    @property
+    def policy(self) -> LoadedPolicy:
+        """Return the policy of its best checkpoint if there is one, else of the newest."""
+        return load_policy(self.run_dir)
+
+
+def train(
+    env: str | None = None,
+    *,
+    num_ranks: int | None = None,
+    on_iteration: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
+    **settings: Any,
+) -> TrainedRun:
+    """Train to the end, as train_distributed.py does with the same flags.
+
+        >>> from agents import train
+        >>> run = train(env="CartPole-v1", total_steps=20_000)
+        >>> run.test["return"], run.metrics[-1]["loss/entropy"]
+        >>> action, state = run.policy.predict(observation)
+
+    One rank trains in this process. Several are new processes, which import the main module again:
+    keep the call below `if __name__ == "__main__":`, and let callbacks be functions of a module.
+
+    Args:
+        env: Gymnasium id, or module:id.
+        num_ranks: training processes, as num_gpus says it too.
+        on_iteration, on_evaluation, on_checkpoint: called by every rank with a `Moment`; False
+            ends the training after this iteration, on all ranks.
+        settings: flags by name: True is --name, False --no-name, None no flag, a mapping JSON.
+
+    Raises:
+        UserError: the settings do not fit, or training failed; the reason was printed.
+    """
+    named = {"env": env, "num_gpus": num_ranks} | settings
+    callbacks = Callbacks(
+        iteration=on_iteration, evaluation=on_evaluation, checkpoint=on_checkpoint
+    )
+    with ExitStack() as held:
+        start = _prepare(held, as_flags(_flat(named)))
+        args = start.config, start.resolved, start.run_dir, start.resume_from, start.lock
+        restarts = start.config.launch.max_restarts
+        try:
+            code = launch(
+                run_rank,
+                (*args, callbacks),
+                start.resolved.num_ranks,
+                max_restarts=restarts,
+                run_dir=start.run_dir,
+            )
+        finally:
+            close_logging()
+        if code:
+            start.discard()
+        if 0 < code < 128:
+            raise UserError(
+                f"training failed with code {code}: its lines above say why", exit_code=code
+            )
+        return TrainedRun(run_dir=start.run_dir.absolute(), exit_code=code)
+
+
+def _prepare(held: ExitStack, words: list[str]) -> Start:
+    """Choose and check the run; what is printed for users of the command becomes an error."""
+    try:
+        start = prepare(held, check_weights, words)
+    except SystemExit as leaving:  # a flag that cannot be read
+        raise leaving.__cause__ or UserError("the settings do not fit") from None
+    if isinstance(start, int):
+        raise UserError("the settings do not fit: the line above says why", exit_code=start)
+    return start
+
+
+def _flat(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags whose lists are words: stop_at=("valid/return", 475)."""
+    return {
+        name: " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in named.items()
+    }

@@ -1,0 +1,220 @@
+"""The Python interface: train, watch a training, use its policy elsewhere."""
+
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from train_runs import records, train_here
+
+import agents
+from agents import load_policy, train
+from agents.evaluate.evaluation import PolicyController
+from agents.evaluate.statistics import interquartile_mean, score_intervals
+from agents.run.saved import load_agent
+from envs import make_vector_env
+from envs.vector.spaces_json import from_json, to_json
+from rl_dist.errors import UserError
+
+TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
+TINY |= {"device": "cpu", "eval_episodes": 2, "validate_every": 2}
+SEEN = []  # moments, of this process
+
+
+def note(moment):
+    """A callback by name."""
+    SEEN.append((moment.kind, moment.metrics["iteration"], moment.rank))
+
+
+def stop_on_rank_1(moment):
+    """Only one rank asks for a stop; all of them follow."""
+    return not (moment.rank == 1 and moment.metrics["iteration"] == 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    SEEN.clear()
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pendulum(tmp_path_factory):
+    """A run in Python, whose actions have bounds of their own."""
+    run_dir = tmp_path_factory.mktemp("api") / "pendulum"
+    return train("Pendulum-v1", total_steps=256, run_dir=run_dir, **TINY)
+
+
+def test_python_trains_what_the_command_trains(pendulum, tmp_path, monkeypatch):
+    flags = [f"--{name}={value}" for name, value in TINY.items()]
+    flags += ["--env=Pendulum-v1", "--total_steps=256", "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *flags) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    own = json.loads((pendulum.run_dir / "summary.json").read_text())
+    assert own["parameter_sha256"] == summary["parameter_sha256"]
+    assert pendulum.exit_code == 0 and pendulum.test == summary["test"]
+    assert [line["iteration"] for line in pendulum.metrics] == [1, 2, 3, 4]
+
+
+def test_a_bad_setting_is_an_error_in_python_and_leaves_nothing(tmp_path, capsys):
+    for settings in ({"learning_rat": 1}, {"learning_rate": 99.0}, {"env": "Nope-v9"}):
+        with pytest.raises(UserError, match=r"learning_rat|line above"):
+            train(**settings, run_dir=tmp_path / "run")
+        assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_loaded_policy_acts_as_the_evaluation_does(pendulum, batched):
+    policy = load_policy(pendulum.run_dir)
+    env = make_vector_env("Pendulum-v1", 3)
+    assert policy.observation_space == env.env.single_observation_space
+    assert policy.action_space == env.env.single_action_space
+    agent = load_agent(pendulum.run_dir, which="")
+    controller = PolicyController(agent.policy, agent.normalizer)
+    obs = env.reset(seed=[1, 2, 3])[0]
+    start = torch.ones(3, dtype=torch.bool)
+    state, single = None, [None] * 3
+    for _ in range(5):
+        expected = env._decoder(controller(env, obs, start), 3)
+        if batched:
+            found, state = policy.predict(obs.numpy(), state, start.numpy())
+        else:
+            pairs = [policy.predict(obs[i].numpy(), single[i]) for i in range(3)]
+            found, single = np.stack([a for a, _ in pairs]), [s for _, s in pairs]
+        assert found.shape == (3, 1) and policy.action_space.contains(found[0])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        obs, _, terminated, truncated, _ = env.step(torch.as_tensor(expected / 2.0))
+        start = terminated | truncated
+
+
+def test_an_episode_start_forgets_and_noise_samples(pendulum):
+    policy = load_policy(pendulum.run_dir)
+    one, two = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
+    fresh, _ = policy.predict(two)
+    _, state = policy.predict(one)
+    again, _ = policy.predict(two, state, np.array([True, False]))
+    np.testing.assert_allclose(again[0], fresh[0], atol=1e-7)
+    assert not np.allclose(again[1], fresh[1], atol=1e-7)
+    sampled = [policy.predict(two, deterministic=False)[0] for _ in range(2)]
+    assert (sampled[0] != sampled[1]).any() and (sampled[0] != fresh).all()
+    with pytest.raises(UserError, match="state is of 2 environments and observation of 1"):
+        policy.predict(two[0], state)
+
+
+def test_stable_baselines3_evaluates_a_policy(pendulum):
+    evaluation = pytest.importorskip(
+        "stable_baselines3.common.evaluation", reason="stable-baselines3 is not installed"
+    )
+    env = gymnasium.make("Pendulum-v1")
+    returns, lengths = evaluation.evaluate_policy(
+        load_policy(pendulum.run_dir), env, n_eval_episodes=2, return_episode_rewards=True
+    )
+    assert lengths == [200, 200] and all(-2000 < value < 0 for value in returns)
+
+
+SPACES = [
+    spaces.Box(-2.0, 3.0, (2,), np.float32),
+    spaces.Box(np.array([-np.inf, 0.0]), np.array([np.inf, 7.0]), dtype=np.float64),
+    spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    spaces.Discrete(4, start=2),
+    spaces.MultiDiscrete([2, 3]),
+    spaces.MultiBinary(5),
+    spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Box(0, 1, (1,))])}),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_spaces_survive_json(space):
+    text = to_json(space, spaces.Discrete(2))
+    assert from_json(text) == (space, spaces.Discrete(2)) and len(text) < 400
+
+
+# ---- callbacks and early stops
+
+
+def test_callbacks_see_iterations_evaluations_and_checkpoints(tmp_path):
+    train(
+        "CartPole-v1",
+        total_steps=256,
+        run_dir=tmp_path / "run",
+        on_iteration=note,
+        on_evaluation=note,
+        on_checkpoint=note,
+        **TINY,
+    )
+    kinds = {kind: [n for k, n, _ in SEEN if k == kind] for kind, _, _ in SEEN}
+    assert kinds["iteration"] == [1, 2, 3, 4] and kinds["evaluation"] == [2, 4]
+    assert kinds["checkpoint"][-1] == 4
+
+
+def test_a_callback_of_the_command_stops_training_which_still_ends_in_order(tmp_path):
+    run = train(
+        "CartPole-v1",
+        total_steps=10**6,
+        run_dir=tmp_path / "run",
+        callback="test_python_api:stop_on_rank_1",
+        num_ranks=2,
+        **TINY,
+    )
+    assert len(run.metrics) == 2 and run.test["episodes"] == 2
+    assert [path.name for path in (run.run_dir / "checkpoints").glob("it*")] == [
+        "iteration_00000002.pt"
+    ]
+
+
+def test_training_stops_when_a_metric_is_reached(tmp_path, capsys):
+    run = train(
+        "CartPole-v1",
+        total_steps=10**6,
+        stop_at=("valid/return", 1),
+        run_dir=tmp_path / "run",
+        **TINY,
+    )
+    assert len(run.metrics) == 2 and run.test
+    assert "stopped at iteration 2: valid/return is" in capsys.readouterr().out
+    for wrong, words in (("valid/return", "must be a metric and a value"), ("x 1", "no metric")):
+        with pytest.raises(UserError):
+            train("CartPole-v1", stop_at=wrong, run_dir=tmp_path / "wrong", **TINY)
+        assert words in capsys.readouterr().err
+
+
+# ---- several seeds
+
+
+def test_intervals_hold_the_scores_and_differences_of_tasks_are_no_noise():
+    scores = np.random.default_rng(0).normal(5.0, 2.0, (9, 4))
+    found = score_intervals(scores)
+    for value, low, high in (found.mean, found.interquartile_mean):
+        assert low < value < high
+    assert found.mean[0] == pytest.approx(scores.mean())
+    own = np.arange(8.0)
+    assert interquartile_mean(own[::-1]) == pytest.approx((2 + 3 + 4 + 5) / 4)
+    assert interquartile_mean(np.array([0.0, 1.0, 5.0])) == pytest.approx((0.25 + 1 + 1.25) / 1.5)
+    shifted = score_intervals(scores + np.array([0.0, 10.0, 20.0, 30.0]))
+    widths = [high - low for _, low, high in (found.mean, shifted.mean)]
+    assert widths[1] == pytest.approx(widths[0])
+
+
+@pytest.mark.slow
+def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capsys):
+    flags = [f"--{name}={value}" for name, value in TINY.items()]
+    flags += ["--env=CartPole-v1", "--total_steps=64", "--run_dir", tmp_path, "--seeds", 1, 2]
+    assert train_here(monkeypatch, *flags) == 0
+    out = capsys.readouterr().out
+    assert "mean return without noise of seeds 1, 2:" in out and "interquartile mean" in out
+    found = json.loads((tmp_path / "seeds.json").read_text())
+    for seed in (1, 2):
+        assert records(tmp_path / f"seed_{seed}")[-1]["iteration"] == 1
+        summary = json.loads((tmp_path / f"seed_{seed}" / "summary.json").read_text())
+        assert found["scores"][str(seed)] == summary["test"]["return"]
+    before = (tmp_path / "seed_1" / "summary.json").stat().st_mtime
+    assert train_here(monkeypatch, *flags) == 0  # nothing is trained again
+    assert (tmp_path / "seed_1" / "summary.json").stat().st_mtime == before
+
+
+def test_the_package_offers_its_names():
+    assert all(getattr(agents, name) for name in agents.__all__)
