@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -382,12 +382,14 @@ def episode_metrics(
     env_restarts: int,
     use: dict[str, float | None],
     world: World,
+    env_metrics: Mapping[str, tuple[float, int]] = {},  # never changed
 ) -> dict[str, Any]:
     """Returns and lengths of the episodes that ended, overall and per rank.
 
     Args:
         timing: seconds of this rank's phases.
         use: of this rank's GPU, CPU and memory.
+        env_metrics: sum and count of what this rank's environments report of themselves.
     """
     ended = rollout.episode_end
     own = {
@@ -396,20 +398,27 @@ def episode_metrics(
         "return_sum": float((rollout.episode_returns * ended).sum()),
         "length_sum": int((rollout.episode_lengths * ended).sum()),
         "restarts": env_restarts,
+        "env_metrics": env_metrics,
         **timing,
         **use,
     }
     ranks = all_gather_json(own, world)
+    sums: dict[str, tuple[float, int]] = {}
+    for name, (total, number) in (pair for rank in ranks for pair in rank["env_metrics"].items()):
+        before = sums.get(name, (0.0, 0))
+        sums[name] = (before[0] + total, before[1] + number)
     count = sum(rank["episode/count"] for rank in ranks)
     return_sum = sum(rank["return_sum"] for rank in ranks)
     length_sum = sum(rank.pop("length_sum") for rank in ranks)
     for rank in ranks:
+        del rank["env_metrics"]
         own_sum, own_count = rank.pop("return_sum"), rank["episode/count"]
         rank["episode/return"] = own_sum / own_count if own_count else None
     return {
         "episode/return": return_sum / count if count else None,
         "episode/length": length_sum / count if count else None,
         "episode/count": count,
+        **{f"env/{name}": total / number for name, (total, number) in sums.items() if number},
         "env/restarts": sum(rank.pop("restarts") for rank in ranks),
         **{key: max(rank[key] for rank in ranks) for key in timing},
         "ranks": ranks,

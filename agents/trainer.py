@@ -157,6 +157,11 @@ class Training:
             if self.job.pretrained:
                 self.job.pretrained.set_moments(self.obs_normalizer, self.reward_normalizer)
             self.carry = self._reset()
+            self.take_env_metrics()  # of steps that do not count
+
+    def take_env_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return sum and count of what this rank's environments report, since the last call."""
+        return getattr(self.env, "take_metrics", dict)()
 
     def collect(self, lifetime_step: int) -> Rollout:
         """One rollout of num_steps steps of every environment."""
@@ -337,7 +342,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         timing |= {"time/update_own_s": update_s - waited_s} | training.ppo.clock.read()
         timing["time/idle_share"] = waited_s / (updated - started)
         use = training.monitor.take()
-        metrics = episode_metrics(rollout, timing, training.env_restarts, use, world)
+        own = training.take_env_metrics()
+        metrics = episode_metrics(rollout, timing, training.env_restarts, use, world, own)
         training.restarts_reported += training.env_restarts
         for line in stragglers.in_metrics(metrics["ranks"]):
             logger.warning(line)

@@ -36,7 +36,8 @@ class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
         self.age += 1
-        return self._observation(), reward, asked, False, {}
+        info = {"metrics": {"right_answers": reward}} if asked else {}  # env/right_answers in logs
+        return self._observation(), reward, asked, False, info
 
     def _observation(self) -> np.ndarray:
         cues = [self.age == 0 and self.cue == number for number in range(2)]

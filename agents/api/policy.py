@@ -92,8 +92,8 @@ class LoadedPolicy:
         """Return whether this is one observation and not a batch of them."""
         space: Any = self.observation_space
         while isinstance(space, spaces.Dict | spaces.Tuple):
-            key = next(iter(space.spaces)) if isinstance(space, spaces.Dict) else 0
-            space, observation = space.spaces[key], observation[key]
+            key: Any = next(iter(space.spaces)) if isinstance(space, spaces.Dict) else 0
+            space, observation = space[key], observation[key]
         return np.shape(observation) == (space.shape or ())
 
 

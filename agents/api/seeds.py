@@ -69,10 +69,10 @@ def train_seeds(
         if not (own / SUMMARY).exists():
             print(f"seed {seed}: {own}", flush=True)
             run = [*words, f"--seed={seed}", f"--run_dir={own}", "--resume=auto"]
-            result = launch_distributed_training(run)
-            if result.exit_code:
-                why = result.error or f"code {result.exit_code}"
-                raise UserError(f"seed {seed} did not finish: {why}", exit_code=result.exit_code)
+            done = launch_distributed_training(run)
+            if done.exit_code:
+                why = done.error or f"code {done.exit_code}"
+                raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
         metric, scores[seed] = score_of(json.loads((own / SUMMARY).read_text(encoding="utf-8")))
     intervals = score_intervals(np.array(list(scores.values()))[:, None])
     result = SeedsResult(folder, metric, scores, intervals)

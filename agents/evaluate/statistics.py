@@ -117,7 +117,7 @@ def score_intervals(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> ScoreIntervals:
-    """Aggregate scores, with intervals of the stratified bootstrap: runs within tasks.
+    """Aggregate scores, with intervals of the stratified bootstrap (by task).
 
     Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
     NeurIPS 2021, https://arxiv.org/abs/2108.13264 (their library: rliable).

@@ -42,7 +42,7 @@ class LoadedAgent:
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
-        """The spaces of its environment; of older checkpoints and markets those of the learner."""
+        """The spaces of its environment, or of markets and old checkpoints the learner's."""
         if self.spaces_json:
             return from_json(self.spaces_json)
         high = np.full(self.policy.num_obs, np.inf, np.float32)

@@ -84,6 +84,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._takes_seed_list = takes_seed_list
         self._started = False
         self._lifetime_step = 0
+        self._metrics: dict[str, tuple[float, int]] = {}
         self._mode = env.metadata.get("autoreset_mode")
         self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
@@ -251,6 +252,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def _step(self, actions: Any, previous_action: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return obs, rewards, terminated, truncated and final_obs, checked and fresh."""
         raw, raw_rewards, raw_terminated, raw_truncated, info = self.env.step(actions)
+        self._add_metrics(info)
         obs = self._encode(raw, "observation")
         rewards = self._column(raw_rewards, np.float64, "reward")
         self._check_range(rewards[:, None], "reward", MAX_REWARD)
@@ -319,6 +321,24 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             row, digit = np.argwhere(~allowed)[0]
             where = f" of part {digit}" if allowed.shape[1] > 1 else ""
             raise RowFaultError(int(row), f"{MASK_KEY} allows no action{where}")
+
+    def _add_metrics(self, info: Mapping[str, Any]) -> None:
+        """Add the numbers in info["metrics"], of episodes that end too."""
+        for source in (info, info.get("final_info", {})):
+            metrics = source.get("metrics") if isinstance(source, Mapping) else None
+            for name, values in metrics.items() if isinstance(metrics, Mapping) else ():
+                if name.startswith("_"):  # Gymnasium's mask: who gave the metric
+                    continue
+                given = np.broadcast_to(metrics.get(f"_{name}", True), np.shape(values))
+                numbers = np.asarray(values)[given]
+                if numbers.dtype.kind in "biuf" and np.isfinite(numbers).all():
+                    total, count = self._metrics.get(name, (0.0, 0))
+                    self._metrics[name] = (total + float(numbers.sum()), count + numbers.size)
+
+    def take_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return sum and count of every metric since the last call."""
+        taken, self._metrics = self._metrics, {}
+        return taken
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

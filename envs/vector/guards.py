@@ -25,7 +25,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     A fault is raised as RowFaultError. With restarts left, the environment is made again instead
     and the step is truncated: reward 0, the last good observation. Of its info only a mask of
-    actions goes further: a batch of many kinds of it may not stack.
+    actions and metrics go further: a batch of many kinds of it may not stack.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
                 raise RowFaultError(self._row, f"{name} is {shown}, neither true nor false")
         # no action follows the last observation of an episode
         mask = {} if terminated or truncated else self._mask_of(info)
-        return obs, reward, terminated, truncated, mask
+        return obs, reward, terminated, truncated, mask | self._metrics_of(info)
 
-    def _mask_of(self, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _mask_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the mask of actions in an info, where one is asked for."""
         if not self._mask_size:
             return {}
@@ -116,6 +116,17 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             problem = f"{MASK_KEY} has {len(mask)} numbers, not {self._mask_size}, one per action"
             raise RowFaultError(self._row, problem)
         return {MASK_KEY: mask.astype(np.float32)}
+
+    def _metrics_of(self, info: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """Return the numbers in info["metrics"], which the logs hold as env/NAME."""
+        metrics = info.get("metrics")
+        if not isinstance(metrics, Mapping):
+            return {}
+        numbers = {}
+        for name, value in metrics.items():
+            if np.size(value) == 1 and np.asarray(value).dtype.kind in "biuf":
+                numbers[str(name)] = float(np.asarray(value).item())
+        return {"metrics": numbers}
 
     def _check(self, obs: Any, info: Any, reward: Any = 0.0) -> None:
         """Refuse wrong shapes and types, and infinity, which without restarts the batch refuses."""

@@ -183,6 +183,15 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._read([worker.parts[group] for worker in self._workers])
         return self._answers(self.groups[group])
 
+    def take_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return sum and count of what environments reported, as `TorchVectorEnv` does."""
+        found: dict[str, tuple[float, int]] = {}
+        for metrics in self._on_parts("take_metrics"):
+            for name, (total, count) in metrics.items():
+                sums = found.get(name, (0.0, 0))
+                found[name] = (sums[0] + total, sums[1] + count)
+        return found
+
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
         states = self._on_parts("get_state")

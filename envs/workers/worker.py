@@ -100,6 +100,10 @@ class Chunk:
             final_obs=info["final_obs"],
         )
 
+    def take_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return what the environments reported of themselves since the last call."""
+        return self.env.take_metrics()
+
     def get_state(self) -> dict[str, np.ndarray]:
         """Return all the future depends on, as arrays: torch would send tensors by files."""
         return {name: tensor.numpy() for name, tensor in self.env.get_state().items()}

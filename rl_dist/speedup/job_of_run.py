@@ -63,7 +63,8 @@ def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 continue
             if name == "num_episodes" and config["train"].get("total_steps"):
                 continue
-            flags.append(f"--{name}={'none' if value is None else value}")
+            flag = "preset" if name == "chosen_preset" else name
+            flags.append(f"--{flag}={'none' if value is None else value}")
     return flags
 
 

@@ -36,7 +36,10 @@ def test_an_environment_in_the_current_directory_is_found_by_all_ranks(ranks, tm
     job = start_training(*flags, cwd=tmp_path)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
-    assert len(records(tmp_path / "run")[-1]["ranks"]) == ranks
+    lines = records(tmp_path / "run")
+    assert len(lines[-1]["ranks"]) == ranks
+    for line in lines:  # of all ranks; an answer of this task is an episode
+        assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 
 def test_a_refused_run_announces_no_directory(tmp_path, monkeypatch, capsys):

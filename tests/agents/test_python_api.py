@@ -193,7 +193,7 @@ def test_intervals_hold_the_scores_and_differences_of_tasks_are_no_noise():
     assert found.mean[0] == pytest.approx(scores.mean())
     own = np.arange(8.0)
     assert interquartile_mean(own[::-1]) == pytest.approx((2 + 3 + 4 + 5) / 4)
-    assert interquartile_mean(np.array([0.0, 1.0, 5.0])) == pytest.approx((0.25 + 1 + 1.25) / 1.5)
+    assert interquartile_mean(np.array([0.0, 1.0, 5.0])) == pytest.approx((1 + 0.25 * 5) / 1.5)
     shifted = score_intervals(scores + np.array([0.0, 10.0, 20.0, 30.0]))
     widths = [high - low for _, low, high in (found.mean, shifted.mean)]
     assert widths[1] == pytest.approx(widths[0])
