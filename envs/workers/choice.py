@@ -52,9 +52,10 @@ def _measure(env_id: str, kwargs: str, *options: tuple[str, Any]) -> tuple[float
         env.step(actions)
         spent_s.append((time.perf_counter() - began_s[0], _wanted_core_s() - began_s[1]))
     env.close()
-    # a quiet step: others on this machine slow down some of them
-    took_s, busy_s = sorted(spent_s)[len(spent_s) // 4]
-    return took_s / SAMPLE_ENVS, min(1.0, busy_s / took_s)
+    # quiet steps: others on this machine slow down some of them, and make some queue
+    took_s = sorted(took_s for took_s, _ in spent_s)[len(spent_s) // 4]
+    busy_share = sorted(busy_s / took_s for took_s, busy_s in spent_s)[len(spent_s) // 10]
+    return took_s / SAMPLE_ENVS, min(1.0, busy_share)
 
 
 def _wanted_core_s() -> float:

@@ -81,12 +81,16 @@ def wait_until(true, timeout_s=30.0):
     return true()
 
 
-@pytest.mark.parametrize("env_id", [MISBEHAVING, "Recall-v0", "Pendulum-v1"])
-def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id):
-    in_place = make(env_id, 0)
+@pytest.mark.parametrize(
+    ("env_id", "options"),
+    [(MISBEHAVING, {}), ("Recall-v0", {}), ("Pendulum-v1", {"previous_action": True})],
+)
+def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id, options):
+    in_place = make(env_id, 0, **options)
     wanted = [[in_place.reset(seed=SEEDS)[0]], *play(in_place, 20)]
     for workers, groups in ((1, 1), (2, 1), (3, 2), (20, 1)):
-        env = make(env_id, workers, groups)
+        env = make(env_id, workers, groups, **options)
+        assert env.layout == in_place.layout
         assert env.num_workers == min(workers, NUM_ENVS)
         assert same([[env.reset(seed=SEEDS)[0]], *play(env, 20)], wanted)
         before = pids(env)
