@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class PieceGroup:
     cell, its length - 1, and 1 if it starts from the sequence's stored state, else 0.
     """
 
-    table: np.ndarray | Tensor  # [4, pieces] int64; on the host, or where the sequences are
+    table: Any  # [4, pieces] int64: an array, or a tensor where the sequences are
     longest: int
 
 
@@ -34,7 +35,7 @@ Plan = list[PieceGroup]  # of some sequences; empty: there is nothing to cut
 
 
 def plan_pieces(episode_start: np.ndarray, batches: Sequence[np.ndarray]) -> list[Plan]:
-    """Cut sequences at episode starts and group the pieces by length, for several batches.
+    """Cut batches of sequences at episode starts; group the pieces by length.
 
     Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
     half of a group.
@@ -58,7 +59,7 @@ def plan_pieces(episode_start: np.ndarray, batches: Sequence[np.ndarray]) -> lis
     firsts = np.cumsum(counts) - counts
 
     # a batch's own ones, by level
-    plans = []
+    plans: list[Plan] = []
     for batch in batches:
         own = counts[batch]  # [N]
         ends = np.cumsum(own)

@@ -1,13 +1,16 @@
-"""Counter-based action noise keyed by (seed, global environment, lifetime step).
+"""Counter-based random numbers: action noise, and keys to shuffle by.
 
-The noise of a step is a function of its key: it does not depend on how environments are grouped
-onto ranks, and there is no state to save. Source: numpy's Philox 4x64 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011).
+A number is a function of what it is for, such as (seed, global environment, lifetime step): it does
+not depend on how environments are grouped onto ranks, there is no state to save, and integer
+operations make it on the CPU and on a GPU alike, for all environments at once. Source: Philox
+4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import logging
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,27 +20,70 @@ from torch import Tensor
 from agents.network.heads import num_outputs
 from rl_dist.seeding import NOISE_STREAM
 
-WORDS_PER_COUNTER = 4  # Philox 4x64 makes four 64-bit words for every value of its counter
+logger = logging.getLogger(__name__)
+GENERATOR = 2  # raised when a run draws other numbers; 1 was numpy's Philox 4x64 and PCG64
+MASK = 2**32 - 1
+FACTORS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+CELLS = {"cpu": 2**15, "cuda": 2**22}  # of counters at once: a core's cache, or little memory
 
 
-@lru_cache(maxsize=4096)
-def _philox_key(seed: int, global_env: int) -> tuple[int, int]:
-    sequence = np.random.SeedSequence([seed, NOISE_STREAM, global_env])
-    low, high = sequence.generate_state(2, np.uint64).tolist()
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words, int64, for the four of a counter; they broadcast."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(10):
+        # the low 64 bits of a product are right, though it wraps around; a mask takes off the sign
+        # that a shift drags along, and what c1 and c3 hold above their 32 bits
+        first, second = c0 * FACTORS[0], c2 * FACTORS[1]
+        c0 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
+        c2 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
+        c1, c3 = second, first
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
+    return c0, c1 & MASK, c2, c3 & MASK
+
+
+def stream_key(seed: int, stream: int) -> tuple[int, int]:
+    """The key of a stream's numbers."""
+    low, high = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint32).tolist()
     return low, high
 
 
 def random_words(
-    seed: int, env_offset: int, num_envs: int, first_step: int, num_steps: int, num_words: int
-) -> np.ndarray:
-    """Random 64-bit words [num_steps, num_envs, num_words] for lifetime steps."""
-    counters = -(-num_words // WORDS_PER_COUNTER)  # each step owns whole counter values
-    words = np.empty((num_envs, num_steps, counters * WORDS_PER_COUNTER), dtype=np.uint64)
-    for index in range(num_envs):
-        low, high = _philox_key(seed, env_offset + index)
-        generator = np.random.Philox(key=[low, high], counter=[first_step * counters, 0, 0, 0])
-        words[index] = generator.random_raw(words[index].size).reshape(words[index].shape)
-    return words[:, :, :num_words].swapaxes(0, 1)
+    seed: int,
+    env_offset: int,
+    num_envs: int,
+    first_step: int,
+    num_steps: int,
+    num_words: int,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """Two tensors [num_steps, num_envs, num_words] of random 32-bit words."""
+    device = torch.device(device)
+    key = stream_key(seed, NOISE_STREAM)
+    num_counters = -(-num_words // 2)  # each step owns whole counters
+    counters = torch.arange(num_counters, device=device)
+    envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]  # [B, 1]
+    steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
+    # by parts, for the memory of what is between
+    parts = []
+    for part in steps.split(max(1, CELLS[device.type] // (num_envs * num_counters))):
+        words = philox((counters, envs, part & MASK, part >> 32), key)
+        pairs = (torch.stack(words[i : i + 2], -1).flatten(-2) for i in (0, 2))
+        parts.append([pair[:, :, :num_words] for pair in pairs])
+    high, low = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    return high, low
+
+
+def note_generator(state: Mapping[str, Any]) -> None:
+    """Say so where a checkpoint's run drew other random numbers than this one."""
+    if state.get("generator", 1) != GENERATOR:
+        logger.warning(
+            "the checkpoint is of an older version, which drew other random numbers: the run goes "
+            "on, but not as it would have there"
+        )
 
 
 def action_noise(
@@ -47,32 +93,31 @@ def action_noise(
     num_envs: int,
     first_step: int,
     num_steps: int,
+    device: torch.device | str = "cpu",
     color: float = 0.0,
 ) -> Tensor:
-    """Noise [num_steps, num_envs, A] for a rollout, float64 on CPU.
+    """Noise [num_steps, num_envs, A] for a rollout, float64.
 
     Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for every
     choice of others: an action is the argmax of logits + noise, which samples the softmax exactly.
     """
+    place = (seed, env_offset, num_envs, first_step, num_steps)
     # Gumbel, from uniforms in (0, 1) that are exact
     num_actions = num_outputs(space)
     if not isinstance(space, spaces.Box):
-        words = random_words(seed, env_offset, num_envs, first_step, num_steps, num_actions)
-        uniforms = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-        return torch.from_numpy(-np.log(-np.log(uniforms)))
+        high, low = random_words(*place, num_actions, device)
+        uniforms = ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
+        return -torch.log(-torch.log(uniforms))
 
     # normal, two by two, from a radius and an angle
-    words = random_words(seed, env_offset, num_envs, first_step, num_steps, -(-num_actions // 2))
-    radius_bits = words >> np.uint64(32)
-    angle_bits = words & np.uint64(0xFFFFFFFF)
-    radius = np.sqrt(-2.0 * np.log((radius_bits.astype(np.float64) + 0.5) * 2.0**-32))
-    angle = angle_bits.astype(np.float64) * (2.0 * np.pi * 2.0**-32)
-    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
-    white = pairs.reshape(num_steps, num_envs, -1)[:, :, :num_actions].copy()
-    return torch.from_numpy(colored(white, color))
+    radius_bits, angle_bits = random_words(*place, -(-num_actions // 2), device)
+    radius = torch.sqrt(-2.0 * torch.log((radius_bits.double() + 0.5) * 2.0**-32))
+    angle = angle_bits.double() * (2.0 * np.pi * 2.0**-32)
+    pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
+    return colored(pairs.flatten(-2)[:, :, :num_actions], color)
 
 
-def colored(white: np.ndarray, exponent: float) -> np.ndarray:
+def colored(white: Tensor, exponent: float) -> Tensor:
     """Give white normal noise [T, B, A] the spectrum 1 / frequency**exponent.
 
     Neighbouring steps of an environment push the same way, so that exploration gets somewhere; each
@@ -83,13 +128,13 @@ def colored(white: np.ndarray, exponent: float) -> np.ndarray:
     num_steps = len(white)
     if not exponent or num_steps == 1:
         return white
-    frequencies = np.fft.rfftfreq(num_steps)  # cycles per step
+    frequencies = torch.fft.rfftfreq(num_steps, dtype=white.dtype)  # cycles per step
     frequencies[0] = frequencies[1]  # as strong as the slowest wave
     gain = frequencies ** (-exponent / 2)
-    weight = np.full(len(gain), 2.0)  # a wave stands for two terms of the full transform,
+    weight = torch.full_like(gain, 2.0)  # a wave stands for two terms of the full transform,
     weight[0] = 1.0
     if num_steps % 2 == 0:
         weight[-1] = 1.0  # but for the mean and the fastest one
-    gain /= np.sqrt((weight * gain**2).sum() / num_steps)
-    waves = np.fft.rfft(white, axis=0) * gain[:, None, None]
-    return np.fft.irfft(waves, num_steps, axis=0)
+    gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
+    waves = torch.fft.rfft(white, dim=0) * gain.to(white.device)[:, None, None]
+    return torch.fft.irfft(waves, num_steps, dim=0)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from agents.lstm import Plan
 from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches, make_schedule, sequence_order
+from agents.rollout import Minibatch, into_microbatches, make_schedule, sequence_orders
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
@@ -265,13 +264,12 @@ class PPO:
             Losses and diagnostics: means over all ranks and gradient steps.
         """
         sequences_per_env = sequences.obs.shape[1] // num_envs
-        epochs = range(self.config.update_epochs)
         share = (env_offset, num_envs, sequences_per_env, num_minibatches)
-        order = np.stack([sequence_order((*key, epoch), *share) for epoch in epochs])
+        order = sequence_orders(key, self.config.update_epochs, *share)
         schedule = make_schedule(sequences, order, self.num_microbatches, self._plans_ahead)
         tally = Tally(sequences.obs.device, self.bad_in_a_row)
         self.clock.start()
-        for epoch in epochs:
+        for epoch in range(self.config.update_epochs):
             # one gradient step per minibatch
             tally.epoch_kl.zero_()
             for minibatch, plans in schedule.minibatches(sequences, epoch):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agents.gae import running_sums
 from agents.lstm import Plan, plan_pieces, plans_to_device, to_device
+from agents.noise import philox, stream_key
 from agents.normalize import Normalizer
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
@@ -316,35 +317,37 @@ def stratum_size(num_minibatches: int, sequences_per_env: int) -> int:
     return num_minibatches // math.gcd(num_minibatches, sequences_per_env)
 
 
-def sequence_order(
-    key: tuple[int, int, int],  # (seed, iteration, epoch)
+def sequence_orders(
+    key: tuple[int, int],  # (seed, iteration)
+    num_epochs: int,
     env_offset: int,  # global index of this rank's first environment
     num_envs: int,
     sequences_per_env: int,
     num_minibatches: int,
 ) -> np.ndarray:
-    """This rank's sequences (k * B + b) by minibatch: [num_minibatches, sequences].
+    """This rank's sequences (k * B + b): [num_epochs, num_minibatches, sequences].
 
-    Sequences are permuted within strata of global environments and every stratum gives each
-    minibatch equally many, so the global minibatch does not depend on the number of ranks.
+    Sequences are sorted by random keys within strata of global environments and every stratum gives
+    each minibatch equally many, so the global minibatch does not depend on the number of ranks.
     """
     size = stratum_size(num_minibatches, sequences_per_env)
     assert num_envs % size == 0 and env_offset % size == 0
-    seed, iteration, epoch = key
-    strata = []
-    for first in range(0, num_envs, size):
-        stratum = (env_offset + first) // size
-        entropy = np.random.SeedSequence([seed, SHUFFLE_STREAM, iteration, epoch, stratum])
-        order = np.arange(size * sequences_per_env)
-        np.random.Generator(np.random.PCG64(entropy)).shuffle(order)
-        columns = (order % sequences_per_env) * num_envs + first + order // sequences_per_env
-        strata.append(columns.reshape(num_minibatches, -1))
-    return np.concatenate(strata, axis=1)
+    seed, iteration = key
+    epochs = torch.arange(num_epochs)[:, None, None]
+    envs = torch.arange(env_offset, env_offset + num_envs)[:, None]  # [B, 1]
+    counter = (torch.arange(sequences_per_env), envs, torch.tensor(iteration), epochs)
+    high, low, *_ = philox(counter, stream_key(seed, SHUFFLE_STREAM))  # [epochs, B, K]
+    keys = (high << 31 | low >> 1).numpy().reshape(num_epochs, num_envs // size, -1)
+    order = keys.argsort(axis=-1, kind="stable")  # number b * K + k within its stratum
+    env, k = np.divmod(order, sequences_per_env)
+    columns = k * num_envs + env + np.arange(0, num_envs, size)[:, None]
+    by_minibatch = columns.reshape(*columns.shape[:2], num_minibatches, -1)
+    return by_minibatch.swapaxes(1, 2).reshape(num_epochs, num_minibatches, -1)
 
 
 @dataclass
 class Schedule:
-    """Which sequences each minibatch of an update takes, and how its microbatches are cut."""
+    """Sequences of each minibatch of an update; how its microbatches are cut."""
 
     order: Tensor  # [epochs, minibatches, sequences]
     plans: list[list[Plan]]  # by minibatch, of all epochs, and microbatch; empty: none made yet
@@ -365,12 +368,13 @@ def make_schedule(
     """The schedule of an update; all its index tables reach the device by one copy.
 
     Args:
-        order: [epochs, minibatches, sequences] by `sequence_order`.
+        order: [epochs, minibatches, sequences] by `sequence_orders`.
     """
     plans: list[Plan] = []
     if with_plans:
         starts = sequences.episode_start.cpu().numpy()
-        plans = plan_pieces(starts, order.reshape(-1, order.shape[2] // num_microbatches))
+        batches = order.reshape(-1, order.shape[2] // num_microbatches)
+        plans = plan_pieces(starts, list(batches))
     plans, (index,) = plans_to_device(plans, sequences.obs.device, order)
     by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
     return Schedule(index, by_minibatch)

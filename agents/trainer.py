@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agents.gae import gae, running_sums
-from agents.noise import action_noise
+from agents.noise import GENERATOR, action_noise, note_generator
 from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import (
@@ -168,14 +168,15 @@ class Training:
         self.world.set_phase("collect")
         train, sizes = self.job.train, self.sizes
         share = (sizes.env_offset, sizes.num_envs)
-        when, color = (lifetime_step, train.num_steps), self.job.policy.noise_color
-        noise = action_noise(self.action_space, train.seed, *share, *when, color)
+        when = (lifetime_step, train.num_steps)
+        how = (self.world.device, self.job.policy.noise_color)
+        noise = action_noise(self.action_space, train.seed, *share, *when, *how)
         rollout = collect(
             self.policy,
             self.obs_normalizer,
             self.env,
             self.carry,
-            noise.to(self.world.device, self.job.dtype),  # [T, B, A]
+            noise.to(self.job.dtype),  # [T, B, A]
             train.bptt_steps,
             on_step=self.world.heartbeat,
         )
@@ -267,6 +268,7 @@ class Training:
             "strategy": self.ppo.strategy.state_dict(),
             "obs_normalizer": self.obs_normalizer.state_dict(),
             "reward_normalizer": self.reward_normalizer.state_dict(),
+            "generator": GENERATOR,
             "carry": carry,
             "environments": environments,
         }
@@ -274,6 +276,7 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state, whatever number of ranks made it."""
         # what all ranks hold alike; older checkpoints have neither strategy nor bad_in_a_row
+        note_generator(state)
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]

@@ -2,7 +2,7 @@
 
 The comment of its zip archive is the end of the file:
 
-    rl_dist checkpoint, format 2, torch 2.13.0, sha256:<64 hexadecimal digits>
+    rl_dist checkpoint, format 3, torch 2.13.0, sha256:<64 hexadecimal digits>
 
 The digits are the SHA-256 of every byte before the word sha256, the format version included. So any
 changed byte is refused before torch sees the file, and a file of a newer format is known by its
@@ -21,7 +21,7 @@ import torch
 
 from rl_dist.hardware.plain_files import plain_file, read_open
 
-FORMAT_VERSION = 2  # raised when an older program could not go on from what a newer one writes
+FORMAT_VERSION = 3  # raised when an older program could not go on from what a newer one writes
 _MARK = b"sha256:"
 _SEAL_BYTES = len(_MARK) + 64
 _ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")

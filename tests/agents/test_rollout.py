@@ -7,7 +7,7 @@ from agents.policy import Policy, PolicyConfig
 from agents.rollout import (
     collect,
     fresh_carry,
-    sequence_order,
+    sequence_orders,
     to_sequences,
 )
 
@@ -163,9 +163,10 @@ def test_a_window_looks_at_the_final_observation_through_its_own_episode():
 
 def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():
     orders = [
-        sequence_order(key, first, 4, 8, 2).tobytes()
-        for key in ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1))
+        epoch.tobytes()
+        for key in ((1, 1), (2, 1), (1, 2))
         for first in (0, 4)
+        for epoch in sequence_orders(key, 3, first, 4, 8, 2)
     ]
     assert len(set(orders)) == len(orders)
 

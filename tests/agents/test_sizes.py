@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agents.ppo import PPOConfig
-from agents.rollout import sequence_order, stratum_size
+from agents.rollout import sequence_orders, stratum_size
 from agents.run.start import sizes_table
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 
@@ -113,9 +113,8 @@ def global_sequences(ranks, key):
     """Numbers in the whole run of each rank's sequences: [num_minibatches, sequences] each."""
     found = []
     for own in ranks:
-        order = sequence_order(
-            key, own.env_offset, own.num_envs, own.sequences_per_env, own.num_minibatches
-        )
+        share = (own.env_offset, own.num_envs, own.sequences_per_env, own.num_minibatches)
+        order = sequence_orders(key[:2], 3, *share)[key[2] % 3]
         time, env = np.divmod(order, own.num_envs)
         found.append(time * own.global_num_envs + own.env_offset + env)
     return found
