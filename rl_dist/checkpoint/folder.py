@@ -247,9 +247,3 @@ def _value_of_best(names: Sequence[str], path: Path) -> float | None:
         problem = str(error)
     log_once(f"{problem}; the next checkpoint with {' or '.join(names)} takes its place")
     return None
-
-
-def last_checkpoint(run_dir: Path) -> str:
-    """Return a clause that names the checkpoint to go on from."""
-    newest = latest_checkpoint(run_dir)
-    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
