@@ -173,7 +173,9 @@ def connected(folder, *names):
         network.close()
 
 
-def torchrun(host, *flags, nodes="2", restarts=3, conf="", cwd=REPO, code=REPO, **variables):
+def torchrun(
+    host, *flags, nodes="2", restarts=3, conf="", interval=0.1, cwd=REPO, code=REPO, **variables
+):
     """Start an agent with one rank of train_distributed.py; the agents meet on the first host."""
     options = {
         "nnodes": nodes,
@@ -183,6 +185,7 @@ def torchrun(host, *flags, nodes="2", restarts=3, conf="", cwd=REPO, code=REPO, 
         "rdzv-endpoint": f"{host.network.names[0]}:29500",
         "rdzv-id": "job",
         "rdzv-conf": conf,
+        "monitor-interval": interval,
     }
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--{name}={value}" for name, value in options.items()]

@@ -19,6 +19,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,8 @@ from rl_dist.process_group.world import (
 )
 from rl_dist.telemetry import events
 from rl_dist.telemetry.state_file import launcher_pid, record_exit
+
+AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
 
 __all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
 
@@ -328,9 +331,25 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     report = run_guarded(fn, args)
     if not report.failed:
         close_any_world()
+    if report.exit_code - 128 in STOP_SIGNALS and not stop_flag.signum:
+        _await_agent()
     stop_flag.uninstall()
     stop_flag.signum = 0
     return report
+
+
+def _await_agent() -> None:
+    """Let torchrun end this rank, which was stopped by a signal to another host's.
+
+    That host's torchrun may end its ranks because a host has come or gone, and not every torchrun
+    notices at the same time. Then a rank that left by itself would count as failed: it would use
+    up a restart, or end the job.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    deadline_s = time.monotonic() + AGENT_PATIENCE_S
+    while not stop_flag.signum and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 def _notify_end(report: RankReport, restarts: int) -> None:

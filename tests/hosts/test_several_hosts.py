@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,15 +20,25 @@ STEPS = 64  # of one iteration
 ITERATIONS = 40  # of the long runs
 SHORT = [*RECALL, "--total_steps", 5 * STEPS]
 LONG = [*RECALL, "--total_steps", ITERATIONS * STEPS, "--checkpoint_every", "2"]
+# sizes that divide over two and three ranks
+BY_THREE = [word.replace("4", "6") for word in RECALL]
+BY_THREE += ["--total_steps", ITERATIONS * 6 * 16, "--checkpoint_every", "2"]
+
+
+@contextmanager
+def hosts_or_skip(folder, *names):
+    with ExitStack() as held:
+        try:
+            network = held.enter_context(connected(folder, *names))
+        except OSError as error:
+            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+        yield network
 
 
 @pytest.fixture
 def network(tmp_path):
-    with ExitStack() as held:
-        try:
-            yield held.enter_context(connected(tmp_path, "first", "second"))
-        except OSError as error:
-            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+    with hosts_or_skip(tmp_path, "first", "second") as found:
+        yield found
 
 
 def summary(run_dir):
@@ -154,6 +164,44 @@ def test_of_one_to_two_hosts_one_may_leave_and_the_other_goes_on(network, tmp_pa
     assert first.succeed(300).count("going on from") == 1
     last = records(run_dir)[-1]
     assert len(last["ranks"]) == 1 and last["iteration"] == ITERATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_may_join_without_a_restart_that_counts(tmp_path):
+    """The first host's torchrun ends its rank at once, the second one's seconds later."""
+    flags = [*BY_THREE, "--run_dir", tmp_path / "run", "--resume", "auto"]
+    options = {"nodes": "2:3", "restarts": 0, "conf": "last_call_timeout=2"}
+    with hosts_or_skip(tmp_path, "first", "second", "third") as network:
+        first, second, third = (network.hosts[name] for name in network.names)
+        jobs = [torchrun(first, *flags, **options)]
+        jobs.append(torchrun(second, *flags, **options, interval=5))
+        wait_for(6, tmp_path / "run", jobs[0])
+        jobs.append(torchrun(third, *flags, **options))
+        for job in jobs:
+            job.succeed()
+    counts = [len(line["ranks"]) for line in records(tmp_path / "run")]
+    assert set(counts) == {2, 3} and counts == sorted(counts) and len(counts) == ITERATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_lost_first_host_ends_the_ranks_and_a_new_start_goes_on(network, tmp_path, uninterrupted):
+    """It holds the store of all torchruns; theirs may then hang for minutes."""
+    flags = [*LONG, "--run_dir", tmp_path / "run", "--collective_timeout", "20"]
+    first, second = on_both(network, *flags)
+    wait_for(6, tmp_path / "run", first)
+    network.hosts["first"].kill()
+    lost_s = time.monotonic()
+    while "its machine may be lost" not in second.text:
+        assert time.monotonic() - lost_s < 60, second.text
+        time.sleep(0.2)
+    for name in network.names:  # as a scheduler does
+        network.hosts[name].kill()
+        network.start(name)
+    for job in on_both(network, *flags):
+        job.succeed()
+    assert result(tmp_path / "run") == uninterrupted
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -27,7 +28,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 OWN = dict.fromkeys([*TORCHRUN, "LOCAL_WORLD_SIZE"])
 OWN |= dict.fromkeys(["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"])
-OWN |= dict.fromkeys(["TORCHELASTIC_MAX_RESTARTS", *COPIES])
+OWN |= dict.fromkeys(["TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", *COPIES])
 STANDALONE = ("-m", "torch.distributed.run", "--standalone")
 
 
@@ -282,6 +283,28 @@ def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
         assert not parts[0].check(["who"])
         parts[2].set("who", f"start {turn}")
         assert [parts[rank].get("who") for rank in range(size)] == [f"start {turn}".encode()] * size
+
+
+STOPPED = """
+import sys
+from rl_dist.launch.launcher import launch
+def stop():
+    print("stopped", flush=True)
+    return 143
+sys.exit(launch(stop, (), 1))
+"""
+
+
+def test_a_rank_that_others_have_stopped_waits_for_the_signal_of_its_own_torchrun(environment):
+    """Else torchrun would count a restart, or give up, where a host has only come or gone."""
+    environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job")
+    job = start("-c", STOPPED)
+    assert job.stdout.readline() == "stopped\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(5) == 143
+    job.communicate()
 
 
 def report_environment(folder):
