@@ -396,11 +396,15 @@ def episode_metrics(
         env_metrics: sum and count of what this rank's environments report of themselves.
     """
     ended = rollout.episode_end
+    lengths, returns = rollout.episode_lengths * ended, rollout.episode_returns * ended
+    # in one reading; whole numbers are exact
+    found = torch.stack([ended.sum().double(), returns.sum(), lengths.sum().double()])
+    count, return_sum, length_sum = found.tolist()
     own = {
         "rank": world.rank,
-        "episode/count": int(ended.sum()),
-        "return_sum": float((rollout.episode_returns * ended).sum()),
-        "length_sum": int((rollout.episode_lengths * ended).sum()),
+        "episode/count": int(count),
+        "return_sum": return_sum,
+        "length_sum": int(length_sum),
         "restarts": env_restarts,
         "env_metrics": env_metrics,
         **timing,
