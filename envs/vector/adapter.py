@@ -326,7 +326,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """Add the numbers in info["metrics"], of episodes that end too."""
         for source in (info, info.get("final_info", {})):
             metrics = source.get("metrics") if isinstance(source, Mapping) else None
-            for name, values in metrics.items() if isinstance(metrics, Mapping) else ():
+            if not isinstance(metrics, Mapping):
+                continue
+            for name, values in metrics.items():
                 if name.startswith("_"):  # Gymnasium's mask: who gave the metric
                     continue
                 given = np.broadcast_to(metrics.get(f"_{name}", True), np.shape(values))
