@@ -160,7 +160,7 @@ class Training:
             self.take_env_metrics()  # of steps that do not count
 
     def take_env_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of what this rank's environments report, since the last call."""
+        """Return sums and counts of what this rank's environments have reported."""
         return getattr(self.env, "take_metrics", dict)()
 
     def collect(self, lifetime_step: int) -> Rollout:

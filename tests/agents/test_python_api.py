@@ -1,13 +1,15 @@
 """The Python interface: train, watch a training, use its policy elsewhere."""
 
 import json
+import subprocess
+import sys
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from train_runs import records, train_here
+from train_runs import REPO, records, train_here
 
 import agents
 from agents import load_policy, train
@@ -218,3 +220,10 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capsys):
 
 def test_the_package_offers_its_names():
     assert all(getattr(agents, name) for name in agents.__all__)
+
+
+def test_importing_the_package_loads_next_to_nothing():
+    ours = "{'agents', 'rl_dist', 'torch'}"
+    code = f"import agents, sys; print(*(n for n in sys.modules if n.split('.')[0] in {ours}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert done.stdout.split() == ["rl_dist", "rl_dist.errors", "agents"], done.stderr
