@@ -17,7 +17,6 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from agents.network.heads import num_outputs
 from rl_dist.seeding import NOISE_STREAM
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ def action_noise(
     """
     place = (seed, env_offset, num_envs, first_step, num_steps)
     # Gumbel, from uniforms in (0, 1) that are exact
-    num_actions = num_outputs(space)
+    num_actions = spaces.utils.flatdim(space)  # numbers of a Box, choices of all others
     if not isinstance(space, spaces.Box):
         high, low = random_words(*place, num_actions, device)
         uniforms = ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52

@@ -31,7 +31,8 @@ PRINTERS = {  # parts of rl_dist that may print
     *("launch/rank_group", "launch/supervisor", "resume_check/command", "speedup/command"),
     *("status/command", "telemetry/progress"),
 }
-MAX_UNITS = {"units": 14, "imports between units": 45, "layers": 6}  # of each package
+# units, imports between them, layers; agents has the learner, the cores, five tools and an API
+MAX_UNITS = {"rl_dist": (14, 45, 6), "envs": (14, 45, 6), "agents": (16, 55, 7)}
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {
@@ -94,7 +95,8 @@ def units(sources):
     """A package has few units, few imports between them, few layers, and at most ten modules."""
     for package in PACKAGES:
         counts = source_tree.unit_counts(sources, package)
-        for (what, limit), count in zip(MAX_UNITS.items(), counts, strict=True):
+        names = ("units", "imports between units", "layers")
+        for what, limit, count in zip(names, MAX_UNITS[package], counts, strict=True):
             if count > limit:
                 yield f"{package} has {count} {what}, more than {limit}"
     paths = [Path(source.path) for source in shipped(sources)]

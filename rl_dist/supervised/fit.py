@@ -264,7 +264,9 @@ def _train_epoch(
                 _, stepped = strategy.step(optimizer, config.max_grad_norm)
                 # an overflow is part of the search for a loss scale
                 if not strategy.overflowed:
-                    _count_bad(state, stepped, config.max_bad_steps, f"{where}, batch {number}")
+                    _count_bad(
+                        state, bool(stepped), config.max_bad_steps, f"{where}, batch {number}"
+                    )
         if number % STOP_EVERY == 0 and (signum := all_reduce_max(stop_flag.signum, world)):
             return {}, signum
     return sums.means(world), 0
