@@ -191,8 +191,9 @@ class Tally:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(LossParts._fields) + 1)  # of LossParts and the gradient's norm
         self.epoch_kl = zeros(2)  # sum of approx_kl, and steps
-        self.counts = zeros(5)  # taken, skipped, bad; bad ones in a row: now, and most
-        self.counts[3:].fill_(bad_in_a_row)
+        # taken, skipped, bad, bad by this rank's loss; bad ones in a row: now, and most
+        self.counts = zeros(6)
+        self.counts[4:].fill_(bad_in_a_row)
 
     @torch.no_grad()
     def add(
@@ -205,9 +206,10 @@ class Tally:
         self.epoch_kl += torch.stack([approx_kl.double(), stepped.double()])
         # an overflow is part of the search for a loss scale
         bad = ~stepped if isinstance(overflowed, bool) else ~stepped & ~overflowed
-        self.counts[:3] += torch.stack([stepped, ~stepped, bad])
-        in_a_row = torch.where(stepped, 0.0, self.counts[3] + bad)
-        self.counts[3:] = torch.stack([in_a_row, torch.maximum(in_a_row, self.counts[4])])
+        own = bad & ~torch.isfinite(parts.total)
+        self.counts[:4] += torch.stack([stepped, ~stepped, bad, own])
+        in_a_row = torch.where(stepped, 0.0, self.counts[4] + bad)
+        self.counts[4:] = torch.stack([in_a_row, torch.maximum(in_a_row, self.counts[5])])
 
 
 class NonFiniteGradientError(UserError):
@@ -289,11 +291,12 @@ class PPO:
         # means over ranks and steps
         sums = all_reduce_sum({"losses": tally.losses, "steps": tally.counts[0]}, self.world)
         losses = sums["losses"] / sums["steps"]
-        taken, skipped, bad = self._judge(tally)
+        taken, skipped, bad, own = self._judge(tally)
         if bad:
             text = f"{bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
             events.notify("bad_steps", text, iteration=key[1], skipped=bad)
-            logger.warning("NaN or inf in loss or gradient: step skipped, %d in all", bad)
+            places = f"loss of this rank: nan or inf in {own}" if own else "not in this rank's loss"
+            logger.warning("NaN or inf in loss or gradient: step skipped, %d (%s)", bad, places)
         names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
         means = dict(zip(names, losses.tolist(), strict=True))
         means |= {"optim/steps": float(taken), "optim/skipped_steps": skipped}
@@ -363,16 +366,16 @@ class PPO:
             self.config,
         )
 
-    def _judge(self, tally: Tally) -> tuple[int, int, int]:
-        """Stop after too many bad steps in a row; returns steps taken, skipped and bad."""
-        taken, skipped, bad, self.bad_in_a_row, worst = map(int, tally.counts.tolist())
+    def _judge(self, tally: Tally) -> tuple[int, int, int, int]:
+        """Stop after too many bad steps in a row; returns the first four counts."""
+        taken, skipped, bad, own, self.bad_in_a_row, worst = map(int, tally.counts.tolist())
         if worst > self.config.max_bad_steps:
             raise NonFiniteGradientError(
                 f"loss or gradient was NaN or inf in {worst} steps in a row, more than "
                 f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
                 exit_code=1,
             )
-        return taken, skipped, bad
+        return taken, skipped, bad, own
 
     def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
         """Compare the mean KL estimate over ranks and an epoch's steps with `target_kl`."""
