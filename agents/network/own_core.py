@@ -15,7 +15,10 @@ CONTRACT = "docs/own_environment.md has the contract of a core"
 
 
 def make_core(name: str, *sizes: int) -> nn.Module:
-    """Make the core `module:Class` of (num_inputs, hidden_size, num_layers).
+    """Make the core that `module:Class` names.
+
+    Args:
+        sizes: num_inputs, hidden_size and num_layers.
 
     Raises:
         UserError: it cannot be imported or made, or lacks num_states.

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -108,6 +109,8 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _mask_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the mask of actions in an info, where one is asked for."""
         if not self._mask_size:
+            if MASK_KEY in info and (MASK_KEY,) not in self._shapes:
+                _say_unused()
             return {}
         if MASK_KEY not in info:
             raise RowFaultError(self._row, f"info has no {MASK_KEY}, which --info_mask asks for")
@@ -223,6 +226,11 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         for i, limit in enumerate(limits):
             limit._elapsed_steps = state.pop(f"time_limit/{i}")
         env.set_state(state)
+
+
+@cache
+def _say_unused() -> None:
+    _LOGGER.warning("info has an %s that is not used: --info_mask uses it", MASK_KEY)
 
 
 def _at(path: Path) -> str:

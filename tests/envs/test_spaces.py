@@ -169,6 +169,15 @@ def test_an_info_without_a_fitting_mask_is_a_fault(info, problem):
         env.reset(seed=[1])
 
 
+def test_a_mask_in_info_that_nobody_asked_for_is_mentioned_once(caplog):
+    env = around(DrawnEnv(spaces.Discrete(2), info={"action_mask": [1] * 7}))
+    env.reset(seed=[1])
+    env.step(torch.tensor([[0, 0, 0]]))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["info has an action_mask that is not used: --info_mask uses it"]
+    assert [part.kind for part in env.layout.parts] == ["plain"]
+
+
 def test_a_mask_that_cannot_be_used_is_refused_at_the_start():
     with pytest.raises(ValueError, match="info_mask does nothing"):
         around(DrawnEnv(), info_mask=True)
