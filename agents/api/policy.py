@@ -14,10 +14,11 @@ from agents.noise import action_noise
 from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
 from agents.run.saved import LoadedAgent, load_agent
-from envs.vector.spaces import ActionDecoder, ObservationEncoder
+from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
 from rl_dist.errors import UserError
 
-State = tuple[np.ndarray, ...]  # recurrent state [B, S, H], and the window before [B, n-1, F]
+# recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
+State = tuple[np.ndarray, ...]
 
 
 class LoadedPolicy:
@@ -29,8 +30,11 @@ class LoadedPolicy:
     def __init__(self, agent: LoadedAgent, seed: int = 0) -> None:
         self.agent = agent
         self.observation_space, self.action_space = agent.spaces
-        self._encode = ObservationEncoder(self.observation_space, "of this policy")
         self._decode = ActionDecoder(self.action_space, "of this policy")
+        mask_size = self._decode.mask_size
+        self._encode = ObservationEncoder(self.observation_space, "of this policy", mask_size)
+        own = len(self._encode.parts)
+        self._extras = {part.name: part.size for part in agent.policy.layout.parts[own:]}
         self._seed, self._num_drawn = seed, 0
 
     def predict(
@@ -39,6 +43,8 @@ class LoadedPolicy:
         state: State | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = True,
+        action_masks: np.ndarray | None = None,
+        reward: np.ndarray | float = 0.0,
     ) -> tuple[Any, State]:
         """Return the action for an observation, or for a batch, and the state after.
 
@@ -49,18 +55,43 @@ class LoadedPolicy:
             state: what the call before returned; None: at the start.
             episode_start: [B] bool, whose state is forgotten first; None: nobody's.
             deterministic: the most likely action; else sampled as in training.
+            action_masks: [B, choices], for a policy trained with --info_mask; None: all allowed.
+            reward: [B] of the step before, for a policy trained with --previous_reward.
+
+        Raises:
+            UserError: a state of another batch, or masks that do not fit.
         """
         single = self._is_single(observation)
         batch = [observation] if single else observation
         batch = np.asarray(batch) if single and not _is_nested(observation) else batch
         count = 1 if single else _batch_size(observation)
-        obs = torch.from_numpy(self._encode(batch, count))  # [B, F]
-        start = torch.zeros(count, dtype=torch.bool)
-        if episode_start is not None:
-            start = torch.as_tensor(np.asarray(episode_start, dtype=bool).reshape(count))
-        actions, state = self._act(obs, state, start, deterministic)
+        start = np.zeros(count, bool) if episode_start is None else np.asarray(episode_start, bool)
+        start = start.reshape(count)
+        before = np.zeros((count, self._extras.get("previous_action", 0)), np.float32)
+        if state is not None and len(state[2]) == count:
+            before = state[2] * ~start[:, None]
+        extras = self._extra_columns(count, action_masks, before, np.asarray(reward) * ~start)
+        row = np.concatenate([self._encode(batch, count), *extras], axis=1)  # [B, F]
+        tensors = torch.from_numpy(row), torch.from_numpy(start)
+        actions, state = self._act(tensors[0], state, tensors[1], deterministic)
         own = self._decode(actions, count)
-        return (_first(own) if single else own), state
+        after = self._decode.encode(actions)[:, : before.shape[1]]
+        return (_first(own) if single else own), (*state, after)
+
+    def _extra_columns(
+        self, count: int, masks: np.ndarray | None, action: np.ndarray, reward: np.ndarray
+    ) -> list[np.ndarray]:
+        """Return what a row has beyond the observation, each [B, n] float32."""
+        columns = {"previous_action": action}
+        if size := self._extras.get(MASK_KEY):
+            given = np.ones((count, size)) if masks is None else np.asarray(masks)
+            if given.size != count * size:
+                raise UserError(f"action_masks has {given.size} numbers, not {count} x {size}")
+            columns[MASK_KEY] = given.reshape(count, size)
+        elif masks is not None:
+            raise UserError("action_masks: this policy was trained without --info_mask")
+        columns["previous_reward"] = np.broadcast_to(reward, count)[:, None]
+        return [columns[name].astype(np.float32) for name in self._extras]
 
     def _act(
         self, obs: Tensor, state: State | None, start: Tensor, deterministic: bool
@@ -69,7 +100,7 @@ class LoadedPolicy:
         device = policy.critic_head.weight.device
         before = policy.initial_state(len(obs)), policy.empty_history(len(obs))
         if state is not None:
-            lstm_state, history = (torch.as_tensor(part, device=device) for part in state)
+            lstm_state, history = (torch.as_tensor(part, device=device) for part in state[:2])
         else:
             lstm_state, history = before
         if lstm_state.shape != before[0].shape:

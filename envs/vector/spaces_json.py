@@ -33,7 +33,9 @@ def from_json(text: str) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
 def _plain(space: spaces.Space[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": type(space).__name__}
     if isinstance(space, spaces.Dict):
-        return found | {"parts": {str(k): _plain(inner) for k, inner in space.spaces.items()}}
+        if not all(isinstance(key, str) for key in space.spaces):
+            raise TypeError("keys of a Dict that are no text have no JSON")
+        return found | {"parts": {key: _plain(inner) for key, inner in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return found | {"parts": [_plain(inner) for inner in space.spaces]}
     if isinstance(space, spaces.Discrete):
@@ -58,7 +60,8 @@ def _bound(values: np.ndarray) -> Any:
 def _space(plain: dict[str, Any]) -> spaces.Space[Any]:
     kind = plain["kind"]
     if kind == "Dict":
-        return spaces.Dict({name: _space(inner) for name, inner in plain["parts"].items()})
+        # pairs keep their order, by which rows are laid out; a dict would be sorted
+        return spaces.Dict([(name, _space(inner)) for name, inner in plain["parts"].items()])
     if kind == "Tuple":
         return spaces.Tuple([_space(inner) for inner in plain["parts"]])
     if kind == "Discrete":

@@ -107,6 +107,46 @@ def test_an_episode_start_forgets_and_noise_samples(pendulum):
         policy.predict(two[0], state)
 
 
+CASES = {
+    "examples.many_spaces:MaskedCartPole-v0": {"info_mask": True, "previous_reward": True},
+    "examples.many_spaces:Orders-v0": {"policy": "gru", "previous_action": True},
+}
+
+
+@pytest.mark.parametrize("env_id", CASES)
+def test_masks_last_actions_and_rewards_reach_a_loaded_policy(env_id, tmp_path):
+    settings = CASES[env_id]
+    run = train(env_id, total_steps=64, run_dir=tmp_path / "run", **settings, **TINY)
+    policy, agent = load_policy(run.run_dir, "last"), load_agent(run.run_dir, which="last")
+    with torch.no_grad():  # decided enough that every input counts
+        for parameter in agent.policy.parameters():
+            parameter.mul_(3.0)
+        policy.agent.policy.load_state_dict(agent.policy.state_dict())
+    controller = PolicyController(agent.policy, agent.normalizer)
+    inputs = {name: value for name, value in settings.items() if name != "policy"}
+    rows, single = make_vector_env(env_id, 1, **inputs), gymnasium.make(env_id)
+    row, start = rows.reset(seed=[3])[0], torch.ones(1, dtype=torch.bool)
+    obs, info = single.reset(seed=3)
+    state, reward = None, 0.0
+    for _ in range(40):
+        more = {"action_masks": info["action_mask"]} if settings.get("info_mask") else {}
+        more |= {"reward": reward} if "previous_reward" in settings else {}
+        expected = controller(rows, row, start)
+        action, state = policy.predict(obs, state, start.numpy(), **more)
+        assert np.array_equal(action, _first_of(rows._decoder(expected, 1)))
+        row, _, terminated, truncated, _ = rows.step(expected)
+        obs, reward, *ends, info = single.step(action)
+        start = terminated | truncated
+        if any(ends):
+            break
+    with pytest.raises(UserError, match="action_masks"):
+        policy.predict(obs, state, action_masks=np.ones(99))
+
+
+def _first_of(actions):
+    return actions[0]
+
+
 def test_stable_baselines3_evaluates_a_policy(pendulum):
     evaluation = pytest.importorskip(
         "stable_baselines3.common.evaluation", reason="stable-baselines3 is not installed"
@@ -125,14 +165,16 @@ SPACES = [
     spaces.Discrete(4, start=2),
     spaces.MultiDiscrete([2, 3]),
     spaces.MultiBinary(5),
-    spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Box(0, 1, (1,))])}),
+    spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Tuple([spaces.Box(0, 1, (1,))]))]),
 ]
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_spaces_survive_json(space):
     text = to_json(space, spaces.Discrete(2))
-    assert from_json(text) == (space, spaces.Discrete(2)) and len(text) < 400
+    found, actions = from_json(text)
+    assert (found, actions) == (space, spaces.Discrete(2)) and len(text) < 400
+    assert str(found) == str(space)  # in the same order
 
 
 # ---- callbacks and early stops
