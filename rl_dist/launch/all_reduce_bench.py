@@ -36,7 +36,7 @@ WORK_S, WARM_UP, REPEATS, LEAST_REPEATS = 0.004, 3, 30, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
 # An iteration of training, besides its gradients; tests/speedup/test_calibration.py counts them in
 # a real one.
-SUMS, GATHERS, AGREEMENTS = 4, 1, 1
+SUMS, GATHERS, AGREEMENTS = 2, 1, 1
 RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for i in range(14)}
 GO, OUT = "go", "measured.json"  # files: GO lets the ranks begin
 RUN = """import json, sys

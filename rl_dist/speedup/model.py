@@ -23,7 +23,7 @@ import numpy as np
 # standard error, as a share, of an iteration that was not measured: an assumption
 MODEL_ERROR = 0.1
 # of an iteration: SUMS, AGREEMENTS and two for each gather, see rl_dist.launch.all_reduce_bench
-SMALL_COLLECTIVES = 7
+SMALL_COLLECTIVES = 5
 OF_UPDATE = ("update_s", "rest_s", "step_spread_s", "update_spread_s")
 OF_ITERATION = (*OF_UPDATE, "collect_s", "collect_spread_s")
 

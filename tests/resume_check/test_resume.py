@@ -96,7 +96,7 @@ def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(killed
     flags = ["--seed", 2, "--env", "CartPole-v1", "--hidden_size", 16, "--learning_rate", 1]
     line = only_error(refusal(killed, *flags))
     expected = ["--env CartPole-v1 (it has resume_envs:Forgetful-v0)", "--seed 2 (it has 1)"]
-    expected += ["--hidden_size 16 (it has 8)", "--learning_rate 1.0 (it has 0.0003)"]
+    expected += ["--hidden_size 16 (it has 8)", "--learning_rate 1.0 (it has 0.0007)"]
     assert all(words in line for words in expected), line
 
 
