@@ -20,7 +20,6 @@ from agents.lstm import Plan, run_sequence
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough
 from agents.network.encoders import Encoder
-from agents.network.own_core import make_core, try_core
 from envs.vector.layout import Layout
 from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
@@ -159,13 +158,18 @@ class Policy(nn.Module):
         """Return a new core."""
         sizes = (num_inputs, self.config.hidden_size, self.config.num_layers)
         if self.config.core:
+            from agents.network.own_core import make_core
+
             return make_core(self.config.core, *sizes)
         return CORES[self.config.policy](*sizes)
 
     def try_cores(self) -> None:
         """Refuse a core of the user's own that does not keep the contract."""
-        cores = (self.feature_core, self.actor_core, self.critic_core)
-        for core in cores if self.config.core else ():
+        if not self.config.core:
+            return
+        from agents.network.own_core import try_core
+
+        for core in (self.feature_core, self.actor_core, self.critic_core):
             if not isinstance(core, PassThrough):
                 width, size = self.feature_encoder.num_outputs, self.config.hidden_size
                 try_core(self.config.core, core, width, size)

@@ -21,7 +21,7 @@ LAYOUT = "envs.vector.layout"  # plain data, no torch: agents may import it
 LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")  # no torch: envs may import them
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
-    *("evaluate/command", "evaluate/final", "evaluate/evaluation"),
+    *("evaluate/command", "evaluate/final", "evaluate/evaluation", "evaluate/markets"),
     *("run/choice", "run/config", "run/limits", "run/resumed", "run/saved", "run/start"),
     *("api/policy", "api/training"),
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),

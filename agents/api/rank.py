@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agents.run.config import RunConfig, load_newest, open_run_writer, set_results_aside
 from agents.run.limits import check_rollouts, explained_faults
 from agents.sizes import AUTO
-from agents.trainer import Training, train
+from agents.trainer import Training, Validate, train
 from rl_dist.checkpoint.file import load_checkpoint, write_atomically
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, iteration_in_name
 from rl_dist.checkpoint.run_lock import RunLock
@@ -79,9 +79,7 @@ def run_rank(
         if not resume_from:
             parts["pretrained"] = initial_weights(config)
         if config.train.validate_every:
-            from agents.evaluate.evaluation import validation
-
-            parts["validate"] = validation(task, config, world)
+            parts["validate"] = validation_of(config, task, world)
         if config.train.stop_at or config.train.callback or callbacks:
             from agents.api.callbacks import make_watch
 
@@ -135,6 +133,17 @@ def train_several(parsed: ParsedFlags) -> int:
     words = [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
     print(train_seeds(extra["seeds"], extra["run_dir"], [*words, *parsed.words()]))
     return 0
+
+
+def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
+    """Return what training calls for `valid/` figures; None without such days."""
+    if config.task.is_trading:
+        from agents.evaluate.markets import market_validation
+
+        return market_validation(task, world)
+    from agents.evaluate.evaluation import validation
+
+    return validation(task, config, world)
 
 
 def initial_weights(config: RunConfig) -> Any:

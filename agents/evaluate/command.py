@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agents.evaluate.comparison import TAKEN_NAMES
-from agents.evaluate.evaluation import episode_figures, episode_text, report
+from agents.evaluate.evaluation import episode_figures, episode_text
 from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
@@ -131,6 +131,8 @@ def _evaluate_trading(
     plot = Path(args.plot or first.run_dir / "plots" / "evaluation.png")
     plot = plot if plot.suffix else plot.with_suffix(".png")
     pairs = {name: (agent.policy, agent.normalizer) for name, agent in agents.items()}
+    from agents.evaluate.markets import report
+
     summary, text = report(task, markets, span, pairs, world, plot)
     return summary, f"{text}\n\nequity curves: {plot}"
 

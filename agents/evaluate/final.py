@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agents.evaluate.evaluation import episode_figures, episode_text, report
+from agents.evaluate.evaluation import episode_figures, episode_text
 from agents.run.config import EVALUATING, SUMMARY, RunConfig
 from agents.trainer import Training
 from envs.task import GymTask
@@ -80,6 +80,8 @@ def evaluate_run(
         figures = episode_figures(task, config, *agent, training.world, sampled=True)
         return figures, episode_text(figures)
     markets, picture = task.markets("test"), plots / "equity.png"
+    from agents.evaluate.markets import report
+
     return report(task, markets, task.spans.test, {"policy": agent}, training.world, picture)
 
 

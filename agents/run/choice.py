@@ -15,7 +15,6 @@ from agents.run.config import OWNERS, SECTIONS, RunConfig, load_newest, load_sav
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
-from rl_dist.checkpoint.own_modules import import_from_here
 from rl_dist.checkpoint.run_lock import RunLock, hold
 from rl_dist.config import ParsedFlags, preset
 from rl_dist.errors import UserError
@@ -183,7 +182,10 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     extra = parsed.extra
     task = parsed.configs["task"]
     check_flags(task, parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
-    import_from_here(task.env)
+    if ":" in task.env:
+        from rl_dist.checkpoint.own_modules import import_from_here
+
+        import_from_here(task.env)
     kind = extra.preset or kind_of_task(task)
     if (kind in ("trading", "paper")) != task.is_trading:
         owner = "other environments" if task.is_trading else "StockTrading-v0"

@@ -16,7 +16,7 @@ from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe_env
 from envs.vector.layout import Layout
-from envs.vector.spaces_json import from_json
+from envs.vector.spaces import from_json
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.checkpoint.own_modules import check_core
 from rl_dist.errors import UserError

@@ -25,8 +25,7 @@ from envs.vector.guards import GuardedEnv
 from envs.vector.hangs import HangWatch, end_process
 from envs.vector.layout import Layout, Part
 from envs.vector.snapshots import get_states, has_protocol, set_states
-from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
-from envs.vector.spaces_json import to_json
+from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder, to_json
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)

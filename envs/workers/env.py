@@ -70,6 +70,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
     """
 
     layout: Layout
+    spaces_json: str
     can_snapshot: bool
 
     def __init__(

@@ -25,7 +25,13 @@ from rl_dist.errors import one_line
 NO_ROW = -1
 LAST_WORDS_BYTES = 1000
 # of the adapter, for the environment that stands for all chunks
-FACTS = ("layout", "single_observation_space", "single_action_space", "can_snapshot")
+FACTS = (
+    "layout",
+    "single_observation_space",
+    "single_action_space",
+    "spaces_json",
+    "can_snapshot",
+)
 Columns = Mapping[str, tuple[tuple[int, ...], str]]  # shape and type by name
 
 

@@ -36,7 +36,6 @@ from rl_dist.parallel.config import (
     autocast_dtype,
     set_cuda_math,
 )
-from rl_dist.parallel.ordered_ddp import OrderedDDP
 from rl_dist.process_group.hosts import devices_differ
 from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import GROUP_TIMEOUT, World
@@ -125,6 +124,8 @@ class Strategy:
                 self.group = dist.new_group(backend=config.backend, timeout=GROUP_TIMEOUT)
             # newer torch wants another name for it, which 2.11 does not know
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            from rl_dist.parallel.ordered_ddp import OrderedDDP
+
             wrapped = OrderedDDP(
                 module,
                 device_ids=[device.index] if device.type == "cuda" else None,

@@ -9,14 +9,9 @@ import torch
 from gymnasium import spaces
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.evaluate import evaluation
-from agents.evaluate.evaluation import (
-    ACCOUNTS,
-    PolicyController,
-    evaluate_episodes,
-    evaluate_markets,
-    run_markets,
-)
+from agents.evaluate import evaluation, markets
+from agents.evaluate.evaluation import PolicyController, evaluate_episodes
+from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
 from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from rl_dist.process_group.world import World
@@ -73,11 +68,13 @@ def over_ranks(call, size, monkeypatch):
         sent.append(own)
         raise InterruptedError
 
-    monkeypatch.setattr(evaluation, "all_gather_json", remember)
+    for module in (evaluation, markets):
+        monkeypatch.setattr(module, "all_gather_json", remember)
     for one in worlds:
         with suppress(InterruptedError):
             call(one)
-    monkeypatch.setattr(evaluation, "all_gather_json", lambda own, world: sent)
+    for module in (evaluation, markets):
+        monkeypatch.setattr(module, "all_gather_json", lambda own, world: sent)
     return [call(one) for one in worlds]
 
 

@@ -17,7 +17,7 @@ from agents.evaluate.evaluation import PolicyController
 from agents.evaluate.statistics import interquartile_mean, score_intervals
 from agents.run.saved import load_agent
 from envs import make_vector_env
-from envs.vector.spaces_json import from_json, to_json
+from envs.vector.spaces import from_json, to_json
 from rl_dist.errors import UserError
 
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
