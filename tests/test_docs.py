@@ -1,6 +1,7 @@
 """README and docs/: short, without dead links, with commands that exist, and a site that builds."""
 
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.run.choice import add_run_flags
-from agents.run.config import SECTIONS
+from agents.run.choice import OTHER_NAMES, add_run_flags
+from agents.run.config import OWNERS, SECTIONS
 from rl_dist.config import declarations, parse_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +115,35 @@ def flags_of(command):
     passes_on = "training flags" in text or TRAINING in text
     names = [name for section in SECTIONS.values() for name in declarations(section)]
     return own | {f"--{name}" for name in names} if passes_on else own
+
+
+def migrations():
+    """Rows of the tables of settings: the names of another trainer, and our flags for them."""
+    for line in (ROOT / "docs/migrating.md").read_text().splitlines():
+        cells = line.split("|")[1:-1]
+        if len(cells) == 5 and "`" in cells[0]:
+            yield re.findall(r"`(\w+)`", cells[0]), re.findall(r"`--(\w+)", cells[2]), cells
+
+
+def test_other_trainers_settings_lead_to_flags_that_exist_and_to_those_of_the_error_line():
+    rows = list(migrations())
+    known = OWNERS.keys() | {"run_dir", "resume"}
+    assert len(rows) > 50
+    for theirs, ours, cells in rows:
+        assert set(ours) <= known and (ours or cells[2].strip() == "none"), theirs
+        hints = {OTHER_NAMES[name] for name in theirs if name in OTHER_NAMES}
+        assert hints <= set(ours), f"{theirs}: an unknown flag of that name is answered otherwise"
+    text = (ROOT / "docs/migrating.md").read_text()
+    known |= {"video", "preset"} | {f"no-{name}" for name in OWNERS}
+    named = set(re.findall(r"`--([\w-]+)", text))
+    assert sorted(named - known) == []
+
+
+def test_the_migration_page_names_all_settings_of_recurrent_ppo():
+    contrib = pytest.importorskip("sb3_contrib", reason="sb3-contrib is not installed")
+    own = inspect.signature(contrib.RecurrentPPO).parameters
+    named = {name for theirs, _, _ in migrations() for name in theirs}
+    assert sorted(own.keys() - named - {"_init_setup_model"}) == []
 
 
 def test_the_tree_of_the_readme_exists():
