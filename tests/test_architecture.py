@@ -22,6 +22,7 @@ LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")  # no torch: en
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
     *("evaluate/command", "evaluate/final", "evaluate/evaluation", "evaluate/markets"),
+    "evaluate/video",
     *("run/choice", "run/config", "run/limits", "run/resumed", "run/saved", "run/start"),
     *("api/policy", "api/training"),
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),

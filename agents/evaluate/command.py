@@ -39,6 +39,7 @@ TRADING_ONLY = ("data", "start", "end", "num_worlds", "market_seed", "market_edg
 EPILOG = """examples:
   python -m agents.evaluate runs/my_run --which last
   python -m agents.evaluate runs/my_cartpole --episodes 200 --num_gpus 2
+  python -m agents.evaluate runs/my_cartpole --video videos
   python -m agents.evaluate runs/my_run --compare runs/my_mlp --num_worlds 50
   python -m agents.evaluate runs/my_run --data prices.csv --start 2016-01-04 --end 2020-07-07
 exit codes: 0 done, 1 failed, 2 bad usage"""
@@ -94,7 +95,7 @@ def _evaluate(
     first = agents["policy"]
     own = first.config.task
     if own.is_trading:
-        _refuse_useless(args, ("episodes", "env"), own.env)
+        _refuse_useless(args, ("episodes", "env", "video"), own.env)
         return _evaluate_trading(agents, args, world)
 
     # episodes of a Gymnasium task
@@ -105,11 +106,17 @@ def _evaluate(
     asked = replace(own, eval_episodes=args.episodes or own.eval_episodes)
     config = replace(first.config, task=asked)
     task = GymTask(asked, end_rank, world.heartbeat)
+    films = ""
+    if args.video:  # first: not every environment draws itself
+        from agents.evaluate.video import film
+
+        films = f"\n{film(first, task, args.video, world)}"
     found = {
         name: episode_figures(task, config, agent.policy, agent.normalizer, world, sampled=True)
         for name, agent in agents.items()
     }
-    return found, "\n".join(f"{name}: {episode_text(value)}" for name, value in found.items())
+    text = "\n".join(f"{name}: {episode_text(value)}" for name, value in found.items())
+    return found, f"{text}{films}"
 
 
 def _evaluate_trading(
@@ -198,6 +205,13 @@ def new_file(text: str) -> str:
     return text
 
 
+def new_folder(text: str) -> Path:
+    """Refuse a file where a folder belongs."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file, and must be a folder")
+    return Path(text)
+
+
 # name: (type, placeholder, help)
 OPTIONS: dict[str, tuple[Any, str, str]] = {
     "data": (str, "FILE", "CSV of daily bars, or 'simulated' (default: the run's data)"),
@@ -211,6 +225,7 @@ OPTIONS: dict[str, tuple[Any, str, str]] = {
     "episodes": (positive, "N", "episodes of other environments (default: the run's)"),
     "num_gpus": (positive, "N", "CPU ranks that share the work (default: 1)"),
     "plot": (new_file, "FILE", "equity picture (default: RUN_DIR/plots/evaluation.png)"),
+    "video": (new_folder, "DIR", "draw the first 3 episodes of another environment as GIFs"),
     "json": (new_file, "FILE", "write all figures to this file"),
 }
 
