@@ -147,15 +147,27 @@ def _first_of(actions):
     return actions[0]
 
 
-def test_stable_baselines3_evaluates_a_policy(pendulum):
-    evaluation = pytest.importorskip(
-        "stable_baselines3.common.evaluation", reason="stable-baselines3 is not installed"
-    )
-    env = gymnasium.make("Pendulum-v1")
+def test_stable_baselines3_evaluates_a_policy_as_it_acts_from_fresh_states(pendulum):
+    why = "stable-baselines3 is not installed"
+    evaluation = pytest.importorskip("stable_baselines3.common.evaluation", reason=why)
+    vec_env = pytest.importorskip("stable_baselines3.common.vec_env", reason=why)
+    policy = load_policy(pendulum.run_dir)
+    both = vec_env.DummyVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2)
+    both.seed(5)  # and 6
     returns, lengths = evaluation.evaluate_policy(
-        load_policy(pendulum.run_dir), env, n_eval_episodes=2, return_episode_rewards=True
+        policy, both, n_eval_episodes=4, return_episode_rewards=True, warn=False
     )
-    assert lengths == [200, 200] and all(-2000 < value < 0 for value in returns)
+    assert lengths == [200] * 4
+    for row in range(2):
+        env = gymnasium.make("Pendulum-v1")
+        for episode in range(2):
+            obs, _ = env.reset(seed=None if episode else 5 + row)
+            state, total, truncated = None, 0.0, False
+            while not truncated:
+                action, state = policy.predict(obs, state)
+                obs, reward, _, truncated, _ = env.step(action)
+                total += reward
+            assert returns[2 * episode + row] == pytest.approx(total, rel=1e-4)
 
 
 SPACES = [
