@@ -17,7 +17,7 @@ from rl_dist.config import declarations, parse_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *PAGES]
 TRAINING = "train_distributed.py"
 TREE_STARTS = "train_distributed.py     "
 MARK = re.compile(r"<!-- generated: ([^>]+?) -->")

@@ -1,0 +1,57 @@
+"""Search for settings with Optuna, which ends hopeless trainings early.
+
+    pip install 'clstm-ppo[optuna]'
+    python examples/optuna_search.py
+
+After every evaluation the trial hears the return. Where Optuna's pruner finds it worse than those
+of other trials at the same point, the callback returns False, and the training stops. Start it
+several times with one storage, on one machine or many, and they share the search. Confirm the
+winner with other seeds: the best of many trials looks better than it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
+import optuna
+
+from agents import Moment, train
+from rl_dist.errors import UserError
+
+
+def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
+    """Train with the settings of a trial; return the mean return without noise."""
+
+    def report(moment: Moment) -> bool:
+        trial.report(moment.metrics["valid/return"], moment.metrics["global_step"])
+        return not trial.should_prune()
+
+    run = train(
+        "CartPole-v1",
+        total_steps=total_steps,
+        learning_rate=trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True),
+        ent_coef=trial.suggest_float("ent_coef", 1e-4, 3e-2, log=True),
+        gae_lambda=trial.suggest_categorical("gae_lambda", [0.9, 0.95, 0.98]),
+        on_evaluation=report,
+        **{"validate_every": 4, "eval_episodes": 20, "threads": 1, **fixed},
+    )
+    if run.metrics[-1]["global_step"] < total_steps:
+        raise optuna.TrialPruned
+    return run.test["return"]
+
+
+def main(trials: int = 20, total_steps: int = 20_000, **fixed: object) -> optuna.Study:
+    """Search, and go on with the search that the storage holds."""
+    storage, pruner = "sqlite:///search.db", optuna.pruners.MedianPruner(n_startup_trials=4)
+    how = {"storage": storage, "load_if_exists": True, "study_name": "cartpole"}
+    study = optuna.create_study(direction="maximize", pruner=pruner, **how)  # type: ignore[arg-type]
+    study.optimize(lambda trial: objective(trial, total_steps, **fixed), trials, catch=[UserError])
+    return study
+
+
+if __name__ == "__main__":
+    best = main().best_trial
+    print(f"best of all trials: return {best.value:.1f} with {best.params}")
