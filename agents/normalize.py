@@ -82,9 +82,13 @@ class Normalizer(nn.Module):
         """The function for values of this type, as the statistics are now."""
         if not self.enabled:
             return lambda values: values
-        scale = (self.moments.variance + 1e-8).rsqrt().to(dtype)
-        shift = self.moments.mean.to(dtype) if self.center else 0.0
+        shift, scale = self.constants(dtype)
         return lambda values: ((values - shift) * scale).clamp(-self.clip, self.clip)
+
+    def constants(self, dtype: torch.dtype) -> tuple[Tensor | float, Tensor]:
+        """Shift and scale [F], as the statistics are now."""
+        scale = (self.moments.variance + 1e-8).rsqrt().to(dtype)
+        return self.moments.mean.to(dtype) if self.center else 0.0, scale
 
 
 def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:

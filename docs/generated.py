@@ -21,6 +21,7 @@ sys.path.insert(
 import check_gpu_setup
 import rl_dist
 from agents.evaluate import command as evaluate
+from agents.export import command as export
 from agents.pretrain import command as pretrain
 from agents.run.choice import PRESETS, add_run_flags
 from agents.run.config import SECTIONS
@@ -40,9 +41,10 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "python -m rl_dist.checkpoint": checkpoint.main,
     "python -m rl_dist.resume_check": resume_check.main,
     "python -m agents.evaluate": evaluate.main,
+    "python -m agents.export": export.main,
     "python -m agents.pretrain": pretrain.main,
 }
-SHORT_HELP = list(COMMANDS)[1:6]  # the others list all training flags, which have a table
+SHORT_HELP = list(COMMANDS)[1:7]  # the others list all training flags, which have a table
 OWN_SECTIONS = {
     "python -m agents.pretrain": (
         {name: cls for name, cls in pretrain.SECTIONS.items() if name not in SECTIONS},

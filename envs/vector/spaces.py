@@ -194,13 +194,13 @@ class ActionDecoder:
     def __init__(self, target: Space, env_id: str) -> None:
         self.space: spaces.Discrete | spaces.MultiDiscrete | spaces.Box
         self.is_bounded = True
-        self._target = target
+        self.target = target
         parts = [space for _, space in leaves(target)]
         self._ends = np.cumsum([int(np.prod(space.shape or ())) for space in parts])[:-1]
         digits = [_digits_of(space) for space in parts]
         boxes = [_is_box(s) and np.issubdtype(s.dtype, np.floating) for s in parts]  # type: ignore[arg-type]
         if parts and all(each is not None for each in digits):
-            self._start = np.concatenate([each[0] for each in digits if each])  # [D]
+            self.start = np.concatenate([each[0] for each in digits if each])  # [D]
             self.sizes = np.concatenate([each[1] for each in digits if each])
             discrete = isinstance(target, spaces.Discrete)
             self.space = (
@@ -223,13 +223,13 @@ class ActionDecoder:
         )
         finite = np.isfinite(low) & np.isfinite(high)
         self.is_bounded = bool(finite.all())
-        self._low = np.where(finite, -1.0, low)
-        self._high = np.where(finite, 1.0, high)
-        self._scale = np.ones_like(low)
-        self._offset = np.zeros_like(low)
-        self._scale[finite] = 0.5 * (high[finite] - low[finite])
-        self._offset[finite] = 0.5 * (high[finite] + low[finite])
-        self.space = spaces.Box(self._low.astype(np.float32), self._high.astype(np.float32))
+        self.low = np.where(finite, -1.0, low)
+        self.high = np.where(finite, 1.0, high)
+        self.scale = np.ones_like(low)
+        self.offset = np.zeros_like(low)
+        self.scale[finite] = 0.5 * (high[finite] - low[finite])
+        self.offset[finite] = 0.5 * (high[finite] + low[finite])
+        self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
 
     @property
     def mask_size(self) -> int:
@@ -241,7 +241,7 @@ class ActionDecoder:
         given = actions.detach().cpu().numpy()
         if self.mask_size:
             return one_hot(given.reshape(len(given), -1), self.sizes)
-        return np.clip(given, self._low, self._high).astype(np.float32)
+        return np.clip(given, self.low, self.high).astype(np.float32)
 
     def __call__(self, actions: Tensor, count: int) -> Any:
         """Return [count, ...] actions in the environment's own structure, type and bounds.
@@ -254,13 +254,13 @@ class ActionDecoder:
             raise ValueError(f"actions must have shape {wanted}, got {tuple(actions.shape)}")
         given = actions.detach().cpu().numpy()
         if self.mask_size:
-            flat = given.astype(np.int64).reshape(count, -1) + self._start
+            flat = given.astype(np.int64).reshape(count, -1) + self.start
         elif not np.isfinite(given).all():
             raise ValueError("actions must be finite, got NaN or infinity: the policy has diverged")
         else:
-            clipped = np.clip(given.astype(np.float64), self._low, self._high)
-            flat = clipped * self._scale + self._offset
-        return _unflatten(self._target, iter(np.split(flat, self._ends, axis=1)))
+            clipped = np.clip(given.astype(np.float64), self.low, self.high)
+            flat = clipped * self.scale + self.offset
+        return _unflatten(self.target, iter(np.split(flat, self._ends, axis=1)))
 
 
 def _digits_of(space: Space) -> tuple[np.ndarray, np.ndarray] | None:

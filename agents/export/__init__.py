@@ -1,0 +1,1 @@
+"""A trained policy as one file for other runtimes, checked against the original."""

@@ -1,0 +1,203 @@
+"""What an exported policy takes and returns: a contract and a card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from agents.export.step import INPUTS, OUTPUTS, ExportedStep
+from agents.network.cores import PassThrough
+from agents.run.config import SUMMARY
+from agents.run.saved import LoadedAgent
+from envs.vector.spaces import ObservationEncoder, categories_of, image_axes, leaves, named
+from rl_dist.hardware.plain_files import read_plain
+
+CONTRACT_VERSION = 1
+MEANINGS = {
+    "action_mask": "1 where an action is allowed, from info['action_mask']",
+    "previous_action": "the action before, one-hot or scaled to [-1, 1]; zeros at an episode start",
+    "previous_reward": "the reward before; 0 at an episode start",
+}
+
+
+def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
+    """Return all that a program needs to feed the exported step; plain data."""
+    policy = agent.policy
+    batch = ["batch"]
+    state = {"shape": [*batch, step.state_size], "type": "float32"}
+    action_type = "int64" if policy.discrete else "float32"
+    descriptions = {
+        "obs": "row of the observation's parts, not normalised",
+        "state": "zeros before the first step, then next_state of the step before",
+        "episode_start": "true forgets the state first: obs is the first of its episode",
+        "action": "most likely action, in the environment's units and within its bounds",
+        "next_state": "state for the next step",
+    }
+    shapes: dict[str, dict[str, Any]] = {
+        "obs": {"shape": [*batch, policy.num_obs], "type": "float32", "parts": _parts(agent)},
+        "state": state,
+        "episode_start": {"shape": batch, "type": "bool"},
+        "action": {"shape": [*batch, *step.action_shape], "type": action_type}
+        | {"parts": _action_parts(agent)},
+        "next_state": state,
+    }
+    entries = {
+        name: {"name": name, "description": text} | shapes[name]
+        for name, text in descriptions.items()
+    }
+    spaces_json = json.loads(agent.spaces_json) if agent.spaces_json else [None, None]
+    return {
+        "contract_version": CONTRACT_VERSION,
+        "env": {"id": agent.config.task.env, "kwargs": agent.config.task.env_kwargs},
+        "spaces": dict(zip(("observation", "action"), spaces_json, strict=True)),
+        "inputs": [entries[name] for name in INPUTS],
+        "outputs": [entries[name] for name in OUTPUTS],
+        "normalizer": _normalizer(agent, step),
+        "network": _network(step),
+        "checkpoint": {
+            "file": agent.path.name,
+            "sha256": file_hash(agent.path),
+            "iteration": agent.iteration,
+        },
+        "versions": {
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "gymnasium": gymnasium.__version__,
+        },
+    }
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
+    """Return the parts of a row: columns, kind, and how the environment's values become numbers."""
+    observation = agent.spaces[0]
+    own = {named(path) or "observation": space for path, space in leaves(observation)}
+    known = bool(agent.spaces_json) and len(ObservationEncoder(observation, "").parts)
+    found = []
+    for number, (part, place) in enumerate(agent.policy.layout.slices()):
+        entry: dict[str, Any] = {
+            "name": part.name,
+            "kind": part.kind,
+            "columns": [place.start, place.stop],
+            "shape": list(part.shape),
+        }
+        if number >= known:
+            entry |= {"meaning": MEANINGS[part.name]} if part.name in MEANINGS else {}
+        elif (categories := categories_of(own[part.name])) is not None:
+            first, sizes = (values.tolist() for values in categories)
+            entry["one_hot"] = {"first": first, "sizes": sizes}
+        elif part.kind == "image":
+            axes = image_axes(own[part.name])
+            entry["image"] = {"axes": list(axes or ()), "divided_by": 255}
+        found.append(entry)
+    return found
+
+
+def _action_parts(agent: LoadedAgent) -> list[dict[str, Any]]:
+    """Return the parts of an action, whose numbers come one after the other."""
+    found, first = [], 0
+    for path, space in leaves(agent.spaces[1]):
+        size = int(np.prod(space.shape or ()))
+        columns = [first, first + size]
+        found.append({"name": named(path) or "action", "columns": columns})
+        found[-1]["shape"] = list(space.shape or ())
+        first += size
+    return found
+
+
+def _normalizer(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
+    """Return what the step does to a row first; for information, it is inside."""
+    columns = agent.policy.layout.columns("vector")
+    found = {"enabled": step.normalize, "inside": True, "clip": step.clip, "columns": columns}
+    if step.normalize:
+        found |= {
+            "shift": step.shift[columns].tolist(),
+            "scale": step.scale[columns].tolist(),
+        }
+    return found
+
+
+def _network(step: ExportedStep) -> dict[str, Any]:
+    """Return the sizes by which the numpy runner computes."""
+    policy = step.policy
+    cells = {"clstm": "lstm", "mlp": "tanh"}
+    cores = ("feature_core", "actor_core")
+    discrete = policy.discrete
+    return {
+        "cell": cells.get(policy.config.policy, policy.config.policy),
+        "layers": policy.config.num_layers,
+        "hidden_size": policy.config.hidden_size,
+        "cores": [name for name in cores if not isinstance(getattr(policy, name), PassThrough)],
+        "actor_states": policy.actor_core.num_states,
+        "feature_states": policy.feature_core.num_states,
+        "memory_size": step.memory_size,
+        "state_size": step.state_size,
+        "normalize": step.normalize,
+        "clip": step.clip,
+        "mask_columns": policy.mask_columns,
+        "choices": step.decoder.sizes.tolist(),
+        "start": step.start.tolist() if discrete else [],
+        "squash": policy.config.squash_actions,
+        "action_shape": list(step.action_shape),
+    }
+
+
+def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> str:
+    """Return the policy card: task, training, scores, how to run it, configuration."""
+    config, check = agent.config, contract["check"]
+    summary = agent.run_dir / SUMMARY
+    scores = "The run has no summary.json: it has not finished.\n"
+    if summary.is_file():
+        tested = json.loads(read_plain(summary))["test"]
+        scores = "\n".join(_score_lines(tested)) + "\n"
+    task = config.task.env + (f" {config.task.env_kwargs}" if config.task.env_kwargs else "")
+    sections = {name: config.to_dict()[name] for name in ("task", "policy", "ppo")}
+    obs, state = (contract["inputs"][index]["shape"][-1] for index in (0, 1))
+    return f"""# Policy for {config.task.env}
+
+| | |
+|---|---|
+| Task | `{task}` |
+| Policy | {config.policy.policy}, hidden size {config.policy.hidden_size}, without noise |
+| Trained | {agent.iteration} iterations of recurrent PPO, seed {config.train.seed} |
+| Checkpoint | `{contract["checkpoint"]["file"]}`, SHA-256 `{contract["checkpoint"]["sha256"]}` |
+| File | `{contract["file"]}`, SHA-256 `{contract["sha256"]}` |
+| Checked | {check["runtime"]} differs from torch by at most {check["max_difference"]:.1e} |
+
+## Scores
+At the end of the training, of its newest weights:
+
+{scores}
+## Use
+`obs` [batch, {obs}], `state` [batch, {state}] and `episode_start` [batch] go in, `action` and
+`next_state` come out. `contract.json` says what the columns are. Normaliser, reset and the bounds
+of actions are inside.
+
+```python
+{how_to_run}
+```
+
+## Configuration
+```json
+{json.dumps(sections, indent=2)}
+```
+"""
+
+
+def _score_lines(tested: Any, name: str = "") -> list[str]:
+    """Return one line per number of a nested summary."""
+    if isinstance(tested, dict):
+        inner = (_score_lines(value, f"{name} {key}".strip()) for key, value in tested.items())
+        return [line for lines in inner for line in lines]
+    return [f"- {name}: {tested:.6g}"] if isinstance(tested, int | float) else []

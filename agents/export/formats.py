@@ -1,0 +1,145 @@
+"""The formats: writing the step, and running what was written as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agents.export import numpy_policy
+from agents.export.step import INPUTS, OUTPUTS, ExportedStep
+from rl_dist.errors import UserError, one_line
+
+# obs [B, F], state [B, D], episode_start [B] -> actions [B, ...], state [B, D]
+Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+OPSET = 18
+BATCH_AXIS = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
+RUNNER_FILE = "numpy_policy.py"
+
+
+def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
+    """Write an ONNX model whose metadata holds the contract."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise UserError(
+                f"format onnx needs the package {name}: pip install 'clstm-ppo[export]'"
+            ) from None
+    with _quiet():
+        model = torch.onnx.export(
+            _program(step),
+            input_names=list(INPUTS),
+            output_names=list(OUTPUTS),
+            dynamic_shapes=BATCH_AXIS,  # for its name
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+        assert model is not None
+        model.model.metadata_props["contract"] = json.dumps(contract)
+        model.save(path, external_data=False)
+
+
+def run_onnx(path: Path) -> Runner:
+    """Load a model in ONNX Runtime, on one thread of the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda *inputs: tuple(session.run(OUTPUTS, dict(zip(INPUTS, inputs, strict=True))))
+
+
+def write_pt2(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
+    """Write a program of torch.export, which holds the contract, too."""
+    with _quiet():
+        torch.export.save(_program(step), path, extra_files={"contract.json": json.dumps(contract)})
+
+
+def run_pt2(path: Path) -> Runner:
+    """Load a program of torch.export; it needs no code of ours."""
+    with _quiet():
+        program = torch.export.load(path).module()
+
+    def run(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with torch.no_grad():
+            action, state = program(*map(torch.from_numpy, inputs))
+        return action.numpy(), state.numpy()
+
+    return run
+
+
+def write_safetensors(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
+    """Write all tensors with the contract in their header; the runner beside them."""
+    tensors = {
+        name.removeprefix("policy."): value.numpy().astype(np.float32)
+        for name, value in step.state_dict().items()
+        if not name.startswith(("policy.critic", "policy.log_std"))
+    }
+    header: dict[str, Any] = {"__metadata__": {"contract": json.dumps(contract)}}
+    end = 0
+    for name, value in tensors.items():
+        begin, end = end, end + value.nbytes
+        header[name] = {"dtype": "F32", "shape": value.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the buffers are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in tensors.values():
+            file.write(np.ascontiguousarray(value).tobytes())
+    shutil.copyfile(numpy_policy.__file__, path.with_name(RUNNER_FILE))
+
+
+def run_safetensors(path: Path) -> Runner:
+    """Load the tensors in numpy."""
+    return numpy_policy.NumpyPolicy(path)
+
+
+FORMATS = {
+    "onnx": (write_onnx, run_onnx),
+    "pt2": (write_pt2, run_pt2),
+    "safetensors": (write_safetensors, run_safetensors),
+}
+
+
+def _program(step: ExportedStep) -> torch.export.ExportedProgram:
+    """Trace the step for any number of environments.
+
+    Raises:
+        UserError: a core of the user's own cannot be traced.
+    """
+    rows = 3  # neither 0 nor 1, which torch takes for constants
+    inputs = (
+        torch.zeros(rows, step.policy.num_obs),
+        torch.zeros(rows, step.state_size),
+        torch.ones(rows, dtype=torch.bool),
+    )
+    try:
+        with torch.no_grad():
+            return torch.export.export(step, inputs, dynamic_shapes=BATCH_AXIS).run_decompositions()
+    except Exception as error:  # of a tracer, or of foreign code: anything
+        raise UserError(f"the policy cannot be traced: {one_line(error)}", exit_code=1) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporters' remarks on their own progress off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
