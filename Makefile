@@ -1,7 +1,7 @@
 # The two commands of the README (`make train`, `make test`) and a few for developers; `make help` lists them.
 # They need Python >= 3.11, pip and make: the rest is installed into .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu rehearse lint format docs clean ready ready-test ready-docs
+.PHONY: help train test test-gpu bench rehearse lint format docs clean ready ready-test ready-docs
 .NOTPARALLEL:
 
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -31,6 +31,7 @@ help:
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
 	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.md"
 	@echo "make rehearse             the path to GPUs without one, with a CUDA build of torch in .venv-rehearse"
+	@echo "make bench [ARGS='...']   speed of this checkout, compared with the last time by ratios (some minutes)"
 	@echo "make lint                 ruff and mypy alone"
 	@echo "make format               let ruff repair and format the code"
 	@echo "make docs                 install, then build the site of docs/ into site/ (open site/index.html)"
@@ -51,6 +52,9 @@ test: ready-test
 
 test-gpu: ready-test
 	@GPU_REPORT="gpu_report_`date +%Y-%m-%d_%H-%M`.md" $(RUN) -m pytest -n 0 -m gpu tests/gpu $(ARGS)
+
+bench: ready
+	@$(RUN) benchmarks/speed.py $(ARGS)
 
 rehearse: ENV = .venv-rehearse
 rehearse: .venv-rehearse/.installed

@@ -32,8 +32,18 @@ from agents import train
 
 
 def settings(task: Task, threads: int) -> dict[str, Any]:
-    """Return the flags of the comparison."""
-    return {
+    """Return the flags of the comparison, or those of the main job."""
+    plain = {
+        "threads": threads,
+        "device": "cpu",
+        "num_gpus": 1,
+        "total_steps": 10**9,
+        "validate_every": 0,
+        "checkpoint_every": 10**9,
+    }
+    if task.cascade:
+        return plain
+    return plain | {
         "env": "CartPole-v1" if task.discrete else "tasks:StockLike-v0",
         "policy": "lstm",
         "hidden_size": task.hidden_size,
@@ -50,12 +60,6 @@ def settings(task: Task, threads: int) -> dict[str, Any]:
         "ent_coef": ENT_COEF,
         "vf_coef": VF_COEF,
         "max_grad_norm": MAX_GRAD_NORM,
-        "threads": threads,
-        "device": "cpu",
-        "num_gpus": 1,
-        "total_steps": 10**9,
-        "validate_every": 0,
-        "checkpoint_every": 10**9,
     }
 
 

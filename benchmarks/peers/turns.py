@@ -25,7 +25,10 @@ ENT_COEF, VF_COEF = 0.01, 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work: an LSTM reads the observations, a tanh layer and two heads follow it."""
+    """A piece of work: an LSTM reads the observations, a tanh layer and two heads follow it.
+
+    The main job is our own: a cascade of three LSTMs, of as many steps; peers do not train it.
+    """
 
     name: str
     hidden_size: int
@@ -33,18 +36,22 @@ class Task:
     num_actions: int
     discrete: bool
 
+    cascade: bool = False
+    steps = STEPS
+
     @property
     def train_flops(self) -> float:
         """Floating-point operations of an iteration: acting, then EPOCHS forward and backward."""
         size = self.hidden_size
-        lstm = 2 * 4 * size * (self.num_obs + size)
+        lstms = 2 * 4 * size * (self.num_obs + size) + self.cascade * 2 * 2 * 4 * size * 2 * size
         layers = 2 * size * size + 2 * size * (self.num_actions + 1)
-        return STEPS * (lstm + layers) * (1 + 3 * EPOCHS)
+        return self.steps * (lstms + layers) * (1 + 3 * EPOCHS)
 
 
 TASKS = {
     "cartpole": Task("cartpole", 128, 4, 2, True),
     "stocks": Task("stocks", 256, 181, 30, False),
+    "main": Task("main", 128, 181, 30, False, cascade=True),
 }
 
 
