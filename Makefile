@@ -54,7 +54,7 @@ test-gpu: ready-test
 	@GPU_REPORT="gpu_report_`date +%Y-%m-%d_%H-%M`.md" $(RUN) -m pytest -n 0 -m gpu tests/gpu $(ARGS)
 
 bench: ready
-	@$(RUN) benchmarks/speed.py $(ARGS)
+	@$(RUN) benchmarks/throughput.py $(ARGS)
 
 rehearse: ENV = .venv-rehearse
 rehearse: .venv-rehearse/.installed

@@ -42,7 +42,7 @@ def settings(task: Task, threads: int) -> dict[str, Any]:
         "checkpoint_every": 10**9,
     }
     if task.cascade:
-        return plain
+        return plain | {"num_stocks": 30}
     return plain | {
         "env": "CartPole-v1" if task.discrete else "tasks:StockLike-v0",
         "policy": "lstm",

@@ -51,7 +51,7 @@ class Task:
 TASKS = {
     "cartpole": Task("cartpole", 128, 4, 2, True),
     "stocks": Task("stocks", 256, 181, 30, False),
-    "main": Task("main", 128, 181, 30, False, cascade=True),
+    "main": Task("main", 128, 241, 30, False, cascade=True),
 }
 
 

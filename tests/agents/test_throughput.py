@@ -12,16 +12,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_the_benchmark_prints_a_line_for_each_figure():
-    flags = ["--num_stocks", "2", "--num_envs", "2", "--windows", "1", "--update_epochs", "1"]
+def test_the_benchmark_prints_a_row_for_each_work_and_compares_with_the_last_run(tmp_path):
+    flags = ["--turns", "1", "--threads", "1", "--work", "A", "--folder", tmp_path]
     command = [sys.executable, ROOT / "benchmarks" / "throughput.py", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    head, *figures = [json.loads(line) for line in done.stdout.splitlines()]
-    assert head["torch"] and [figure["figure"].split(",")[0] for figure in figures] == [
-        "trading environment alone",
-        "trading environment alone",
-        "main job",
-    ]
-    assert all(figure["steps_per_s"]["median"] > 0 for figure in figures)
+    for number in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr
+        machine, row, *lines = done.stdout.splitlines()
+        row = json.loads(row)
+        assert json.loads(machine)["torch"] and row["work"] == "A"
+        assert 0.0 < row["part_of_product"][0] < 1.0
+        written = sorted(tmp_path.glob("*.json"))
+        assert len(written) == number + 1
+    assert any(line.startswith("A: ") and written[0].name in line for line in lines)
