@@ -1,6 +1,7 @@
 """For every test."""
 
 import gc
+import os
 import resource
 import signal
 import subprocess
@@ -10,8 +11,9 @@ import torch
 from filelock import FileLock
 
 # The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is
-# busy.
+# busy. The trainings that tests start see the variable.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored, and every training of a test would inherit
 # that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
