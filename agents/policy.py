@@ -133,6 +133,8 @@ class Policy(nn.Module):
             raise UserError(
                 f"squash_actions needs continuous actions with bounds, not {action_space}: drop it"
             )
+        if config.noise_color and self.discrete:
+            raise UserError("noise_color is of continuous actions, and this task has none: drop it")
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
         self.mask_columns = self.layout.columns("mask")

@@ -39,7 +39,9 @@ def load(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
 def main(folder: Path) -> None:
     """Play, and print returns."""
     contract, policy = load(folder)
-    env = gymnasium.make(contract["env"]["id"])
+    env = gymnasium.make(contract["env"]["id"], **json.loads(contract["env"]["kwargs"] or "{}"))
+    if not isinstance(env.observation_space, gymnasium.spaces.Box):
+        sys.exit("this example takes observations of one Box: contract.json says how rows are made")
     state = np.zeros((1, contract["inputs"][1]["shape"][1]), np.float32)
     for episode in range(EPISODES):
         obs, _ = env.reset(seed=episode)

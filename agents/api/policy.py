@@ -33,8 +33,10 @@ class LoadedPolicy:
         self._decode = ActionDecoder(self.action_space, "of this policy")
         mask_size = self._decode.mask_size
         self._encode = ObservationEncoder(self.observation_space, "of this policy", mask_size)
-        own = len(self._encode.parts)
-        self._extras = {part.name: part.size for part in agent.policy.layout.parts[own:]}
+        # without spaces of their own rows come whole
+        parts = agent.policy.layout.parts
+        own = len(self._encode.parts) if agent.spaces_json else len(parts)
+        self._extras = {part.name: part.size for part in parts[own:]}
         self._seed, self._num_drawn = seed, 0
 
     def predict(

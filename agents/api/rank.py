@@ -128,6 +128,8 @@ def train_several(parsed: ParsedFlags) -> int:
     from agents.api.seeds import train_seeds
 
     extra = vars(parsed.extra)
+    if "RANK" in os.environ:
+        raise UserError("--seeds starts trainings of its own: run it without torchrun")
     if "seed" in parsed.given or extra["resume"]:
         raise UserError("--seeds begins runs of its own: leave --seed and --resume out")
     words = [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]

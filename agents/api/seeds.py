@@ -47,8 +47,8 @@ def train_seeds(
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Each is a training in processes of its own. Runs that have finished in `run_dir` count as they
-    are, and those that were stopped go on.
+    Each is a training in processes of its own. Runs that are in `run_dir` already go on, those
+    that have finished are evaluated again; other settings than theirs are refused.
 
     Args:
         run_dir: of all runs; "": a new one below runs/.
@@ -66,13 +66,13 @@ def train_seeds(
     metric = ""
     for seed in seeds:
         own = folder / f"seed_{seed}"
-        if not (own / SUMMARY).exists():
-            print(f"seed {seed}: {own}", flush=True)
-            run = [*words, f"--seed={seed}", f"--run_dir={own}", "--resume=auto"]
-            done = launch_distributed_training(run)
-            if done.exit_code:
-                why = done.error or f"code {done.exit_code}"
-                raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
+        # also one that has finished: other settings are refused, and a longer one trains on
+        print(f"seed {seed}: {own}", flush=True)
+        run = [*words, f"--seed={seed}", f"--run_dir={own}", "--resume=auto"]
+        done = launch_distributed_training(run)
+        if done.exit_code:
+            why = done.error or f"code {done.exit_code}"
+            raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
         metric, scores[seed] = score_of(json.loads((own / SUMMARY).read_text(encoding="utf-8")))
     intervals = score_intervals(np.array(list(scores.values()))[:, None])
     result = SeedsResult(folder, metric, scores, intervals)

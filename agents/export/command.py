@@ -83,7 +83,9 @@ def export(agent: LoadedAgent, kind: str, folder: Path) -> tuple[Path, dict]:
         },
         "latency": latencies(agent, step, run),
     }
-    (folder / CONTRACT).write_text(json.dumps(contract, indent=2) + "\n", encoding="utf-8")
+    (folder / CONTRACT).write_text(
+        json.dumps(contract, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
     (folder / CARD).write_text(make_card(agent, contract, HOW_TO_RUN[kind]), encoding="utf-8")
     return path, contract
 

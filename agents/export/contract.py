@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
     return {
         "contract_version": CONTRACT_VERSION,
         "env": {"id": agent.config.task.env, "kwargs": agent.config.task.env_kwargs},
-        "spaces": dict(zip(("observation", "action"), spaces_json, strict=True)),
+        "spaces": dict(zip(("observation", "action"), _strict(spaces_json), strict=True)),
         "inputs": [entries[name] for name in INPUTS],
         "outputs": [entries[name] for name in OUTPUTS],
         "normalizer": _normalizer(agent, step),
@@ -71,6 +72,15 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
             "gymnasium": gymnasium.__version__,
         },
     }
+
+
+def _strict(value: Any) -> Any:
+    """Return JSON that every parser takes: infinite bounds are text."""
+    if isinstance(value, dict):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_strict(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def file_hash(path: Path) -> str:

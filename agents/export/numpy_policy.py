@@ -36,6 +36,10 @@ class NumpyPolicy:
     def __call__(self, obs: Array, state: Array, episode_start: Array) -> tuple[Array, Array]:
         """Return actions in the environment's units, and the state [B, D] after them."""
         net, count = self.net, len(obs)
+        wanted = [(count, len(self.tensors["shift"])), (count, net["state_size"]), (count,)]
+        found = [np.shape(given) for given in (obs, state, episode_start)]
+        if found != wanted:
+            raise ValueError(f"obs, state and episode_start must be {wanted}, got {found}")
         state = np.where(episode_start[:, None], np.float32(0), state)
         seen = (np.asarray(obs, np.float32) - self.tensors["shift"]) * self.tensors["scale"]
         seen = np.clip(seen, -net["clip"], net["clip"]) if net["normalize"] else obs

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from envs.vector.layout import Layout
+from rl_dist.errors import UserError
 
 LARGEST_MAP = 6  # pixels along each side of what the last convolution puts out
 CHANNELS = (16, 32, 64)  # of the first convolutions; all others have as many as the last
@@ -35,6 +36,11 @@ class Encoder(nn.Module):
         self.images = nn.ModuleList(ImageEncoder(shape, image_size) for shape in shapes)
         sizes = [image_size if p.kind == "image" else p.size for p, _ in self._parts]
         self.num_outputs = sum(sizes)
+        if not self.num_outputs:
+            raise UserError(
+                "the observation holds nothing but a mask: give the policy something to see, such "
+                "as --previous_action"
+            )
         self._as_it_is = not shapes and len(self._parts) == len(layout.parts)
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ OTHER_NAMES = {
         "bptt_steps": "seq_len seq_length sequence_length max_seq_len bptt",
         "batch_size": "minibatch_size num_minibatches n_minibatches nminibatches train_batch_size",
         "update_epochs": "n_epochs num_epochs mini_epochs noptepochs num_sgd_iter ppo_epoch",
-        "total_steps": "total_timesteps num_timesteps timesteps n_timesteps max_steps max_frames",
+        "total_steps": "total_timesteps num_timesteps timesteps n_timesteps max_steps max_frames "
+        "max_epochs",
         "num_episodes": "episodes n_episodes max_episodes",
         "gae_lambda": "tau lam lambda lambda_",
         "clip_coef": "clip_range e_clip clip_param cliprange clip_epsilon",
@@ -57,14 +58,21 @@ OTHER_NAMES = {
         "target_kl": "kl_threshold kl_target",
         "norm_adv": "normalize_advantage normalize_advantages",
         "normalize_obs": "normalize_input norm_obs normalize_observations",
-        "normalize_rewards": "norm_reward normalize_value normalize_reward",
+        "normalize_rewards": "norm_reward normalize_value normalize_reward reward_shaper",
         "hidden_size": "net_arch hidden_sizes lstm_hidden_size hidden_dim mlp_units",
         "policy": "model network rnn use_lstm policy_class algo",
         "env": "env_id gym_id env_name task environment game",
         "num_gpus": "gpus n_gpus multi_gpu nproc_per_node num_ranks world_size num_processes",
         "device": "cuda gpu use_cuda",
-        "run_dir": "log_dir logdir tensorboard_log save_path output_dir out_dir exp_name run_name",
-        "resume": "load load_path restore",
+        "run_dir": "log_dir logdir tensorboard_log save_path output_dir out_dir exp_name run_name "
+        "train_dir",
+        "resume": "load load_path restore checkpoint",
+        "stop_at": "score_to_win",
+        "info_mask": "use_action_masks use_action_masking",
+        "loggers": "track wandb report_to",
+        "separate_trunks": "enable_critic_lstm",
+        "squash_actions": "squash_output",
+        "keep_best": "save_best_after",
         "checkpoint_every": "save_freq save_frequency save_interval checkpoint_freq",
         "validate_every": "eval_freq eval_interval evaluation_interval eval_every",
         "eval_episodes": "n_eval_episodes num_eval_episodes",
@@ -213,7 +221,7 @@ def kind_of_task(task: TaskConfig) -> str:
         return "trading"
     if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks."):
         return "memory"
-    env = GymTask(task).training_env(1)
+    env = GymTask(task).probe_env()
     is_box = isinstance(env.single_action_space, spaces.Box)
     env.close()
     return "control" if is_box else "small"

@@ -29,7 +29,7 @@ from agents.network.heads import num_outputs
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train
-from envs.vector.layout import Layout
+from envs.vector.layout import Layout, random_actions
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -266,8 +266,8 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
     num_steps = num_ended = 0
     until_s = time.monotonic() + SAMPLE_S
     while num_steps < SAMPLE_STEPS and time.monotonic() < until_s:
-        actions = torch.as_tensor(env.action_space.sample())
-        _, _, terminated, truncated, _ = env.step(actions.to(obs.device))
+        actions = torch.as_tensor(random_actions(env, obs.cpu()))
+        obs, _, terminated, truncated, _ = env.step(actions.to(obs.device))
         num_steps += 1
         num_ended += int((terminated | truncated).sum())
     env.close()

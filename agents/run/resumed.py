@@ -31,7 +31,7 @@ CHANGEABLE = {
     "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
     "gradient_compression", "fallback", "fused_adam", "max_restarts",
     "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
-    "env_groups", "max_bad_steps",
+    "env_groups", "max_bad_steps", "loggers",
     "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",

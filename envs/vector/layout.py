@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from rl_dist.errors import UserError
 
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
@@ -95,3 +97,16 @@ class Layout:
         if not good or not layout.parts:
             raise UserError(f"the checkpoint is damaged: its layout is {text[:80]!r}")
         return layout
+
+
+def random_actions(env: Any, rows: Any) -> Any:
+    """Sample an action for each of the rows [B, F], of those that masks allow."""
+    columns = Layout.of(env).columns("mask")
+    if not columns:
+        return env.action_space.sample()
+    space = env.single_action_space
+    sizes = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0)))  # of each choice
+    masks = np.asarray(rows)[:, columns]
+    drawn = (env.action_space.np_random.random(masks.shape) + 1.0) * masks
+    digits = [part.argmax(1) for part in np.split(drawn, np.cumsum(sizes)[:-1], axis=1)]
+    return np.stack(digits, axis=1) if hasattr(space, "nvec") else digits[0]

@@ -15,6 +15,7 @@ from envs.vector.layout import Part
 MASK_KEY = "action_mask"
 SMALLEST_IMAGE = 8  # pixels along each side; less is a vector
 MOST_CHANNELS = 64
+KINDS = ("Dict", "Tuple", "Discrete", "MultiDiscrete", "MultiBinary", "Box")  # that have JSON
 Space = spaces.Space[Any]
 Path = tuple[Any, ...]  # keys from the top of a nested observation to one part of it
 
@@ -320,7 +321,9 @@ def from_json(text: str) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
 
 
 def _plain(space: spaces.Space[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": type(space).__name__}
+    # of a subclass the kind that it is made from
+    kind = next((k for k in KINDS if isinstance(space, getattr(spaces, k))), type(space).__name__)
+    found: dict[str, Any] = {"kind": kind}
     if isinstance(space, spaces.Dict):
         if not all(isinstance(key, str) for key in space.spaces):
             raise TypeError("keys of a Dict that are no text have no JSON")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from envs import make_vector_env
+from envs.vector.layout import random_actions
 
 COSTS_S = 4e-3  # what workers must save in a step of all environments; they cost 0.4 to 2 ms
 MOSTLY = 0.5  # of a step: one that computes more keeps a core busy
@@ -43,13 +44,13 @@ def _measure(env_id: str, kwargs: str, *options: tuple[str, Any]) -> tuple[float
     """Return the seconds of one environment's step, and the share in which it computes."""
     env = make_vector_env(env_id, SAMPLE_ENVS, env_kwargs=json.loads(kwargs), **dict(options))
     env.action_space.seed(0)
-    env.reset(seed=list(range(SAMPLE_ENVS)))
+    obs = env.reset(seed=list(range(SAMPLE_ENVS)))[0]
     spent_s: list[tuple[float, float]] = []  # by step: on the clock, and with or wanting a core
     until_s = time.perf_counter() + SAMPLE_S
     while len(spent_s) < SAMPLE_STEPS and time.perf_counter() < until_s:
-        actions = torch.as_tensor(env.action_space.sample())
+        actions = torch.as_tensor(random_actions(env, obs))
         began_s = time.perf_counter(), _wanted_core_s()
-        env.step(actions)
+        obs = env.step(actions)[0]
         spent_s.append((time.perf_counter() - began_s[0], _wanted_core_s() - began_s[1]))
     env.close()
     # quiet steps: others on this machine slow down some of them, and make some queue

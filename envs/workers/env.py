@@ -186,9 +186,14 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of what environments reported, as `TorchVectorEnv` does."""
+        parts = [p for w in self._workers for p in w.parts if not p.has_begun_again]
+        for part in parts:
+            self._ask(part, "take_metrics")
         found: dict[str, tuple[float, int]] = {}
-        for metrics in self._on_parts("take_metrics"):
-            for name, (total, count) in metrics.items():
+        for part in parts:
+            # of a worker that has ended there is nothing; the next step finds its end
+            metrics = self._next(self._workers[part.worker], part.number)[1]
+            for name, (total, count) in (metrics or {}).items():
                 sums = found.get(name, (0.0, 0))
                 found[name] = (sums[0] + total, sums[1] + count)
         return found
@@ -240,10 +245,15 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """Ask all parts; return their answers in the order of environments."""
         by_group = [[worker.parts[g] for worker in self._workers] for g in range(len(self.groups))]
         parts = [part for parts in by_group for part in parts]
+        # the truncation of a part that has begun again waits for its next step
+        pending = [part for part in parts if part.has_begun_again and name == "get_state"]
         for part in parts:
             part.has_begun_again = False
             self._ask(part, name, *args(part.rows))
-        return self._read(parts)
+        answers = self._read(parts)
+        for part in pending:
+            part.has_begun_again = True
+        return answers
 
     def _ask(self, part: _Part, name: str, *args: Any) -> None:
         self._questions += 1

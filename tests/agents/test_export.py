@@ -11,7 +11,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from envs.vector.spaces_json import to_json
 from gymnasium import spaces
 from policies import FORMS
 from train_runs import RECALL, REPO, run_here, train_here
@@ -27,7 +26,7 @@ from agents.policy import Policy, PolicyConfig
 from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent
 from envs.vector.layout import Layout, Part
-from envs.vector.spaces import ActionDecoder, ObservationEncoder
+from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
 from rl_dist.errors import UserError
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)

@@ -189,6 +189,15 @@ def test_spaces_survive_json(space):
     assert str(found) == str(space)  # in the same order
 
 
+class OwnBox(spaces.Box):
+    """A subclass is read back as what it is made from."""
+
+
+def test_a_subclass_of_a_space_comes_back_as_its_kind():
+    found, _ = from_json(to_json(OwnBox(0, 1, (2,)), spaces.Discrete(2)))
+    assert type(found) is spaces.Box and found.shape == (2,)
+
+
 # ---- callbacks and early stops
 
 

@@ -204,6 +204,33 @@ def test_restarts_of_a_worker_are_counted_and_end():
     env.close()
 
 
+def test_a_worker_that_dies_between_rollouts_begins_again_at_the_next_step():
+    env = misbehaving(2, {}, env_restarts=1)
+    env.reset(seed=SEEDS)
+    play(env, 1)
+    os.kill(pids(env)[0], signal.SIGKILL)
+    env.take_metrics()  # asked for after every update
+    truncated = play(env, 1, 1)[0][3]
+    assert truncated.tolist() == [True] * 3 + [False] * 4 and env.restarts == [1] * 3 + [0] * 4
+    env.close()
+
+
+def test_the_truncation_of_an_episode_cut_short_waits_for_its_groups_next_step():
+    env = misbehaving(1, {}, groups=2, env_restarts=1)
+    env.reset(seed=SEEDS)
+    actions = torch.zeros(NUM_ENVS, dtype=torch.int64)
+    for group, rows in enumerate(env.groups):
+        env.send(actions[rows], group)
+    env.recv(0)
+    os.kill(pids(env)[0], signal.SIGKILL)
+    env.recv(1)  # may have answered before it died
+    env.take_metrics()
+    env.get_state()
+    first = env.step(actions)[3]
+    assert first[env.groups[0]].all() and env.restarts == [1] * NUM_ENVS
+    env.close()
+
+
 @pytest.mark.parametrize(
     "misdeed",
     ["hang in C", pytest.param("hang in C, holding the interpreter", marks=pytest.mark.slow)],
