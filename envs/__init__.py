@@ -101,7 +101,12 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
             importlib.import_module(module)
         return gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        close = difflib.get_close_matches(name, gymnasium.registry, n=3)
+        own = [
+            known
+            for known, spec in gymnasium.registry.items()
+            if module and str(spec.entry_point).startswith(f"{module}:")
+        ]
+        close = difflib.get_close_matches(name, own or gymnasium.registry, n=3) or own[:3]
         fix = f"did you mean {' or '.join(close)}?" if close else "give a Gymnasium id or module:id"
         raise ValueError(f"unknown environment {env_id!r}: {fix}") from error
     except BaseException as error:

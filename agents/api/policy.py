@@ -90,6 +90,9 @@ class LoadedPolicy:
             if given.size != count * size:
                 raise UserError(f"action_masks has {given.size} numbers, not {count} x {size}")
             columns[MASK_KEY] = given.reshape(count, size)
+            ends = np.cumsum(self._decode.sizes)[:-1]
+            if not all(part.any(1).all() for part in np.split(columns[MASK_KEY], ends, axis=1)):
+                raise UserError("action_masks allows no action: each choice needs a 1")
         elif masks is not None:
             raise UserError("action_masks: this policy was trained without --info_mask")
         columns["previous_reward"] = np.broadcast_to(reward, count)[:, None]

@@ -152,7 +152,10 @@ def load_saved(path: str | Path, which: Which = "last") -> Found:
     if path.is_dir():
         found = load_latest(path)
         if found is None:
-            raise UserError(f"{path} holds no valid checkpoint: give a run directory or a .pt file")
+            several = sorted(Path(path).glob(f"*/{CHECKPOINT_DIR}"))
+            fix = f"name one of its runs, such as {several[0].parent}" if several else ""
+            fix = fix or "give a run directory or a .pt file"
+            raise UserError(f"{path} holds no valid checkpoint: {fix}")
     elif path.exists():
         found = Found(path, load_checkpoint(path))
     else:

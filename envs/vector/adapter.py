@@ -332,7 +332,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                     continue
                 given = np.broadcast_to(metrics.get(f"_{name}", True), np.shape(values))
                 numbers = np.asarray(values)[given]
-                if numbers.dtype.kind in "biuf" and np.isfinite(numbers).all():
+                if numbers.dtype.kind not in "biuf":
+                    continue
+                numbers = numbers[np.isfinite(numbers)]
+                if numbers.size:
                     total, count = self._metrics.get(name, (0.0, 0))
                     self._metrics[name] = (total + float(numbers.sum()), count + numbers.size)
 

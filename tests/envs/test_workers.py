@@ -225,7 +225,6 @@ def test_the_truncation_of_an_episode_cut_short_waits_for_its_groups_next_step()
     os.kill(pids(env)[0], signal.SIGKILL)
     env.recv(1)  # may have answered before it died
     env.take_metrics()
-    env.get_state()
     first = env.step(actions)[3]
     assert first[env.groups[0]].all() and env.restarts == [1] * NUM_ENVS
     env.close()
