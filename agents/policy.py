@@ -123,7 +123,7 @@ class Policy(nn.Module):
         self.config = config
         self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
         self.num_obs = self.layout.size
-        self.num_actions = heads.num_outputs(action_space)
+        self.num_actions = spaces.utils.flatdim(action_space)  # logits of all choices, or means
         self.discrete = not isinstance(action_space, spaces.Box)
         self.action_sizes: tuple[int, ...] = ()  # choices of each of several actions
         if isinstance(action_space, spaces.MultiDiscrete):

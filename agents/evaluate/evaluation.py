@@ -71,7 +71,8 @@ class PolicyController:
         if row == 0 or self.noise is None:
             share = (getattr(env, "env_offset", 0), env.num_envs)
             space = env.single_action_space
-            noise = action_noise(space, self.noise_seed or 0, *share, self.step, NOISE_BLOCK)
+            when, color = (self.step, NOISE_BLOCK), self.policy.config.noise_color
+            noise = action_noise(space, self.noise_seed or 0, *share, *when, color=color)
             self.noise = noise.to(like.device, like.dtype)
         self.step += 1
         return self.noise[row]

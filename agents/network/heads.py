@@ -16,16 +16,6 @@ LARGEST_TANH = 1.0 - 1e-6  # atanh of it is 7.25; that of 1 is infinite
 ActionSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.Box
 
 
-def num_outputs(space: spaces.Space) -> int:
-    """Numbers A that the actor puts out for a space: logits of all choices, or means."""
-    if isinstance(space, spaces.Discrete):
-        return int(space.n)
-    if isinstance(space, spaces.MultiDiscrete):
-        return int(space.nvec.sum())
-    assert isinstance(space, spaces.Box) and space.shape is not None
-    return int(np.prod(space.shape))
-
-
 def can_squash(space: spaces.Space) -> bool:
     """Return whether all actions are continuous and have bounds."""
     return isinstance(space, spaces.Box) and space.is_bounded("both")

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agents.lstm import plan_pieces
-from agents.network.heads import num_outputs
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train
@@ -61,7 +60,7 @@ class Shapes:
     @property
     def num_actions(self) -> int:
         """Numbers that the actor puts out."""
-        return num_outputs(self.action_space)
+        return spaces.utils.flatdim(self.action_space)
 
     @property
     def discrete(self) -> bool:
