@@ -8,7 +8,9 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV ?=
 ARGS ?=
-PARALLEL = -n 2 --dist loadfile
+# A worker that dies ends the run with a failure: to replace it makes pytest-xdist 3.8 wait for ever
+# (https://github.com/pytest-dev/pytest-xdist/issues/1378).
+PARALLEL = -n 2 --dist loadfile --max-worker-restart=0
 SOURCES = rl_dist envs agents benchmarks examples train_distributed.py check_gpu_setup.py
 
 ifeq ($(strip $(VENV)),)

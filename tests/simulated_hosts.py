@@ -87,12 +87,22 @@ class Host:
             subprocess.run(argv, capture_output=True)  # a host that did not start has none
         self.unshare.kill()
         self.unshare.communicate()
-        while psutil.pid_exists(self.pid):
+        deadline_s = time.monotonic() + 60
+        while alive(self.pid):
+            assert time.monotonic() < deadline_s, f"host {self.name} does not end"
             time.sleep(0.01)
 
     def link(self, state):
         """Cut the cable ("down") or mend it ("up")."""
         self.network.switch.run("ip", "link", "set", f"port{self.number}", state)
+
+
+def alive(pid):
+    """False also for a process that has ended and that its parent has not asked for yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def core(number):
