@@ -5,10 +5,12 @@ The reference page of docs/ is made from this table; a test compares it with wha
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rl_dist.errors import UserError
 from rl_dist.telemetry.profiler import GRADIENTS, WAITING
 
 
@@ -109,6 +111,20 @@ def _read_rows() -> dict[str, Metric]:
 
 
 METRICS = _read_rows()
+
+
+def check_metric(flag: str, name: str, is_trading: bool) -> None:
+    """Refuse a name that no metric of such a run can have, before it starts.
+
+    Those of env/ are the environment's own: they show while it trains.
+    """
+    other = OTHER_TASKS if is_trading else TRADING
+    known = [key for key, one in METRICS.items() if one.overall and one.when != other]
+    known.remove("ranks")
+    if name not in known and not name.startswith("env/"):
+        near = difflib.get_close_matches(name, known, n=3)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"name one of {', '.join(known)}"
+        raise UserError(f"{flag} {name} is no metric of this run: {fix}")
 
 
 FIXES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -203,6 +204,30 @@ def check_in_place(path: Path, file: IO[Any]) -> None:
     if not leads_to(path, file):
         what = f"{path} was deleted or replaced during training, or the whole run directory"
         raise UserError(f"{what}: nothing more is saved there", exit_code=1)
+
+
+def check_named(flag: str, name: str, record: Mapping[str, Any], complete: bool) -> None:
+    """Say so where records lack the metric that a flag names, once that is certain.
+
+    An environment may give one of env/ later: that is a warning, once.
+
+    Args:
+        complete: every kind of metric has been reported by now.
+
+    Raises:
+        UserError: names the metrics there are.
+    """
+    own = name.startswith("env/")
+    if name in record or (not complete and (own or name.startswith("valid/"))):
+        return
+    known = sorted(
+        key for key in record if key != "ranks" and key.startswith("env/" if own else "")
+    )
+    near = difflib.get_close_matches(name, known, n=1)
+    fix = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+    if not own:
+        raise UserError(f"{flag} {name} is no metric of this run: {fix}")
+    log_once(f"{flag} {name}: no environment has given it so far: {fix}")
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:

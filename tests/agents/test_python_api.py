@@ -1,6 +1,7 @@
 """The Python interface: train, watch a training, use its policy elsewhere."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -241,10 +242,30 @@ def test_training_stops_when_a_metric_is_reached(tmp_path, capsys):
     )
     assert len(run.metrics) == 2 and run.test
     assert "stopped at iteration 2: valid/return is" in capsys.readouterr().out
-    for wrong, words in (("valid/return", "must be a metric and a value"), ("x 1", "no metric")):
+    for wrong, words in (
+        ({"stop_at": "valid/return"}, "must be a metric and a value"),
+        ({"stop_at": "valid/retrun 1"}, "no metric of this run: did you mean valid/return"),
+        ({"stop_at": "valid/sharpe 1"}, "no metric of this run: "),
+        ({"keep_best": "rank"}, "no metric of this run: name one of .*, valid/return"),
+    ):
         with pytest.raises(UserError):
-            train("CartPole-v1", stop_at=wrong, run_dir=tmp_path / "wrong", **TINY)
-        assert words in capsys.readouterr().err
+            train("CartPole-v1", **wrong, run_dir=tmp_path / "wrong", **TINY)
+        assert re.search(words, capsys.readouterr().err)
+        assert not (tmp_path / "wrong").exists()
+
+
+def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_stops(
+    tmp_path, monkeypatch, capsys
+):
+    """With `--keep_best env/...`, too, which an environment may give for the first time later."""
+    monkeypatch.syspath_prepend(REPO / "examples")
+    cue = TINY | {"env": "own_environment:Cue-v0", "total_steps": 256}
+    both = {"stop_at": "env/right_answer 2", "keep_best": "env/right"}
+    assert len(train(**cue, **both, run_dir=tmp_path / "mistyped").metrics) == 4
+    err = capsys.readouterr().err
+    assert err.count("so far: did you mean env/right_answers?") == 2
+    reached = train(**cue, stop_at="env/right_answers 0", run_dir=tmp_path / "right")
+    assert len(reached.metrics) == 1 and "so far" not in capsys.readouterr().err
 
 
 # ---- several seeds
