@@ -21,7 +21,7 @@ from envs.vector.faults import (
     RowFaultError,
     are_flags,
 )
-from envs.vector.guards import GuardedEnv
+from envs.vector.guards import GuardedEnv, say_dropped
 from envs.vector.hangs import HangWatch, end_process
 from envs.vector.layout import Layout, Part
 from envs.vector.snapshots import get_states, has_protocol, set_states
@@ -333,8 +333,11 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                 given = np.broadcast_to(metrics.get(f"_{name}", True), np.shape(values))
                 numbers = np.asarray(values)[given]
                 if numbers.dtype.kind not in "biuf":
+                    say_dropped(name, f"of type {numbers.dtype}")
                     continue
-                numbers = numbers[np.isfinite(numbers)]
+                if not np.isfinite(numbers).all():
+                    say_dropped(name, str(numbers[~np.isfinite(numbers)][0]))
+                    numbers = numbers[np.isfinite(numbers)]
                 if numbers.size:
                     total, count = self._metrics.get(name, (0.0, 0))
                     self._metrics[name] = (total + float(numbers.sum()), count + numbers.size)

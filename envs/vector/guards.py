@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -127,8 +128,12 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
             return {}
         numbers = {}
         for name, value in metrics.items():
-            if np.size(value) == 1 and np.asarray(value).dtype.kind in "biuf":
-                numbers[str(name)] = float(np.asarray(value).item())
+            with suppress(ValueError):  # of a list whose parts differ in length
+                array = np.asarray(value)
+                if array.size == 1 and array.dtype.kind in "biuf":
+                    numbers[str(name)] = float(array.item())
+                    continue
+            say_dropped(str(name), f"a {type(value).__name__}")
         return {"metrics": numbers}
 
     def _check(self, obs: Any, info: Any, reward: Any = 0.0) -> None:
@@ -231,6 +236,12 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 @cache
 def _say_unused() -> None:
     _LOGGER.warning("info has an %s that is not used: --info_mask uses it", MASK_KEY)
+
+
+@cache
+def say_dropped(name: str, what: str) -> None:
+    """Say once that something in info["metrics"] is not one finite number."""
+    _LOGGER.warning("info['metrics'][%r] is %s, not one finite number: it is left out", name, what)
 
 
 def _at(path: Path) -> str:

@@ -228,6 +228,28 @@ def test_a_reset_wants_one_seed_per_environment(seed):
         make_vector_env("CartPole-v1", 2).reset(seed=seed)
 
 
+class TalkativeEnv(ScriptedEnv):
+    """Reports numbers, and what is none."""
+
+    def step(self, action):
+        odd = {"name": "left", "ragged": [[1], [2, 3]], "three": np.zeros(3), "none": None}
+        ratio = np.inf if self.life == 1 and self.first == 70.0 else np.float32(0.5)
+        metrics = odd | {"ratio": ratio, "won": True, "one": torch.ones(1)}
+        return *super().step(action)[:4], {"metrics": metrics}
+
+
+def test_of_metrics_only_what_is_no_finite_number_is_left_out_and_said_once(caplog):
+    env = around(TalkativeEnv(), TalkativeEnv())
+    env.reset(seed=[70, 80])
+    play(env, 7)
+    sums = {"ratio": (6.5, 13), "won": (14.0, 14), "one": (14.0, 14)}
+    assert env.take_metrics() == sums and env.take_metrics() == {}
+    whats = {"name": "a str", "ragged": "a list", "three": "a ndarray", "none": "a NoneType"}
+    whats |= {"ratio": "inf"}
+    for (name, what), line in zip(whats.items(), caplog.messages, strict=True):
+        assert f"info['metrics']['{name}'] is {what}, not one finite number" in line
+
+
 class SavedEnv(ScriptedEnv):
     """A user's environment with the snapshot protocol and randomness of its own."""
 
