@@ -30,6 +30,7 @@ from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
+_BEGINS_KEY = "begins_next"
 
 
 @cache
@@ -85,6 +86,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._lifetime_step = 0
         self._metrics: dict[str, tuple[float, int]] = {}
         self._mode = env.metadata.get("autoreset_mode")
+        # [B] of NEXT_STEP: the episode is over, so the next step ignores its action
+        self._begins_next = np.zeros(self.num_envs, np.bool_)
         self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
         if not self._decoder.is_bounded and env_offset == 0:
@@ -227,6 +230,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def _reset(self, **kwargs: Any) -> np.ndarray:
         raw, info = self.env.reset(**kwargs)
         obs = self._encode(raw, "observation")
+        self._begins_next[:] = False
         previous = np.zeros((self.num_envs, self._previous_size), np.float32)
         return self._with_extras(obs, self._masks(info), previous)
 
@@ -274,7 +278,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             ended = (terminated | truncated)[:, None]  # [B, 1]
             mask = self._masks(info)
             previous = [previous_action] + [rewards[:, None].astype(np.float32)] * self._inputs[1]
-            before = np.concatenate(previous, axis=1)
+            before = np.concatenate(previous, axis=1) * ~self._begins_next[:, None]
+            if self._mode is AutoresetMode.NEXT_STEP:
+                self._begins_next = ended[:, 0]
             obs = self._with_extras(obs, mask, before * ~ended)
             final_obs = self._with_extras(final_obs, np.where(ended, 1.0, mask), before)
         return obs, rewards, terminated, truncated, final_obs
@@ -402,15 +408,21 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                 f"environment {self.env_id} cannot be saved: it has no get_state and set_state"
             )
         steps = torch.full((self.num_envs,), self._lifetime_step, dtype=torch.int64)
-        return self._guarded(get_states, self.env) | {_STEP_KEY: steps}
+        own = {_STEP_KEY: steps}
+        if self._mode is AutoresetMode.NEXT_STEP:
+            own[_BEGINS_KEY] = torch.from_numpy(self._begins_next.astype(np.int64))
+        return self._guarded(get_states, self.env) | own
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on this or an equal environment."""
         if not self._started:
             # makes what environments build on their first reset
             self.reset(seed=[0] * self.num_envs)
-        own = {name: tensor for name, tensor in state.items() if name != _STEP_KEY}
+        ours = (_STEP_KEY, _BEGINS_KEY)
+        own = {name: tensor for name, tensor in state.items() if name not in ours}
         self._guarded(set_states, self.env, own)
+        if _BEGINS_KEY in state:
+            self._begins_next = state[_BEGINS_KEY].numpy().astype(np.bool_)
         self._lifetime_step = int(state[_STEP_KEY][0])
 
     def close_extras(self, **kwargs: Any) -> None:

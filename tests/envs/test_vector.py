@@ -198,6 +198,21 @@ def test_native_cart_pole_is_used_only_when_forced_and_says_what_is_lost(caplog)
     assert "ignores the action" in losses[0] and "one generator" in losses[1]
 
 
+def test_the_action_that_a_native_batch_ignores_is_none_of_the_new_episode():
+    env = make_vector_env("CartPole-v1", 4, vectorization="native", previous_action=True)
+    assert not env.reset(seed=[1, 2, 3, 4])[0][:, 4:].any()
+    right = torch.ones(4, dtype=torch.int64)
+    ended, begun = torch.zeros(4, dtype=torch.bool), 0
+    for _ in range(60):
+        obs, _, terminated, truncated, info = env.step(right)
+        ignored, ended = ended, terminated | truncated
+        before = torch.tensor([0.0, 1.0]).expand(4, 2) * ~ignored[:, None]
+        assert torch.equal(info["final_obs"][:, 4:], before)
+        assert torch.equal(obs[:, 4:], before * ~ended[:, None])
+        begun += int(ignored.sum())
+    assert begun > 8
+
+
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, None])
 def test_autoreset_modes_other_than_same_step_are_refused(mode):
     env = SyncVectorEnv([ScriptedEnv])
