@@ -193,7 +193,7 @@ class Tally:
         self.epoch_kl = zeros(2)  # sum of approx_kl, and steps
         # taken, skipped, bad, bad by this rank's loss; bad ones in a row: now, and most
         self.counts = zeros(6)
-        self.counts[4:].fill_(bad_in_a_row)
+        self.counts[4] = bad_in_a_row
 
     @torch.no_grad()
     def add(

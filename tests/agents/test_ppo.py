@@ -269,6 +269,16 @@ def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
     assert resumed.ppo.bad_in_a_row == 0
 
 
+def test_a_resumed_run_that_allows_fewer_bad_steps_stops_at_the_next_one_only(world):
+    ppo = PPO(Line(2.0), PPOConfig(max_bad_steps=2), alone(world))
+    ppo.bad_in_a_row = 5  # of the run before
+    update(ppo, sequences(), num_minibatches=1)
+    assert ppo.bad_in_a_row == 0
+    ppo.bad_in_a_row = 5
+    with pytest.raises(NonFiniteGradientError, match="in 6 steps in a row"):
+        update(ppo, sequences(returns=math.nan), num_minibatches=1)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
     """So the normaliser is frozen, and states and inputs are the stored ones."""
