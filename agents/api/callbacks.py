@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
-from rl_dist.telemetry.metrics import check_named
+from rl_dist.telemetry.metrics import check_named, without_nan
 
 if TYPE_CHECKING:
     from agents.policy import Policy
@@ -57,6 +57,7 @@ class Watch:
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
         """Take an iteration's metrics; return why to stop, if so, the same on all ranks."""
+        metrics = without_nan(metrics)  # as in metrics.jsonl, such as losses of no step at all
         self._call("iteration", training, metrics)
         evaluated = any(name.startswith("valid/") for name in metrics)
         if evaluated:

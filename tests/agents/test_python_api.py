@@ -1,9 +1,11 @@
 """The Python interface: train, watch a training, use its policy elsewhere."""
 
 import json
+import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -14,6 +16,7 @@ from train_runs import REPO, records, train_here
 
 import agents
 from agents import load_policy, train
+from agents.api.callbacks import Callbacks, Watch
 from agents.evaluate.evaluation import PolicyController
 from agents.evaluate.statistics import interquartile_mean, score_intervals
 from agents.run.saved import load_agent
@@ -252,6 +255,15 @@ def test_training_stops_when_a_metric_is_reached(tmp_path, capsys):
             train("CartPole-v1", **wrong, run_dir=tmp_path / "wrong", **TINY)
         assert re.search(words, capsys.readouterr().err)
         assert not (tmp_path / "wrong").exists()
+
+
+def test_an_update_without_a_gradient_step_has_no_losses_to_watch(world):
+    seen = []
+    watch = Watch(Callbacks(iteration=seen.append), world, "loss/policy 0")
+    training = SimpleNamespace(job=SimpleNamespace(run_dir=None, validate=None), policy=None)
+    assert watch(training, {"loss/policy": math.nan, "iteration": 1}) == ""
+    assert seen[0].metrics == {"loss/policy": None, "iteration": 1}
+    assert watch(training, {"loss/policy": 0.5}) == "loss/policy is 0.5, at least 0"
 
 
 def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_stops(
