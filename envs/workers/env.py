@@ -201,6 +201,8 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
         states = self._on_parts("get_state")
+        while None in states:  # of environments that have begun again meanwhile
+            states = self._on_parts("get_state")
         return {
             name: torch.from_numpy(np.concatenate([state[name] for state in states]))
             for name in states[0]
@@ -281,7 +283,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
             if found:
                 return value
             self._begin_again(worker, part)
-        part.has_begun_again = False
+        part.has_begun_again = part.name == "get_state"  # else the step that was cut short
         return None
 
     def _on_workers(self, name: str, args: Callable[[int], tuple]) -> list[Any]:
@@ -361,7 +363,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         fault = self._fault(worker, self._lifetime_steps[cause.group])
         restarts = self._arrays["restarts"]
         used = max(int(restarts[part.rows].max()) for part in worker.parts)
-        if used >= self._max_restarts or cause.name not in ("step", "reset"):
+        if used >= self._max_restarts or cause.name == "set_state":
             again = f" (after {used} restarts, --env_restarts)" if used else ""
             raise WorkerFaultError(f"{fault}{again}")
         numbers = self._numbers(worker)

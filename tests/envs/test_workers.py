@@ -230,6 +230,19 @@ def test_the_truncation_of_an_episode_cut_short_waits_for_its_groups_next_step()
     env.close()
 
 
+def test_a_worker_that_died_before_a_checkpoint_begins_again_for_it():
+    env = misbehaving(2, {}, env_restarts=1)
+    env.reset(seed=SEEDS)
+    play(env, 1)
+    os.kill(pids(env)[0], signal.SIGKILL)
+    state = env.get_state()
+    assert state["guard/restarts"].tolist() == env.restarts == [1] * 3 + [0] * 4
+    assert env.take_metrics() == {}
+    truncated = play(env, 2, 1)[0][3]  # of the step that follows, whose episodes were cut short
+    assert truncated.tolist() == [True] * 3 + [False] * 4
+    env.close()
+
+
 @pytest.mark.parametrize(
     "misdeed",
     ["hang in C", pytest.param("hang in C, holding the interpreter", marks=pytest.mark.slow)],
