@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -72,27 +71,32 @@ def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dis
 
     torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
     variable numbers the starts (a node that rejoins keeps its TORCHELASTIC_RESTART_COUNT), so the
-    ranks greet: rank 0 repeats what it hears, and who hears itself knows that rank 0 is alive.
+    ranks greet: rank 0 repeats to each what it hears of it, and who hears itself knows that rank 0
+    is alive.
     """
 
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
     own = uuid.uuid4().hex
-    missing: list[int] = []
+    missing = list(range(1, size))
     store.set(f"greeting/{rank}", own)
+    answered: dict[int, str] = {}  # greetings
     while time.monotonic() < deadline_s:
         if rank == 0:
-            greetings = [own, *(read(f"greeting/{other}") for other in range(1, size))]
-            store.set("heard", json.dumps(greetings))
-            missing = [other for other in range(1, size) if read(f"agreed/{other}") != own]
+            for other in range(1, size):
+                greeting = read(f"greeting/{other}")
+                if greeting != answered.get(other, ""):
+                    store.set(f"heard/{other}", f"{own} {greeting}")
+                    answered[other] = greeting
+            missing = [other for other in missing if read(f"agreed/{other}") != own]
             if not missing:
                 return dist.PrefixStore(own, store)
         else:
-            heard = json.loads(read("heard") or "[]")
-            if own in heard:
-                store.set(f"agreed/{rank}", heard[0])
-                return dist.PrefixStore(heard[0], store)
+            name, _, heard = read(f"heard/{rank}").partition(" ")
+            if heard == own:
+                store.set(f"agreed/{rank}", name)
+                return dist.PrefixStore(name, store)
         time.sleep(GREETING_EVERY_S)
     absent = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
-    raise TimeoutError(f"no sign of rank {absent}" if missing else "no sign of rank 0")
+    raise TimeoutError(f"no sign of rank {0 if rank else absent}")

@@ -12,10 +12,11 @@ Without a listener a section costs a microsecond or two. It never changes a numb
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from statistics import median, stdev
+from statistics import stdev
 
 import torch
 
@@ -131,6 +132,19 @@ def between(begun: Mark, ended: Mark) -> float:
     return begun.elapsed_time(ended) / 1000.0  # type: ignore[union-attr, arg-type]
 
 
+def median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of sorted numbers without one of them; of one alone, itself."""
+    count = len(ordered) - 1
+    if not count:
+        return own
+    place = bisect_left(ordered, own)
+
+    def other(index: int) -> float:
+        return ordered[index + (index >= place)]
+
+    return (other((count - 1) // 2) + other(count // 2)) / 2
+
+
 class Stragglers:
     """Remembers who was slow, and in what; every rank comes to the same result."""
 
@@ -153,11 +167,10 @@ class Stragglers:
             A line for each rank that has just been slow for IN_A_ROW iterations, once.
         """
         lines = []
+        ordered = {phase: sorted(seconds) for phase, seconds in phases.items()}
         ranks = ((p, r, own_s) for p, seconds in phases.items() for r, own_s in enumerate(seconds))
         for phase, rank, own_s in ranks:
-            # alone, a rank is never slow
-            others = [*phases[phase][:rank], *phases[phase][rank + 1 :]]
-            other_s = median(others or [own_s])
+            other_s = median_of_others(ordered[phase], own_s)
             slow = own_s > STRAGGLER_FACTOR * other_s and own_s - other_s > STRAGGLER_EXCESS_S
             key = phase, rank
             before = self._in_a_row[key]

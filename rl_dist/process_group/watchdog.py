@@ -41,6 +41,9 @@ PERIOD_S = 5.0  # between two messages of a rank
 LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
 # messages of a rank that still waits in the same place, before it is believed to be stuck
 STEADY_MESSAGES = 2
+# Ranks that may read all statuses in one period. More take turns: the work of the store grows with
+# the ranks, not with their square.
+READERS = 128
 
 
 @dataclass
@@ -94,30 +97,44 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> 
 
 
 class StatusFiles:
-    """The latest value of every key, each in a file of its own.
+    """The latest status of every rank, each in a file of its own.
 
     Torch's FileStore keeps all: 2 MB a day and rank.
     """
 
-    def __init__(self, stem: str) -> None:
-        self._stem = stem
+    def __init__(self, stem: str, size: int) -> None:
+        self._paths = [Path(f"{stem}.{rank}") for rank in range(size)]
 
-    def _path(self, key: str) -> Path:
-        return Path(f"{self._stem}.{key}")
+    def set(self, rank: int, text: str) -> None:
+        """Put a rank's status, whole."""
+        part = Path(f"{self._paths[rank]}.part")
+        part.write_text(text)
+        part.replace(self._paths[rank])
 
-    def set(self, key: str, value: str) -> None:
-        """Put a value, whole."""
-        part = self._path(f"{key}.part")
-        part.write_text(value)
-        part.replace(self._path(key))
+    def read_all(self) -> list[bytes]:
+        """Return the latest statuses of all ranks, empty where there is none."""
+        return [path.read_bytes() if path.exists() else b"" for path in self._paths]
 
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all of them have a value."""
-        return all(self._path(key).exists() for key in keys)
 
-    def get(self, key: str) -> bytes:
-        """Return the latest value."""
-        return self._path(key).read_bytes()
+class StatusKeys:
+    """The latest status of every rank in a store; two requests read them all."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        # a connection of its own: one is blocked while the main thread waits in it
+        self._store = dist.PrefixStore("doing", store.clone())  # type: ignore[attr-defined]
+        self._keys = [str(each) for each in range(size)]
+        for key in self._keys if rank == 0 else ():
+            self._store.compare_set(key, "", "")  # for requests wait for keys that are not there
+
+    def set(self, rank: int, text: str) -> None:
+        """Put a rank's status."""
+        self._store.set(self._keys[rank], text)
+
+    def read_all(self) -> list[bytes]:
+        """Return the latest statuses of all ranks, empty where there is none."""
+        if not self._store.check(self._keys):  # rank 0 has not come
+            return [b""] * len(self._keys)
+        return self._store.multi_get(self._keys)
 
 
 class Watchdog:
@@ -138,12 +155,13 @@ class Watchdog:
         self.timeout_s = timeout_s
         self.startup_timeout_s = startup_timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 10, startup_timeout_s / 10)
-        self._store: dist.Store | StatusFiles
+        longest = min(timeout_s, startup_timeout_s) / self.period_s / 4
+        self._turns = max(1, min(math.ceil(size / READERS), int(longest)))
+        self._statuses: StatusFiles | StatusKeys
         if isinstance(store, dist.FileStore):
-            self._store = StatusFiles(store.path)  # type: ignore[attr-defined]  # it has
+            self._statuses = StatusFiles(store.path, size)  # type: ignore[attr-defined]  # it has
         else:
-            # a connection of its own: one is blocked while the main thread waits in it
-            self._store = dist.PrefixStore("doing", store.clone())  # type: ignore[attr-defined]
+            self._statuses = StatusKeys(store, rank, size)
         self._number = 0
         self._own = RankStatus("")
         self._own_since_s = time.monotonic()
@@ -168,7 +186,8 @@ class Watchdog:
             try:
                 self._asked_s = time.monotonic()
                 self._publish()
-                problem = self._look() if self._own.place else ""
+                in_turn = (self._number + self.rank) % self._turns == 0
+                problem = self._look() if self._own.place and in_turn else ""
                 answers = True
             # files were cleared away, or another machine is out of reach
             except (RuntimeError, OSError) as error:
@@ -219,7 +238,7 @@ class Watchdog:
             logger.warning("no progress for %.0f s %s", self._waited_s(), own.where)
             self._log_stack()
         self._number += 1
-        self._store.set(str(self.rank), json.dumps([self._number, asdict(own)]))
+        self._statuses.set(self.rank, json.dumps([self._number, asdict(own)]))
 
     def _alone(self) -> str:
         """Decide like `_look`, when nothing can be read of the others."""
@@ -231,10 +250,10 @@ class Watchdog:
     def _look(self) -> str:
         """Read the others' status while this rank waits; return why it waits in vain, or ""."""
         now_s = time.monotonic()
-        for rank in range(self.size):
-            if rank == self.rank or not self._store.check([str(rank)]):
+        for rank, text in enumerate(self._statuses.read_all()):
+            if rank == self.rank or not text:
                 continue
-            number, fields = json.loads(self._store.get(str(rank)))
+            number, fields = json.loads(text)
             status = RankStatus(**fields)
             seen = self._seen.get(rank)
             if seen is None or seen.status != status:
@@ -277,7 +296,7 @@ class Watchdog:
             if seen is None:
                 missing.append(f"rank {rank}, which never came")
             elif not self._waits_with_us(seen.status):
-                if now_s - seen.since_s < self._limit_s() - 2 * self.period_s:
+                if now_s - seen.since_s < self._limit_s() - 2 * self._turns * self.period_s:
                     return ""  # it goes on
                 missing.append(f"rank {rank}, which made no progress {seen.status.where}")
         waited = f"waited {self._waited_s():.0f} s {self._own.where}"

@@ -249,7 +249,7 @@ def open_world(
         options = {"backend": "gloo"}
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
     if device == "cuda" and size > 1:
-        _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank, size)
+        _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank)
     _current = World(rank, local_rank, size, place, options["backend"])
     if size > 1:
         limits_s = timeout_s, startup_timeout_s
@@ -271,15 +271,14 @@ def open_world(
     return _current
 
 
-def _refuse_shared_gpu(uuid: str, store: dist.Store, rank: int, size: int) -> None:
-    """Refuse a GPU that a rank before this one has taken: NCCL would fail on it, or wait."""
-    store.set(f"gpu/{rank}", uuid)
-    for other in range(rank):
-        if store.get(f"gpu/{other}").decode() == uuid:
-            raise UserError(
-                f"ranks {other} and {rank} have the same GPU: start fewer ranks, "
-                "or let each see a GPU of its own"
-            )
+def _refuse_shared_gpu(uuid: str, store: dist.Store, rank: int) -> None:
+    """Refuse a GPU that another rank has taken: NCCL would fail on it, or wait."""
+    first = int(store.compare_set(f"gpu/{uuid}", "", str(rank)).decode())
+    if first != rank:
+        raise UserError(
+            f"ranks {min(first, rank)} and {max(first, rank)} have the same GPU: start fewer "
+            "ranks, or let each see a GPU of its own"
+        )
 
 
 def close_world(world: World) -> None:

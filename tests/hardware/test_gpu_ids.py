@@ -124,9 +124,9 @@ def test_a_rank_takes_the_only_gpu_that_it_is_let_see(machine, monkeypatch):
 def test_two_ranks_with_the_same_gpu_are_refused_by_number():
     store = HashStore()
     for rank, uuid in enumerate(("GPU-a", "GPU-b")):
-        _refuse_shared_gpu(uuid, store, rank, 3)
+        _refuse_shared_gpu(uuid, store, rank)
     with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU"):
-        _refuse_shared_gpu("GPU-b", store, 2, 3)
+        _refuse_shared_gpu("GPU-b", store, 2)
 
 
 def resumed(saved, *argv):

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from datetime import timedelta
+from statistics import median
 
 import pytest
 import torch.distributed as dist
@@ -11,8 +12,8 @@ from train_runs import start as start_command
 
 from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group import watchdog
-from rl_dist.process_group.timing import IN_A_ROW, Stragglers
-from rl_dist.process_group.watchdog import RankStatus, Watchdog
+from rl_dist.process_group.timing import IN_A_ROW, Stragglers, median_of_others
+from rl_dist.process_group.watchdog import READERS, RankStatus, Watchdog
 
 WAITING = "in 'sum of x' (collective 7, update)"
 
@@ -128,6 +129,34 @@ def test_a_rank_that_left_after_the_call_is_no_error(monkeypatch):
     assert not found and status["phase"] == "left"
 
 
+class Counted:
+    """A store whose requests are counted."""
+
+    def __init__(self, store):
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_what_ranks_ask_of_the_store_does_not_grow_with_their_square():
+    waiting = RankStatus("update", 5, "sum of x", 7)
+    for size in (2, 128, 1024):
+        store = dist.HashStore()
+        dogs = [Watchdog(waiting, store, rank, size, 600.0) for rank in (0, size - 1)]
+        requests = []
+        for dog in dogs:
+            dog._statuses._store = Counted(dog._statuses._store)
+            dog._publish()
+            assert dog._look() == ""
+            requests.append(dog._statuses._store.requests)
+            dog.close()
+        assert requests == [3, 3]
+        readers = sum((1 + rank) % dogs[0]._turns == 0 for rank in range(size))
+        assert readers <= READERS
+
+
 def test_what_ranks_tell_each_other_through_files_takes_no_more_room_with_time(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
     dogs = [Watchdog(RankStatus(), store, rank, 2, 600.0) for rank in (0, 1)]
@@ -171,3 +200,10 @@ def test_a_straggler_is_named_once_until_it_is_well_again(slow, lines):
 def test_one_rank_tiny_times_and_small_differences_are_no_stragglers(seconds):
     stragglers = Stragglers()
     assert not [line for _ in range(9) for line in stragglers.observe({"collect": seconds})]
+
+
+@pytest.mark.parametrize("seconds", [[3.0], [2.0, 1.0], [1.0, 1.0, 2.0], [4.0, 1.0, 3.0, 2.0]])
+def test_the_median_of_the_others_leaves_one_out(seconds):
+    for number, own in enumerate(seconds):
+        others = seconds[:number] + seconds[number + 1 :] or [own]
+        assert median_of_others(sorted(seconds), own) == median(others)
