@@ -32,6 +32,16 @@ for _env_id, _single, _batch in (
         "memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
     ),
     (
+        "PocMemory-v0",
+        "memory_tasks.poc_memory:PocMemoryEnv",
+        "memory_tasks.poc_memory:PocMemoryVectorEnv",
+    ),
+    (
+        "MemoryLength-v0",
+        "memory_tasks.memory_length:MemoryLengthEnv",
+        "memory_tasks.memory_length:MemoryLengthVectorEnv",
+    ),
+    (
         "MountainCarPositions-v0",
         "memory_tasks.mountain_car_positions:MountainCarPositionsEnv",
         "memory_tasks.mountain_car_positions:MountainCarPositionsVectorEnv",

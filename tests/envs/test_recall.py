@@ -1,4 +1,4 @@
-"""Recall-v0 and CartPolePositions-v1: their rules."""
+"""The memory tasks: their rules; Gymnasium takes them all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from rl_dist.seeding import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 
 
-@pytest.mark.parametrize("env_id", ["Recall-v0", "CartPolePositions-v1"])
+@pytest.mark.parametrize(
+    "env_id", ["Recall-v0", "CartPolePositions-v1", "PocMemory-v0", "MemoryLength-v0"]
+)
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_the_single_environments_pass_gymnasiums_checker(env_id):
     check_env(gymnasium.make(env_id).unwrapped, skip_render_check=True)
 
 
-@pytest.mark.parametrize("env_id", ["Recall-v0", "CartPolePositions-v1"])
+@pytest.mark.parametrize(
+    "env_id", ["Recall-v0", "CartPolePositions-v1", "PocMemory-v0", "MemoryLength-v0"]
+)
 def test_gymnasium_makes_the_batch_by_itself_and_an_integer_seed_counts_up(env_id):
     batch = gymnasium.make_vec(env_id, 3)
     listed = gymnasium.make_vec(env_id, 3)

@@ -1,0 +1,64 @@
+"""PocMemory-v0: which end of a corridor is good is shown at the start only.
+
+Two steps long the agent stands still and sees the signs of both ends, -1 and +1; then it walks and
+sees its position alone. A step costs 0.1, the good end earns 1.6, the bad one costs as much, and
+both end the episode. The best possible mean return is 1.2.
+
+Source of the rules: MarcoMeter/recurrent-ppo-truncated-bptt, environments/poc_memory_env.py, with
+freeze=True as that project trains it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from gymnasium import spaces
+
+from envs.vector.batched import BatchedEnv, SingleEnv
+
+_FROZEN = 2  # steps for which the signs are shown
+_ENDS = 5  # places on each side of the middle, 0.2 apart; the outermost are the ends
+_STARTS = 2  # an episode begins at most this far from the middle
+_PRIZE, _COST = 1.6, 0.1
+
+
+class PocMemoryVectorEnv(BatchedEnv):
+    """A batch that observes the left sign, the position and the right sign, [B, 3]."""
+
+    state_names = ("place", "right", "age")
+
+    def __init__(self, num_envs: int = 1) -> None:
+        super().__init__(num_envs, spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(2))
+        self.place = np.zeros(num_envs, dtype=np.int64)  # from -_ENDS to _ENDS
+        self.right = np.ones(num_envs, dtype=np.int64)  # sign of the right end
+        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the start and the sign of the right end."""
+        start, good = generator.integers(-_STARTS, _STARTS + 1), generator.integers(2)
+        return np.array([start, 2 * good - 1], dtype=np.float64)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes."""
+        self.place[rows], self.right[rows] = draws.T.astype(np.int64)
+        self.age[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the observations."""
+        signs = self.right * (self.age <= _FROZEN)
+        return np.stack([-signs, self.place / _ENDS, signs], axis=1).astype(np.float32)
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Walk left (0) or right (1)."""
+        walks = self.age >= _FROZEN
+        self.place += np.where(actions == 1, 1, -1) * walks
+        self.age += 1
+        over = np.abs(self.place) == _ENDS
+        at_good = np.sign(self.place) == self.right
+        rewards = np.where(over, np.where(at_good, _PRIZE, -_PRIZE), -_COST * walks)
+        return rewards, over, np.zeros(self.num_envs, dtype=bool)
+
+
+class PocMemoryEnv(SingleEnv):
+    """The single environment."""
+
+    batch_type = PocMemoryVectorEnv
