@@ -1,0 +1,53 @@
+"""A core that need not learn to keep: fixed rotations remember the last steps as they were.
+
+Each channel drives `hidden_size` oscillators of different, fixed speeds, as in a linear recurrent
+unit (Orvieto et al., ICML 2023) whose eigenvalues are spread over the unit circle and not trained.
+Together their phases hold the last 2 * hidden_size inputs: trained are only what is written and
+what is read. All steps of a sequence are computed at once.
+
+python train_distributed.py --env popgym:popgym-RepeatPreviousMedium-v0 --preset memory \
+    --policy own --core examples.phase_core:PhaseCore --bptt_steps 128 --gamma 0
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+CHANNELS = 4
+
+
+class PhaseCore(nn.Module):
+    """`CHANNELS` channels of complex states, and a layer that reads them."""
+
+    num_states = 2 * CHANNELS  # real and imaginary parts
+
+    def __init__(self, num_inputs: int, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        if num_layers != 1:
+            raise ValueError(f"num_layers must be 1, got {num_layers}")
+        self.window = 2 * hidden_size  # steps until a state has fallen to 1/e
+        self.write = nn.Linear(num_inputs, CHANNELS)
+        self.read = nn.Linear(num_inputs + self.num_states * hidden_size, hidden_size)
+
+    def powers(self, length: int, like: Tensor) -> Tensor:
+        """Return the eigenvalues to the power of 1 to `length`, [length, H] complex."""
+        times = torch.arange(1, length + 1, device=like.device, dtype=like.dtype)[:, None]
+        speeds = torch.arange(self.window // 2, device=like.device, dtype=like.dtype) + 0.5
+        angles = times * speeds * (2 * math.pi / self.window)
+        return torch.polar(torch.exp(-times / self.window).expand_as(angles), angles)
+
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Map inputs [L, N, F] and a state [2 * CHANNELS, N, H] to outputs [L, N, H] and a state.
+
+        h_t = a^t (h_0 + the sum of u_s / a^s over s <= t), which is h_t = a h_(t-1) + u_t.
+        """
+        powers = self.powers(len(inputs), state)[:, None, None]  # [L, 1, 1, H]
+        written = self.write(inputs)[..., None] / math.sqrt(self.window)  # [L, N, CHANNELS, 1]
+        first = torch.complex(*state.transpose(0, 1).chunk(2, dim=1))  # [N, CHANNELS, H]
+        held = powers * (first + (written / powers).cumsum(0))  # [L, N, CHANNELS, H]
+        parts = torch.cat([held.real, held.imag], dim=2)  # [L, N, 2 * CHANNELS, H]
+        outputs = torch.tanh(self.read(torch.cat([inputs, parts.flatten(2)], dim=2)))
+        return outputs, parts[-1].transpose(0, 1)
