@@ -78,6 +78,7 @@ def on_both(network, *flags, **options):
     return [torchrun(network.hosts[name], *flags, **options) for name in network.names]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_hosts_train_as_one_host_with_two_ranks_does(network, tmp_path):
     jobs = on_both(network, *SHORT, "--run_dir", tmp_path / "run")
@@ -88,6 +89,7 @@ def test_two_hosts_train_as_one_host_with_two_ranks_does(network, tmp_path):
     assert result(tmp_path / "run") == on_one_host(tmp_path / "alone", SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_host_that_never_joins_is_told_within_the_timeout(network, tmp_path):
     """By torchrun, which waits for its agents; by us, where another launcher set the variables."""
