@@ -102,8 +102,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
-        # Guard every environment of its own; a native batch has none
-        self._guards: list[GuardedEnv] = []
+        self._guards: list[GuardedEnv] = []  # a native batch has none
         if env_restarts and not isinstance(env, SyncVectorEnv):
             raise ValueError(
                 f"env_restarts {env_restarts}: {env_id} is a native vector environment, which "
