@@ -67,12 +67,15 @@ def random_words(
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]  # [B, 1]
     steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
     # by parts, for the memory of what is between
-    parts = []
-    for part in steps.split(max(1, CELLS[device.type] // (num_envs * num_counters))):
-        words = philox((counters, envs, part & MASK, part >> 32), key)
-        pairs = (torch.stack(words[i : i + 2], -1).flatten(-2) for i in (0, 2))
-        parts.append([pair[:, :, :num_words] for pair in pairs])
-    high, low = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    shape = (num_steps, num_envs, num_words)
+    high, low = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+    at_once = max(1, CELLS[device.type] // (num_envs * num_counters))
+    for number, part in enumerate(steps.split(at_once)):
+        rows = slice(number * at_once, number * at_once + len(part))
+        first, second, *others = philox((counters, envs, part & MASK, part >> 32), key)
+        high[rows] = torch.stack([first, second], -1).flatten(-2)[:, :, :num_words]
+        low[rows] = torch.stack(others, -1).flatten(-2)[:, :, :num_words]
+        del first, second, others
     return high, low
 
 
@@ -105,8 +108,10 @@ def action_noise(
     num_actions = spaces.utils.flatdim(space)  # numbers of a Box, choices of all others
     if not isinstance(space, spaces.Box):
         high, low = random_words(*place, num_actions, device)
-        uniforms = ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
-        return -torch.log(-torch.log(uniforms))
+        # in place, where there may be many choices
+        bits = high.bitwise_left_shift_(20).bitwise_or_(low.bitwise_right_shift_(12))
+        uniforms = bits.double().add_(0.5).mul_(2.0**-52)
+        return uniforms.log_().neg_().log_().neg_()
 
     # normal, two by two, from a radius and an angle
     radius_bits, angle_bits = random_words(*place, -(-num_actions // 2), device)

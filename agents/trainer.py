@@ -170,13 +170,13 @@ class Training:
         share = (sizes.env_offset, sizes.num_envs)
         when = (lifetime_step, train.num_steps)
         how = (self.world.device, self.job.policy.noise_color)
-        noise = action_noise(self.action_space, train.seed, *share, *when, *how)
+        noise = action_noise(self.action_space, train.seed, *share, *when, *how).to(self.job.dtype)
         rollout = collect(
             self.policy,
             self.obs_normalizer,
             self.env,
             self.carry,
-            noise.to(self.job.dtype),  # [T, B, A]
+            noise,  # [T, B, A]
             train.bptt_steps,
             on_step=self.world.heartbeat,
         )

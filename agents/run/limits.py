@@ -44,7 +44,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
     steps = shard_sizes(config.train, 0, num_ranks).num_envs * config.train.num_steps
     size, window = config.policy.hidden_size, config.policy.feature_window
     # more than `compute_memory` can come to, which takes long to import and is seldom needed
-    if steps * (256 + 24 * window + 144 * size) + 2048 * size**2 <= free:
+    if steps * (320 + 24 * window + 144 * size) + 2048 * size**2 <= free:
         return ""
     from agents.run.memory import Shapes, compute_memory, largest_sizes
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agents.lstm import plan_pieces
+from agents.noise import CELLS
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train
@@ -34,6 +35,13 @@ from rl_dist.telemetry.metrics import NullWriter
 
 LOSS_TERMS = 8  # tensors [L, N] that the loss and its gradient hold
 ACTION_TERMS = {True: 2, False: 6}  # tensors [L, N, A] of the log-probability; discrete or not
+# tensors [T, B, A] of the actor's outputs when a rollout ends: listed, stacked, log-probabilities
+ACTOR_TERMS = {True: 3, False: 7}
+# of every number of a rollout's noise: its random words, and then what it is made of; of every
+# counter that is drawn at once
+WORD_BYTES = {True: 16, False: 8}
+DRAWN_BYTES = {True: 24, False: 40}
+PHILOX_BYTES = 64
 # per unit and step, that ATen's own LSTM keeps for its backward pass; of cuDNN's this is a guess
 NATIVE_FLOATS = 6
 SCAN_FLOATS = 5  # per unit and step, that a minGRU keeps, and 2 more for every round of its scan
@@ -120,9 +128,14 @@ def compute_memory(
     # rewards, return and length of 8 bytes, three flags
     listed = seen + raw + action + 2 * itemsize + 27
     rollout = steps * (listed + itemsize) + sizes.num_envs * sizes.sequences_per_env * state
-    successors = raw + state + shapes.num_actions * itemsize  # while collecting, and the noise
+    # while collecting: what comes after every step, the noise, the actor's outputs
+    actors = (1 + ACTOR_TERMS[shapes.discrete]) * shapes.num_actions * itemsize
     # the last rollout is still there
-    collecting = rollout + steps * (listed + successors) + rollout
+    collecting = rollout + steps * (listed + raw + state + actors) + rollout
+    drawn = steps * shapes.num_actions
+    words = drawn * WORD_BYTES[shapes.discrete]
+    words += PHILOX_BYTES * min(CELLS[device_type], drawn // 2 + steps)
+    drawing = rollout + max(words, drawn * DRAWN_BYTES[shapes.discrete])
     picked = steps * (seen + action + 4 * itemsize + 1 + 8 + 2 * itemsize)
     columns = sizes.batch_size // sizes.num_microbatches
     cells = train.bptt_steps * columns
@@ -136,7 +149,7 @@ def compute_memory(
     forward, backward = work
     forward += max(0, backward - parameters)  # the last gradients are gone by then
     moments = {
-        "collect": (collecting, 0),
+        "collect": (max(collecting, drawing), 0),
         "update": (rollout + picked, minibatch + forward),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))

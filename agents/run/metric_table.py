@@ -40,7 +40,7 @@ ROWS = {
 *episode/count [episodes] episodes that ended in this iteration
  episode/total [episodes] episodes that have ended since the start
  env/restarts [restarts] environments made again since the last record, the warm-up included
- loss/policy clipped surrogate loss; losses are means over ranks and gradient steps; null: no step
+ loss/policy clipped surrogate loss; losses are means over ranks and steps, null without a step
  loss/value half of the mean squared error of the critic, in units of scaled rewards
  loss/entropy [nats] entropy of the action distribution
  ppo/approx_kl [nats] estimated KL divergence from the policy that collected the rollout

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,16 @@ OTHERS = {
     "images, clstm": (TaskConfig(env="examples.many_spaces:PatchRecall-v0"), {"hidden_size": 32}),
     "nested, gru": (TaskConfig(env="examples.many_spaces:Orders-v0"), {"policy": "gru"}),
 }  # fmt: skip
+CHOICES = {"2000 choices": "Discrete(2000)", "20 times 20": "MultiDiscrete([20] * 20)"}
+CHOICES["Box of 64"] = "Box(-1.0, 1.0, (64,))"
+for title, space in CHOICES.items():
+    task = TaskConfig(env="many_choices:Many-v0", env_kwargs=json.dumps({"actions": space}))
+    OTHERS[f"{title}, clstm"] = (task, {"hidden_size": 16})
 
 
 def job_of(name):
     task, policy = (CONFIGS | OTHERS)[name]
-    num_steps = 256 if "long rollout" in name else SIZES["num_steps"]
+    num_steps = 256 if "long rollout" in name or "Box of" in name else SIZES["num_steps"]
     config = RunConfig(
         train=TrainConfig(**SIZES | {"num_steps": num_steps}),
         policy=PolicyConfig(**policy),
