@@ -149,3 +149,14 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
         packed = packed.pin_memory().to(device, non_blocking=True)
     parts = packed.split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Tensors as arrays; the host waits once for a GPU, however many they are."""
+    if not tensors[0].is_cuda:
+        return [tensor.numpy() for tensor in tensors]
+    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    parts = packed.cpu().split(sizes)
+    pairs = zip(parts, tensors, strict=True)
+    return [part.clone().view(like.dtype).view(like.shape).numpy() for part, like in pairs]

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: action noise, and keys to shuffle by.
+"""Counter-based random numbers: action noise, and the order of sequences.
 
 A number is a function of what it is for, such as (seed, global environment, lifetime step): it does
 not depend on how environments are grouped onto ranks, there is no state to save, and integer
@@ -9,6 +9,7 @@ operations make it on the CPU and on a GPU alike, for all environments at once. 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rl_dist.seeding import NOISE_STREAM
+from rl_dist.seeding import NOISE_STREAM, SHUFFLE_STREAM
 
 logger = logging.getLogger(__name__)
 GENERATOR = 2  # raised when a run draws other numbers; 1 was numpy's Philox 4x64 and PCG64
@@ -142,3 +143,36 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
     waves = torch.fft.rfft(white, dim=0) * gain.to(white.device)[:, None, None]
     return torch.fft.irfft(waves, num_steps, dim=0)
+
+
+def stratum_size(num_minibatches: int, sequences_per_env: int) -> int:
+    """Neighbouring global environments that shuffle together; see docs/design.md."""
+    return num_minibatches // math.gcd(num_minibatches, sequences_per_env)
+
+
+def sequence_orders(
+    key: tuple[int, int],  # (seed, iteration)
+    num_epochs: int,
+    env_offset: int,  # global index of this rank's first environment
+    num_envs: int,
+    sequences_per_env: int,
+    num_minibatches: int,
+) -> np.ndarray:
+    """This rank's sequences (k * B + b): [num_epochs, num_minibatches, sequences].
+
+    Sequences are sorted by random keys within strata of global environments and every stratum gives
+    each minibatch equally many, so the global minibatch does not depend on the number of ranks.
+    """
+    size = stratum_size(num_minibatches, sequences_per_env)
+    assert num_envs % size == 0 and env_offset % size == 0
+    seed, iteration = key
+    epochs = torch.arange(num_epochs)[:, None, None]
+    envs = torch.arange(env_offset, env_offset + num_envs)[:, None]  # [B, 1]
+    counter = (torch.arange(sequences_per_env), envs, torch.tensor(iteration), epochs)
+    high, low, *_ = philox(counter, stream_key(seed, SHUFFLE_STREAM))  # [epochs, B, K]
+    keys = (high << 31 | low >> 1).numpy().reshape(num_epochs, num_envs // size, -1)
+    order = keys.argsort(axis=-1, kind="stable")  # number b * K + k within its stratum
+    env, k = np.divmod(order, sequences_per_env)
+    columns = k * num_envs + env + np.arange(0, num_envs, size)[:, None]
+    by_minibatch = columns.reshape(*columns.shape[:2], num_minibatches, -1)
+    return by_minibatch.swapaxes(1, 2).reshape(num_epochs, num_minibatches, -1)

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agents.lstm import Plan
+from agents.noise import sequence_orders
 from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches, make_schedule, sequence_orders
+from agents.rollout import Minibatch, into_microbatches, make_schedule
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
@@ -255,12 +257,16 @@ class PPO:
         env_offset: int,
         num_envs: int,
         num_minibatches: int,
+        starts: np.ndarray | None = None,
+        report: Mapping[str, Tensor] = {},  # never changed
     ) -> dict[str, float]:
         """Run the epochs over a rollout's sequences; all ranks take the same steps.
 
         Args:
             sequences: all K * B of this rank's rollout.
             key: (seed, iteration), the source of the shuffling.
+            starts: their episode starts on the host, [L, K * B]; None: they are read.
+            report: numbers [] to be read and returned with the others.
 
         Returns:
             Losses and diagnostics: means over all ranks and gradient steps.
@@ -268,8 +274,11 @@ class PPO:
         sequences_per_env = sequences.obs.shape[1] // num_envs
         share = (env_offset, num_envs, sequences_per_env, num_minibatches)
         order = sequence_orders(key, self.config.update_epochs, *share)
-        schedule = make_schedule(sequences, order, self.num_microbatches, self._plans_ahead)
-        tally = Tally(sequences.obs.device, self.bad_in_a_row)
+        device = sequences.obs.device
+        starts = sequences.episode_start.cpu().numpy() if starts is None else starts
+        starts = starts if self._plans_ahead else None
+        schedule = make_schedule(starts, order, self.num_microbatches, device)
+        tally = Tally(device, self.bad_in_a_row)
         self.clock.start()
         for epoch in range(self.config.update_epochs):
             # one gradient step per minibatch
@@ -280,7 +289,7 @@ class PPO:
                 tally.add(parts, grad_norm, stepped, self.strategy.overflowed)
                 # a GPU is asked once, at the end
                 if stepped.device.type == "cpu" and not stepped:
-                    self._judge(tally)
+                    self._judge(tally.counts.tolist())
 
             # all ranks stop early together
             if self._exceeds_target_kl(tally.epoch_kl):
@@ -288,20 +297,23 @@ class PPO:
             self.clock.mark("")
         self.strategy.end_update()
 
-        # means over ranks and steps
+        # means over ranks and steps, read at once with all else that the host wants to know
         sums = all_reduce_sum({"losses": tally.losses, "steps": tally.counts[0]}, self.world)
-        losses = sums["losses"] / sums["steps"]
-        taken, skipped, bad, own = self._judge(tally)
+        names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
+        found = dict(zip(names, sums["losses"] / sums["steps"], strict=True))
+        found |= report
+        if self.strategy.scaler:
+            found["optim/loss_scale"] = self.strategy.scaler.scale(torch.ones((), device=device))
+        wide = [number.double() for number in (*found.values(), *tally.counts)]
+        numbers = torch.stack(wide).tolist()
+        taken, skipped, bad, own = self._judge(numbers[len(found) :])
         if bad:
             text = f"{bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
             events.notify("bad_steps", text, iteration=key[1], skipped=bad)
             places = f"loss of this rank: nan or inf in {own}" if own else "not in this rank's loss"
             logger.warning("NaN or inf in loss or gradient: step skipped, %d (%s)", bad, places)
-        names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
-        means = dict(zip(names, losses.tolist(), strict=True))
+        means = dict(zip(found, numbers, strict=False))
         means |= {"optim/steps": float(taken), "optim/skipped_steps": skipped}
-        if self.strategy.scaler:
-            means["optim/loss_scale"] = self.strategy.scaler.get_scale()
         del means["loss/total"]
         return means
 
@@ -366,9 +378,9 @@ class PPO:
             self.config,
         )
 
-    def _judge(self, tally: Tally) -> tuple[int, int, int, int]:
-        """Stop after too many bad steps in a row; returns the first four counts."""
-        taken, skipped, bad, own, self.bad_in_a_row, worst = map(int, tally.counts.tolist())
+    def _judge(self, counts: list[float]) -> tuple[int, int, int, int]:
+        """Stop after too many bad steps in a row; returns the first four of `Tally.counts`."""
+        taken, skipped, bad, own, self.bad_in_a_row, worst = map(int, counts)
         if worst > self.config.max_bad_steps:
             raise NonFiniteGradientError(
                 f"loss or gradient was NaN or inf in {worst} steps in a row, more than "

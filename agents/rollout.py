@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor
 
 from agents.gae import running_sums
-from agents.lstm import Plan, plan_pieces, plans_to_device, to_device
-from agents.noise import philox, stream_key
+from agents.lstm import Plan, plan_pieces, plans_to_device, to_device, to_host
 from agents.normalize import Normalizer
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import World
-from rl_dist.seeding import SHUFFLE_STREAM
 
 if TYPE_CHECKING:
     from agents.policy import Policy
@@ -64,6 +61,26 @@ def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
 
 
 @dataclass
+class OnHost:
+    """What the host has to know of a rollout, read at once."""
+
+    episodes: np.ndarray  # [3] how many ended, and the sums of their returns and lengths
+    truncated: np.ndarray  # [T, B]
+    episode_start: np.ndarray  # [T, B]
+    finite: bool  # observations and rewards
+
+    @classmethod
+    def joined(cls, groups: list[OnHost]) -> OnHost:
+        """Of the groups of a rank's environments."""
+        return cls(
+            truncated=np.concatenate([one.truncated for one in groups], axis=1),
+            episode_start=np.concatenate([one.episode_start for one in groups], axis=1),
+            episodes=np.sum([one.episodes for one in groups], axis=0),
+            finite=all(one.finite for one in groups),
+        )
+
+
+@dataclass
 class Rollout:
     """T steps of B environments; every tensor is [T, B, ...] unless noted."""
 
@@ -80,6 +97,7 @@ class Rollout:
     episode_lengths: Tensor  # int64
     next_values: Tensor  # V of the true successor
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
+    on_host: OnHost
 
     @property
     def episode_end(self) -> Tensor:
@@ -90,14 +108,15 @@ class Rollout:
         self, next_obs: Tensor, env_offset: int, lifetime_step: int, rank: int
     ) -> None:
         """Raise UserError for the first NaN or inf that an environment returned."""
+        if self.on_host.finite:
+            return
         bad_obs = ~torch.isfinite(torch.cat([self.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
         bad_rewards = torch.nn.functional.pad(~torch.isfinite(self.rewards), (0, 0, 0, 1))
         bad = bad_obs | bad_rewards  # [T+1, B]
-        if bad.any():
-            t, column = bad.nonzero()[0].tolist()
-            what = "reward" if bad_rewards[t, column] else "observation"
-            where = f"environment {env_offset + column} at its step {lifetime_step + t}"
-            raise UserError(f"rank {rank}: NaN or inf in the {what} of {where}", exit_code=1)
+        t, column = bad.nonzero()[0].tolist()
+        what = "reward" if bad_rewards[t, column] else "observation"
+        where = f"environment {env_offset + column} at its step {lifetime_step + t}"
+        raise UserError(f"rank {rank}: NaN or inf in the {what} of {where}", exit_code=1)
 
 
 def policy_input(
@@ -169,8 +188,9 @@ def _collect_in_groups(
                 env.send(made[group], group)
     for name in carry.tensors():
         setattr(carry, name, torch.cat([getattr(part, name) for part in carries]))
-    columns = (field.name for field in fields(Rollout))
-    return Rollout(**{n: torch.cat([getattr(one, n) for one in made], dim=1) for n in columns})
+    columns = [field.name for field in fields(Rollout) if field.name != "on_host"]
+    joined = {n: torch.cat([getattr(one, n) for one in made], dim=1) for n in columns}
+    return Rollout(**joined, on_host=OnHost.joined([one.on_host for one in made]))
 
 
 def _act(
@@ -221,10 +241,24 @@ def _act(
     stacked = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     actor, raw_rewards = stacked.pop("actor"), stacked.pop("raw_rewards")
     stacked["rewards"] = stacked["rewards"].double()
-    stacked["next_values"] = _next_values(policy, normalize, successors, stacked)
     stacked["logprobs"] = policy.logprobs(actor, stacked["actions"])
-    stacked |= _episode_sums(carry, raw_rewards, stacked["terminated"] | stacked["truncated"])
-    yield Rollout(**stacked, initial_states=torch.stack(initial_states))
+    ends = stacked["terminated"] | stacked["truncated"]
+    stacked |= _episode_sums(carry, raw_rewards, ends)
+    on_host = _read(stacked, ends, carry.obs)
+    stacked["next_values"] = _next_values(policy, normalize, successors, stacked, on_host.truncated)
+    yield Rollout(**stacked, initial_states=torch.stack(initial_states), on_host=on_host)
+
+
+def _read(steps: dict[str, Tensor], episode_end: Tensor, next_obs: Tensor) -> OnHost:
+    """What the host needs of steps [T, B, ...] and of what followed them."""
+    named = ("episode_returns", "episode_lengths")
+    sums = [(steps[name] * episode_end).sum().double() for name in named]
+    episodes = torch.stack([episode_end.sum().double(), *sums])  # whole numbers are exact
+    checked = (steps["raw_obs"], steps["rewards"], next_obs)
+    finite = torch.stack([torch.isfinite(values).all() for values in checked])
+    flags = (steps["truncated"], steps["episode_start"])
+    episodes_read, truncated, starts, usable = to_host([episodes, *flags, finite])
+    return OnHost(episodes_read, truncated, starts, bool(usable.all()))
 
 
 def _episode_sums(carry: Carry, rewards: Tensor, episode_end: Tensor) -> dict[str, Tensor]:
@@ -242,18 +276,19 @@ def _next_values(
     normalize: Callable[[Tensor], Tensor],
     successors: list[tuple[Tensor, ...]],
     steps: dict[str, Tensor],  # each [T, B, ...]
+    truncated: np.ndarray,  # [T, B]
 ) -> Tensor:
     """V of the true successor of every step, [T, B]: zero where the episode terminated."""
     # the next step's value, unless the episode or the rollout ended
     next_values = torch.empty_like(steps["values"])
     next_values[:-1] = steps["values"][1:]
-    needs_bootstrap = steps["truncated"].clone()
+    needs_bootstrap = truncated.copy()
     needs_bootstrap[-1] = True
 
     # those are evaluated now, all at once; the recurrent states that come out are discarded
-    flags = needs_bootstrap.cpu().numpy()
-    cells, columns = to_device([np.flatnonzero(flags), flags.nonzero()[1]], next_values.device)
-    by_step = columns.split(flags.sum(1).tolist())
+    places = [np.flatnonzero(needs_bootstrap), needs_bootstrap.nonzero()[1]]
+    cells, columns = to_device(places, next_values.device)
+    by_step = columns.split(needs_bootstrap.sum(1).tolist())
     kept = [
         [part.index_select(0, index) for part in step]
         for step, index in zip(successors, by_step, strict=True)
@@ -312,39 +347,6 @@ def cut_rollout(
     )
 
 
-def stratum_size(num_minibatches: int, sequences_per_env: int) -> int:
-    """Neighbouring global environments that shuffle together; see docs/design.md."""
-    return num_minibatches // math.gcd(num_minibatches, sequences_per_env)
-
-
-def sequence_orders(
-    key: tuple[int, int],  # (seed, iteration)
-    num_epochs: int,
-    env_offset: int,  # global index of this rank's first environment
-    num_envs: int,
-    sequences_per_env: int,
-    num_minibatches: int,
-) -> np.ndarray:
-    """This rank's sequences (k * B + b): [num_epochs, num_minibatches, sequences].
-
-    Sequences are sorted by random keys within strata of global environments and every stratum gives
-    each minibatch equally many, so the global minibatch does not depend on the number of ranks.
-    """
-    size = stratum_size(num_minibatches, sequences_per_env)
-    assert num_envs % size == 0 and env_offset % size == 0
-    seed, iteration = key
-    epochs = torch.arange(num_epochs)[:, None, None]
-    envs = torch.arange(env_offset, env_offset + num_envs)[:, None]  # [B, 1]
-    counter = (torch.arange(sequences_per_env), envs, torch.tensor(iteration), epochs)
-    high, low, *_ = philox(counter, stream_key(seed, SHUFFLE_STREAM))  # [epochs, B, K]
-    keys = (high << 31 | low >> 1).numpy().reshape(num_epochs, num_envs // size, -1)
-    order = keys.argsort(axis=-1, kind="stable")  # number b * K + k within its stratum
-    env, k = np.divmod(order, sequences_per_env)
-    columns = k * num_envs + env + np.arange(0, num_envs, size)[:, None]
-    by_minibatch = columns.reshape(*columns.shape[:2], num_minibatches, -1)
-    return by_minibatch.swapaxes(1, 2).reshape(num_epochs, num_minibatches, -1)
-
-
 @dataclass
 class Schedule:
     """Sequences of each minibatch of an update; how its microbatches are cut."""
@@ -363,19 +365,19 @@ class Schedule:
 
 
 def make_schedule(
-    sequences: Minibatch, order: np.ndarray, num_microbatches: int, with_plans: bool
+    starts: np.ndarray | None, order: np.ndarray, num_microbatches: int, device: torch.device
 ) -> Schedule:
     """The schedule of an update; all its index tables reach the device by one copy.
 
     Args:
-        order: [epochs, minibatches, sequences] by `sequence_orders`.
+        starts: [L, K * B] episode starts; None: no plans are made.
+        order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
     """
     plans: list[Plan] = []
-    if with_plans:
-        starts = sequences.episode_start.cpu().numpy()
+    if starts is not None:
         batches = order.reshape(-1, order.shape[2] // num_microbatches)
         plans = plan_pieces(starts, list(batches))
-    plans, (index,) = plans_to_device(plans, sequences.obs.device, order)
+    plans, (index,) = plans_to_device(plans, device, order)
     by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
     return Schedule(index, by_minibatch)
 
@@ -387,25 +389,24 @@ def episode_metrics(
     use: dict[str, float | None],
     world: World,
     env_metrics: Mapping[str, tuple[float, int]] = {},  # never changed
+    signum: int = 0,
 ) -> dict[str, Any]:
-    """Returns and lengths of the episodes that ended, overall and per rank.
+    """Returns and lengths of the episodes that ended, overall and per rank, in one gathering.
 
     Args:
         timing: seconds of this rank's phases.
         use: of this rank's GPU, CPU and memory.
         env_metrics: sum and count of what this rank's environments report of themselves.
+        signum: of the stop signal that this rank has got; the largest of all is returned.
     """
-    ended = rollout.episode_end
-    lengths, returns = rollout.episode_lengths * ended, rollout.episode_returns * ended
-    # in one reading; whole numbers are exact
-    found = torch.stack([ended.sum().double(), returns.sum(), lengths.sum().double()])
-    count, return_sum, length_sum = found.tolist()
+    count, return_sum, length_sum = rollout.on_host.episodes.tolist()
     own = {
         "rank": world.rank,
         "episode/count": int(count),
         "return_sum": return_sum,
         "length_sum": int(length_sum),
         "restarts": env_restarts,
+        "signum": signum,
         "env_metrics": env_metrics,
         **timing,
         **use,
@@ -428,6 +429,7 @@ def episode_metrics(
         "episode/count": count,
         **{f"env/{name}": total / number for name, (total, number) in sums.items() if number},
         "env/restarts": sum(rank.pop("restarts") for rank in ranks),
+        "signum": max(rank.pop("signum") for rank in ranks),
         **{key: max(rank[key] for rank in ranks) for key in timing},
         "ranks": ranks,
     }

@@ -26,7 +26,15 @@ from agents.ppo import (
     normalize_advantages,
     rollout_sums,
 )
-from agents.rollout import Carry, Rollout, collect, cut_rollout, episode_metrics, fresh_carry
+from agents.rollout import (
+    Carry,
+    Rollout,
+    collect,
+    cut_rollout,
+    episode_metrics,
+    fresh_carry,
+    to_sequences,
+)
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
@@ -208,16 +216,17 @@ class Training:
 
         # epochs over minibatches of sequences
         sequences = cut_rollout(rollout, advantages, returns, train.bptt_steps)
+        starts = to_sequences(torch.from_numpy(rollout.on_host.episode_start), train.bptt_steps)
         key = (train.seed, self.iteration)
+        share = (sizes.env_offset, sizes.num_envs, sizes.num_minibatches)
+        report = {"ppo/explained_variance": explained}
         try:
-            metrics = self.ppo.update(
-                sequences, key, sizes.env_offset, sizes.num_envs, sizes.num_minibatches
-            )
+            metrics = self.ppo.update(sequences, key, *share, starts.numpy(), report)
         except NonFiniteGradientError as error:
             message = f"{error}; {last_checkpoint(self.job.run_dir)}"
             raise NonFiniteGradientError(message, exit_code=1) from error
         self.merge_statistics(sums)
-        return {"ppo/explained_variance": float(explained)} | metrics
+        return metrics
 
     def statistics(self, rollout: Rollout, discounted: Tensor) -> dict[str, Tensor]:
         """This rank's sums for both normalisers' statistics."""
@@ -346,15 +355,16 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         timing["time/idle_share"] = waited_s / (updated - started)
         use = training.monitor.take()
         own = training.take_env_metrics()
-        metrics = episode_metrics(rollout, timing, training.env_restarts, use, world, own)
-        training.restarts_reported += training.env_restarts
+        restarts = training.env_restarts
+        metrics = episode_metrics(rollout, timing, restarts, use, world, own, stop.signum)
+        training.restarts_reported += restarts
         for line in stragglers.in_metrics(metrics["ranks"]):
             logger.warning(line)
 
-        # count, and agree whether to stop
+        # count; all ranks stop at a signal to any of them
         training.global_step += steps_per_iteration
         training.episodes += metrics["episode/count"]
-        signal = all_reduce_max(stop.signum, world)
+        signal = metrics.pop("signum")
         elapsed = time.perf_counter() - started
         training.profiler.end(writer.say)
         counters = {"iteration": training.iteration, "global_step": training.global_step}

@@ -19,8 +19,7 @@ import torch
 from gymnasium import spaces
 
 from agents.lstm import plan_pieces, plans_to_device
-from agents.noise import action_noise
-from agents.rollout import sequence_orders
+from agents.noise import action_noise, sequence_orders
 
 NUM_STEPS, BPTT_STEPS, EPOCHS, MINIBATCHES, EPISODE = 128, 32, 4, 2, 250
 

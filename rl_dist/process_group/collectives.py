@@ -1,8 +1,8 @@
 """Collective calls between ranks; nothing is ever pickled.
 
-Every rank makes the same calls in the same order. All work with gloo and NCCL, and with one rank;
-tensors travel on `world.device` and come back to where they were. The time spent here is added to
-`world.sync_seconds`.
+Every rank makes the same calls in the same order. All work with gloo and NCCL; tensors travel on
+`world.device` and come back to where they were. A rank alone sends nothing, and waits for no GPU.
+The time spent here is added to `world.sync_seconds`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rl_dist.process_group.world import World
 # training thread's parallel regions, and every one of them sleeps in the kernel: iterations took
 # twice as long. So gathers travel in chunks.
 GATHER_WORDS = 16_384  # of 8 bytes
+FIRST_WORDS = 512  # that travel with their number; few gatherings have more
 
 
 class DesyncError(UserError):
@@ -44,10 +45,13 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
         float64 tensors of the shapes that went in, each on the device its value came from.
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
+    if world.size == 1:
+        return {name: tensor.double() for name, tensor in tensors.items()}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
     # the square and the sums of this number are exact in float64
     mark = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
-    head = torch.tensor([mark, mark * mark], dtype=torch.float64, device=world.device)
+    head = torch.full((2,), mark, dtype=torch.float64, device=world.device)
+    head[1] *= mark
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
     words = [f"{name}{shape}" if shape else name for name, shape in layout]
@@ -109,43 +113,58 @@ def all_gather_json(obj: Any, world: World) -> list[Any]:
 
 def _gather_bytes(raw: Tensor, world: World, *, everywhere: bool = False) -> list[Tensor] | None:
     """Return every rank's bytes on the CPU; None where they do not arrive."""
-    with world.waiting("gather of sizes"):
-        size = torch.tensor([raw.numel()], device=world.device)
-        sizes = [torch.empty_like(size) for _ in range(world.size)]
-        dist.all_gather(sizes, size)
-        lengths = [int(length) for length in sizes]
-    padded = torch.zeros(-(-max(lengths) // 8) * 8, dtype=torch.uint8)
-    padded[: raw.numel()] = raw
+    if world.size == 1:
+        return [raw]
+    num_words = -(-raw.numel() // 8)
+    words = torch.zeros(max(FIRST_WORDS, 1 + num_words), dtype=torch.int64)
+    words[0] = raw.numel()
+    words[1:].view(torch.uint8)[: raw.numel()] = raw
     arrives = everywhere or world.is_main_process
     with world.waiting("gather of bytes"):
-        words = padded.view(torch.int64).to(world.device)
-        received = [torch.empty_like(words) for _ in range(world.size)] if arrives else None
-        for first in range(0, words.numel(), GATHER_WORDS):
-            part = words[first : first + GATHER_WORDS]
-            places = [rank[first : first + GATHER_WORDS] for rank in received] if received else None
+        # the number of bytes and the first of them, in one call and one reading
+        first = words[:FIRST_WORDS].to(world.device)
+        places = [torch.empty_like(first) for _ in range(world.size)]
+        dist.all_gather(places, first)
+        firsts = torch.stack(places).cpu()  # [W, FIRST_WORDS]
+        lengths = firsts[:, 0].tolist()
+
+        # what does not fit in there
+        longest = 1 - (-max(lengths) // 8)
+        own = torch.zeros(max(longest - FIRST_WORDS, 0), dtype=torch.int64)
+        own[: len(words) - FIRST_WORDS] = words[FIRST_WORDS:]
+        own = own.to(world.device)
+        rests = [torch.empty_like(own) for _ in range(world.size)] if arrives else None
+        for begin in range(0, own.numel(), GATHER_WORDS):
+            part = own[begin : begin + GATHER_WORDS]
+            places = [rest[begin : begin + GATHER_WORDS] for rest in rests or ()]
             if everywhere:
                 dist.all_gather(places, part)
             else:
-                dist.gather(part, places, dst=0)
-        if received is None:
+                dist.gather(part, places or None, dst=0)
+        if rests is None:
             return None
-        on_cpu = [rank.cpu().view(torch.uint8) for rank in received]
-    return [rank[:length] for rank, length in zip(on_cpu, lengths, strict=True)]
+        rests = [rest.cpu() for rest in rests]
+    whole = [torch.cat([head[1:], rest]) for head, rest in zip(firsts, rests, strict=True)]
+    return [one.view(torch.uint8)[:length] for one, length in zip(whole, lengths, strict=True)]
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
     """Return the bytes of rank `source` on every rank; the others pass none."""
+    if world.size == 1:
+        return data
     raw = torch.zeros(all_reduce_max(len(data), world), dtype=torch.uint8)
     if world.rank == source:
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     raw = raw.to(world.device)
     with world.waiting("broadcast of bytes"):
         dist.broadcast(raw, src=source)
-    return raw.cpu().numpy().tobytes()
+        return raw.cpu().numpy().tobytes()
 
 
 def all_reduce_max(value: int, world: World) -> int:
     """Return the largest of all ranks' integers: how ranks take a decision together."""
+    if world.size == 1:
+        return value
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
     with world.waiting("agreement on a number"):
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)

@@ -125,6 +125,11 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def is_done(at: Mark) -> bool:
+    """Return whether what came before a mark is done; False may be late."""
+    return isinstance(at, float) or bool(at.query())
+
+
 def between(begun: Mark, ended: Mark) -> float:
     """Return the seconds from one mark to another; of a GPU's, both must be done."""
     if isinstance(begun, float) and isinstance(ended, float):

@@ -23,7 +23,7 @@ from rl_dist.errors import UserError
 from rl_dist.hardware.memory import available_cores
 from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
 from rl_dist.process_group.rendezvous import open_store
-from rl_dist.process_group.timing import Mark, between, mark
+from rl_dist.process_group.timing import Mark, between, is_done, mark
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, RankStatus, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class World:
     size: int
     device: torch.device
     backend: str  # "gloo" or "nccl"
-    sync_seconds: float = 0.0  # waited in our collectives; the caller resets it
-    # when gradients were ready and when reduced; the caller forgets them
+    # in our collectives, and for gradients: from when they were ready until they were reduced
+    sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
@@ -81,14 +81,12 @@ class World:
 
         `place` names the collective in messages.
         """
-        self.synchronize()
-        started = time.perf_counter()
+        begun = mark(self.device)
         try:
             with self._in_collective(place):
                 yield
-                self.synchronize()
         finally:
-            self.sync_seconds += time.perf_counter() - started
+            self.sync_waits.append((begun, mark(self.device)))
 
     @contextmanager
     def reduction_context(self, place: str = "") -> Iterator[None]:
@@ -109,16 +107,23 @@ class World:
         self._announce("gradient reduction")
 
     @property
+    def sync_seconds(self) -> float:
+        """Seconds waited in our collectives; a GPU's queue is waited for."""
+        return self._seconds(self.sync_waits)
+
+    @property
     def gradient_seconds(self) -> float:
-        """Seconds waited for gradients to be reduced; on a GPU this waits for its queue."""
-        if self.gradient_waits:
+        """Seconds waited for gradients to be reduced; a GPU's queue is waited for."""
+        return self._seconds(self.gradient_waits)
+
+    def _seconds(self, waits: list[tuple[Mark, Mark]]) -> float:
+        if waits and not is_done(waits[-1][1]):
             self.synchronize()
-        return sum(between(*marks) for marks in self.gradient_waits)
+        return sum(between(*marks) for marks in waits)
 
     def forget_waits(self) -> None:
         """Begin to measure waiting anew."""
-        self.sync_seconds = 0.0
-        self.gradient_waits = []
+        self.sync_waits, self.gradient_waits = [], []
 
     @contextmanager
     def _in_collective(self, place: str) -> Iterator[None]:

@@ -2,14 +2,10 @@ import pytest
 import torch
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
+from agents.noise import sequence_orders
 from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
-from agents.rollout import (
-    collect,
-    fresh_carry,
-    sequence_orders,
-    to_sequences,
-)
+from agents.rollout import collect, fresh_carry, to_sequences
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],

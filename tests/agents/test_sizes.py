@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from agents.noise import sequence_orders, stratum_size
 from agents.ppo import PPOConfig
-from agents.rollout import sequence_orders, stratum_size
 from agents.run.start import sizes_table
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 

@@ -146,18 +146,17 @@ def test_vector_steps_do_not_wait_for_the_device(world, tmp_path):
     assert len(done) == steps
 
 
-def test_a_gradient_step_waits_as_often_as_rehearsed(world, tmp_path, record_property):
+def test_an_update_waits_as_often_as_rehearsed(world, tmp_path, record_property):
     training = Training(job_on("cuda", TRADING, tmp_path), world)
     rollout = training.collect(lifetime_step=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        losses = training.update(rollout)
+        training.update(rollout)
         torch.cuda.set_sync_debug_mode("default")
     waits = sum("synchronizing" in str(warning.message) for warning in caught)
-    per_step = waits / losses["optim/steps"]
-    record_property("waits per gradient step", per_step)
-    assert 0 < per_step < 40
+    record_property("waits in an update", waits)
+    assert waits < 4  # the losses are read once
 
 
 @needs_real_gpu

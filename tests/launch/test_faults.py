@@ -353,6 +353,6 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_end_soon_and_sa
     line = only_error(err)
     assert "the ranks made different collective calls and wait for each other" in line
     assert "rank 0 waits in 'agreement on a number' (collective 1, update)" in line
-    assert "rank 1 waits in 'gather of sizes' (collective 1, update)" in line
+    assert "rank 1 waits in 'gather of bytes' (collective 1, update)" in line
     for rank in range(2):
         assert "dist.all_" in (tmp_path / "logs" / f"rank_{rank}.log").read_text()  # its stack
