@@ -6,6 +6,7 @@ import numpy as np
 
 # Streams of SeedSequence([seed, stream, ...]): what is drawn from one never overlaps another.
 POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, EVALUATION_STREAM = range(5)
+PREDICTION_STREAM = 5
 
 
 def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int = 0) -> list[int]:

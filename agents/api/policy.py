@@ -14,8 +14,10 @@ from agents.noise import action_noise
 from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
 from agents.run.saved import LoadedAgent, load_agent
+from envs.vector.layout import Layout
 from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
+from rl_dist.seeding import PREDICTION_STREAM, stream_seeds
 
 # recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
 State = tuple[np.ndarray, ...]
@@ -37,7 +39,9 @@ class LoadedPolicy:
         parts = agent.policy.layout.parts
         own = len(self._encode.parts) if agent.spaces_json else len(parts)
         self._extras = {part.name: part.size for part in parts[own:]}
-        self._seed, self._num_drawn = seed, 0
+        self._own_mask = Layout(self._encode.parts).columns("mask")
+        self._noise_seed = stream_seeds(seed, PREDICTION_STREAM, 0, 1)[0]
+        self._num_drawn = 0
 
     def predict(
         self,
@@ -56,29 +60,82 @@ class LoadedPolicy:
             observation: one of `observation_space`, or a batch of them.
             state: what the call before returned; None: at the start.
             episode_start: [B] bool, whose state is forgotten first; None: nobody's.
-            deterministic: the most likely action; else sampled as in training.
+            deterministic: the most likely action; else drawn anew at every call, from numbers that
+                no training draws. That is white noise, whatever --noise_color the policy had.
             action_masks: [B, choices], for a policy trained with --info_mask; None: all allowed.
             reward: [B] of the step before, for a policy trained with --previous_reward.
 
         Raises:
-            UserError: a state of another batch, or masks that do not fit.
+            UserError: an observation, a state or masks that do not fit.
         """
-        single = self._is_single(observation)
-        batch = [observation] if single else observation
-        batch = np.asarray(batch) if single and not _is_nested(observation) else batch
-        count = 1 if single else _batch_size(observation)
-        start = np.zeros(count, bool) if episode_start is None else np.asarray(episode_start, bool)
-        start = start.reshape(count)
-        before = np.zeros((count, self._extras.get("previous_action", 0)), np.float32)
-        if state is not None and len(state[2]) == count:
-            before = state[2] * ~start[:, None]
-        extras = self._extra_columns(count, action_masks, before, np.asarray(reward) * ~start)
-        row = np.concatenate([self._encode(batch, count), *extras], axis=1)  # [B, F]
-        tensors = torch.from_numpy(row), torch.from_numpy(start)
-        actions, state = self._act(tensors[0], state, tensors[1], deterministic)
+        rows, single = self._encoded(observation)  # [B, F]
+        count = len(rows)
+        start = _for_each(
+            count, "episode_start", np.False_ if episode_start is None else episode_start
+        )
+        start = start.astype(bool)
+        rewards = _for_each(count, "reward", reward) * ~start
+        state = self._checked_state(state, count)
+        before = state[2] * ~start[:, None]
+        extras = self._extra_columns(count, action_masks, before, rewards)
+        row = np.concatenate([rows, *extras], axis=1)
+        actions, after_step = self._act(
+            torch.from_numpy(row), state, torch.from_numpy(start), deterministic
+        )
         own = self._decode(actions, count)
         after = self._decode.encode(actions)[:, : before.shape[1]]
-        return (_first(own) if single else own), (*state, after)
+        return (_first(own) if single else own), (*after_step, after)
+
+    def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
+        """Return an observation as rows [B, F], and whether it was a single one."""
+        try:
+            single = self._is_single(observation)
+            batch = [observation] if single else observation
+            batch = np.asarray(batch) if single and not _is_nested(observation) else batch
+            rows = self._encode(batch, 1 if single else _batch_size(observation))
+        except (LookupError, TypeError, ValueError) as error:
+            why = (
+                f"it has no {error}"
+                if isinstance(error, KeyError)
+                else one_line(error, named=False)
+            )
+            space = " ".join(str(self.observation_space).split())[:300]
+            raise UserError(f"observation does not fit {space}: {why}") from None
+        if not np.isfinite(rows).all():
+            raise UserError("observation holds NaN or infinity")
+        self._check_masks(rows[:, self._own_mask])
+        return rows, single
+
+    def _checked_state(self, state: State | None, count: int) -> State:
+        """Return the state of so many environments: zeros for None."""
+        policy = self.agent.policy
+        parts = policy.initial_state(count), policy.empty_history(count)
+        inputs = np.zeros((count, self._extras.get("previous_action", 0)), np.float32)
+        zeros = (*(part.cpu().numpy() for part in parts), inputs)
+        if state is None:
+            return zeros
+        wanted = [part.shape for part in zeros]
+        found = [np.shape(part) for part in state] if isinstance(state, tuple | list) else []
+        if found == wanted:
+            return tuple(np.asarray(part) for part in state)
+        if [shape[1:] for shape in found] == [shape[1:] for shape in wanted]:
+            raise UserError(
+                f"state is of {found[0][0]} environments and observation of {count}: pass None "
+                "where a batch begins"
+            )
+        raise UserError(
+            f"state is none of this policy, whose parts have shapes {wanted}, got {found}: pass "
+            "what the last predict of it returned, or None"
+        )
+
+    def _check_masks(self, masks: np.ndarray) -> None:
+        """Refuse masks [B, choices] that allow nothing, or hold other numbers than 0 and 1."""
+        if masks.shape[1]:
+            if ((masks != 0) & (masks != 1)).any():
+                raise UserError("action_masks must hold 0 and 1 only")
+            ends = np.cumsum(self._decode.sizes)[:-1]
+            if not all(part.any(1).all() for part in np.split(masks, ends, axis=1)):
+                raise UserError("action_masks allows no action: each choice needs a 1")
 
     def _extra_columns(
         self, count: int, masks: np.ndarray | None, action: np.ndarray, reward: np.ndarray
@@ -90,35 +147,25 @@ class LoadedPolicy:
             if given.size != count * size:
                 raise UserError(f"action_masks has {given.size} numbers, not {count} x {size}")
             columns[MASK_KEY] = given.reshape(count, size)
-            ends = np.cumsum(self._decode.sizes)[:-1]
-            if not all(part.any(1).all() for part in np.split(columns[MASK_KEY], ends, axis=1)):
-                raise UserError("action_masks allows no action: each choice needs a 1")
+            self._check_masks(columns[MASK_KEY])
         elif masks is not None:
             raise UserError("action_masks: this policy was trained without --info_mask")
-        columns["previous_reward"] = np.broadcast_to(reward, count)[:, None]
+        columns["previous_reward"] = reward[:, None]
         return [columns[name].astype(np.float32) for name in self._extras]
 
     def _act(
-        self, obs: Tensor, state: State | None, start: Tensor, deterministic: bool
+        self, obs: Tensor, state: State, start: Tensor, deterministic: bool
     ) -> tuple[Tensor, State]:
         policy, normalizer = self.agent.policy, self.agent.normalizer
-        device = policy.critic_head.weight.device
-        before = policy.initial_state(len(obs)), policy.empty_history(len(obs))
-        if state is not None:
-            lstm_state, history = (torch.as_tensor(part, device=device) for part in state[:2])
-        else:
-            lstm_state, history = before
-        if lstm_state.shape != before[0].shape:
-            raise UserError(
-                f"state is of {len(lstm_state)} environments and observation of {len(obs)}: pass "
-                "None where a batch begins"
-            )
+        device, dtype = policy.critic_head.weight.device, policy.critic_head.weight.dtype
+        lstm_state, history = (torch.as_tensor(part).to(device, dtype) for part in state[:2])
         obs, start = obs.to(device), start.to(device)
         history = history * ~start[:, None, None]
         seen = policy_input(normalizer, history, obs, lstm_state.dtype)
         noise = None
         if not deterministic:
-            drawn = action_noise(self._decode.space, self._seed, 0, len(obs), self._num_drawn, 1)
+            place = (self._noise_seed, 0, len(obs), self._num_drawn, 1)
+            drawn = action_noise(self._decode.space, *place)
             noise = drawn[0].to(device, lstm_state.dtype)  # [B, A]
             self._num_drawn += 1
         actions, _, _, after = policy.act(seen, lstm_state, start, noise)
@@ -147,6 +194,14 @@ def load_policy(
         UserError: there is no such checkpoint, or it is damaged.
     """
     return LoadedPolicy(load_agent(path, device, which), seed)
+
+
+def _for_each(count: int, name: str, given: Any) -> np.ndarray:
+    """Return [count] numbers, one for all or one for each."""
+    numbers = np.asarray(given)
+    if numbers.dtype.kind not in "biuf" or numbers.size not in (1, count):
+        raise UserError(f"{name} must be {count} number(s), one per observation, got {given!r:.80}")
+    return np.broadcast_to(numbers.ravel(), count)
 
 
 def _is_nested(observation: Any) -> bool:

@@ -126,6 +126,10 @@ class _Leaf:
         wanted = (count, *(self.space.shape or ()))
         if values.shape != wanted:
             raise ValueError(f"{self._where}shape {values.shape} is not {wanted}")
+        if (self.axes or self.categories) and values.dtype.kind not in "biu":
+            raise ValueError(
+                f"{self._where}numbers of type {values.dtype} are not {self.space.dtype}"
+            )
         if self.axes:
             channels_first = values.transpose(0, *(axis + 1 for axis in self.axes))
             return channels_first.reshape(count, -1).astype(np.float32) / np.float32(255)

@@ -1,0 +1,80 @@
+"""What `predict` refuses in one line, and what it draws."""
+
+import numpy as np
+import pytest
+import torch
+from test_export import agent_of
+
+from agents.api.policy import LoadedPolicy
+from agents.noise import action_noise
+from envs.vector.layout import Part
+from rl_dist.errors import UserError
+
+IMAGE = {"camera": np.zeros((13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
+MASKED = {"action_mask": np.ones(7, np.int8), "place": np.zeros(4)}
+STATE = np.zeros((1, 6, 8), np.float32)  # of the cascade, one observation
+WRONG = {  # policy, observation, other arguments, the error
+    "no key": ("images", {"camera": IMAGE["camera"], "speed": np.zeros(4)}, {}, "has no 'gear'"),
+    "shape": ("clstm", np.zeros((2, 3)), {}, r"shape \(2, 3\) is not \(2, 4\)"),
+    "number": ("clstm", 3.0, {}, "does not fit Box"),
+    "text": ("clstm", np.array(["a"] * 4), {}, "could not convert"),
+    "NaN": ("clstm", np.full(4, np.nan), {}, "NaN or infinity"),
+    "image of floats": (
+        "images", IMAGE | {"camera": np.zeros((13, 12, 3))}, {}, "camera: .* float64 are not uint8",
+    ),
+    "choice of floats": ("images", IMAGE | {"gear": 1.5}, {}, "gear: numbers of type float64"),
+    "choice outside": ("images", IMAGE | {"gear": 3}, {}, "gear: a value is outside"),
+    "mask of nothing": (
+        "several masked choices", MASKED | {"action_mask": np.array([0] * 4 + [1] * 3)}, {},
+        "allows no action",
+    ),
+    "mask of halves": (
+        "several masked choices", MASKED | {"action_mask": np.full(7, 0.5)}, {}, "0 and 1 only",
+    ),
+    "starts": ("clstm", np.zeros((2, 4)), {"episode_start": [True] * 3}, "episode_start must be 2"),
+    "rewards": ("clstm", np.zeros((2, 4)), {"reward": [1.0] * 3}, "reward must be 2 number"),
+    "other batch": (
+        "clstm", np.zeros((2, 4)), {"state": (STATE, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
+        "state is of 1 environments and observation of 2",
+    ),
+    "other policy": (
+        "gru", np.zeros(4), {"state": (STATE, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
+        "state is none of this policy",
+    ),
+    "no state at all": ("gru", np.zeros(4), {"state": 7}, "state is none of this policy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_in_one_line(name, tmp_path):
+    form, observation, arguments, words = WRONG[name]
+    policy = LoadedPolicy(agent_of(form, tmp_path))
+    with pytest.raises(UserError, match=words) as refused:
+        policy.predict(observation, **arguments)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mask_of_info_that_allows_nothing_is_refused(tmp_path):
+    mask = Part("action_mask", "mask", (3,))
+    policy = LoadedPolicy(agent_of("start of choices", tmp_path, (mask,)))
+    assert policy.predict(np.zeros(4), action_masks=[0, 1, 0])[0] == 6
+    with pytest.raises(UserError, match="allows no action"):
+        policy.predict(np.zeros(4), action_masks=[0, 0, 0])
+
+
+def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
+    """By the same seed the first environment of a training would draw other numbers."""
+    agent = agent_of("clstm", tmp_path)
+    policy = LoadedPolicy(agent, seed=7)
+    with torch.no_grad():  # in the middle of the bounds, the deviation a tenth of their width
+        agent.policy.actor_head.weight.zero_()
+        agent.policy.log_std.fill_(np.log(0.2))
+    obs = np.zeros((1, 4))
+    drawn = np.array([policy.predict(obs, deterministic=False)[0] for _ in range(400)])
+    noise = (drawn[:, 0, 0] - [0.2, 446.5]) / [0.02, 90.7]  # [400, A]
+    assert np.abs(noise.mean(0)).max() < 0.2 and np.abs(noise.std(0) - 1).max() < 0.15
+    assert np.abs((noise[1:] * noise[:-1]).mean(0)).max() < 0.2
+    trained = action_noise(policy._decode.space, 7, 0, 1, 0, 400)[:, 0].numpy()
+    assert np.abs((noise * trained).mean(0)).max() < 0.2
+    again = LoadedPolicy(agent, seed=7)
+    assert np.array_equal(drawn[0], again.predict(obs, deterministic=False)[0])
