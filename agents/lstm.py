@@ -34,15 +34,18 @@ class PieceGroup:
 Plan = list[PieceGroup]  # of some sequences; empty: there is nothing to cut
 
 
-def plan_pieces(episode_start: np.ndarray, batches: Sequence[np.ndarray]) -> list[Plan]:
+def plan_pieces(
+    episode_start: np.ndarray, batches: Sequence[np.ndarray], call_steps: float = 0.0
+) -> list[Plan]:
     """Cut batches of sequences at episode starts; group the pieces by length.
 
     Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
-    half of a group.
+    half of a group. Neighbours join where that costs less than a call.
 
     Args:
         episode_start: [T, S] bool.
         batches: columns of it, [N] each.
+        call_steps: steps of one row that take as long as a call does, however few it has.
     """
     # pieces of all sequences: column, first step and length of each
     num_steps, num_columns = episode_start.shape
@@ -72,9 +75,30 @@ def plan_pieces(episode_start: np.ndarray, batches: Sequence[np.ndarray]) -> lis
         column = np.repeat(np.arange(len(batch)), own)[order]
         first_cells = starts[pieces] * len(batch) + column
         table = np.stack([column, first_cells, lengths[pieces] - 1, stateful[pieces]])
-        groups = np.split(table, np.flatnonzero(np.diff(level[pieces])) + 1, axis=1)
-        plans.append([PieceGroup(group, int(group[2].max()) + 1) for group in groups])
+        bounds = np.flatnonzero(np.diff(level[pieces], prepend=-2, append=99))  # of levels
+        longest = np.maximum.reduceat(table[2], bounds[:-1]) + 1
+        splits = cheapest_splits(np.diff(bounds).tolist(), longest.tolist(), call_steps)
+        groups = np.split(table, bounds[splits[1:]], axis=1)
+        sizes = longest[splits].tolist()
+        plans.append([PieceGroup(*each) for each in zip(groups, sizes, strict=True)])
     return plans
+
+
+def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
+    """Return the first levels of the groups whose calls take the least time together.
+
+    Args:
+        counts: pieces of each level, the level of the longest first.
+        longest: steps of a level's longest piece.
+    """
+    best: list[tuple[float, list[int]]] = [(0.0, [])]  # of the first levels: time, groups
+    for end in range(1, len(counts) + 1):
+        ways = []
+        for first, (time, groups) in enumerate(best):
+            joint = call_steps + longest[first] * sum(counts[first:end])
+            ways.append((time + joint, [*groups, first]))
+        best.append(min(ways))
+    return best[-1][1]
 
 
 def plans_to_device(

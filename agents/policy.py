@@ -25,6 +25,9 @@ from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import autocast
 
+# of a core whose step takes as long for one row as a call (0.8 ms), on a CPU
+CALL_WEIGHTS = 10_000_000
+
 
 @configuration
 class PolicyConfig:
@@ -213,6 +216,18 @@ class Policy(nn.Module):
         """Number of [B, H] vectors in the state; the feature core's are the last."""
         of_features = 0 if self.config.feature_window else self.feature_core.num_states
         return self.num_decision_states + of_features
+
+    @property
+    def call_steps(self) -> float:
+        """Steps of one row that take as long as a call of a core, however few it has.
+
+        0 where a step is more than its cores: with windows and images.
+        """
+        if self.config.feature_window or self.feature_encoder.images:
+            return 0.0
+        cores = (self.feature_core, self.actor_core, self.critic_core)
+        sizes = [sum(p.numel() for p in core.parameters()) for core in cores if core.num_states]
+        return CALL_WEIGHTS * self.config.num_layers * len(sizes) / max(sum(sizes), 1)
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state [num_envs, S, H]."""

@@ -277,7 +277,8 @@ class PPO:
         device = sequences.obs.device
         starts = sequences.episode_start.cpu().numpy() if starts is None else starts
         starts = starts if self._plans_ahead else None
-        schedule = make_schedule(starts, order, self.num_microbatches, device)
+        call_steps = self.policy.call_steps
+        schedule = make_schedule(starts, order, self.num_microbatches, device, call_steps)
         tally = Tally(device, self.bad_in_a_row)
         self.clock.start()
         for epoch in range(self.config.update_epochs):

@@ -365,18 +365,23 @@ class Schedule:
 
 
 def make_schedule(
-    starts: np.ndarray | None, order: np.ndarray, num_microbatches: int, device: torch.device
+    starts: np.ndarray | None,
+    order: np.ndarray,
+    num_microbatches: int,
+    device: torch.device,
+    call_steps: float,
 ) -> Schedule:
     """The schedule of an update; all its index tables reach the device by one copy.
 
     Args:
         starts: [L, K * B] episode starts; None: no plans are made.
         order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
+        call_steps: of `plan_pieces`.
     """
     plans: list[Plan] = []
     if starts is not None:
         batches = order.reshape(-1, order.shape[2] // num_microbatches)
-        plans = plan_pieces(starts, list(batches))
+        plans = plan_pieces(starts, list(batches), call_steps)
     plans, (index,) = plans_to_device(plans, device, order)
     by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
     return Schedule(index, by_minibatch)

@@ -179,7 +179,7 @@ def _network_bytes(
     padded = num_pieces = float(cells)
     copied = 5
     if not policy.stateless:
-        sample = _pieces(episode_length, length, min(columns, 256))
+        sample = _pieces(episode_length, length, min(columns, 256), example.call_steps)
         padded, num_pieces = (columns * each for each in sample)
         copied = 3  # states in order, after each LSTM, and those stacked
 
@@ -228,10 +228,18 @@ def _image_floats(example: Policy) -> int:
 
 
 @lru_cache(maxsize=512)
-def _pieces(episode_length: float, length: int, columns: int) -> tuple[float, float]:
+def _pieces(
+    episode_length: float, length: int, columns: int, call_steps: float
+) -> tuple[float, float]:
     """Return padded steps and pieces of each sequence of such a sample, cut by episode starts."""
-    starts = np.random.default_rng(0).random((length, columns)) < 1.0 / episode_length
-    (groups,) = plan_pieces(starts, [np.arange(columns)])
+    rng = np.random.default_rng(3)
+    left = rng.random((1, columns)) * episode_length  # of the episodes under way
+    lengths = rng.uniform(0.5, 1.5, (2 * length, columns)) * min(episode_length, length)
+    ends = np.concatenate([left, lengths]).cumsum(0)
+    inside = ends < length
+    starts = np.zeros((length, columns), bool)
+    starts[ends[inside].astype(np.int64), inside.nonzero()[1]] = True
+    (groups,) = plan_pieces(starts, [np.arange(columns)], call_steps)
     counts = [group.table.shape[1] for group in groups] or [columns]
     longest = [group.longest for group in groups] or [length]
     return float(np.dot(counts, longest)) / columns, sum(counts) / columns

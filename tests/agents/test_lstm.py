@@ -1,12 +1,14 @@
 """run_sequence cuts, pads and groups; run_stepwise is the plain truth it must equal."""
 
+from itertools import combinations, pairwise
+
 import numpy as np
 import pytest
 import torch
 from policies import run_stepwise
 from torch import nn
 
-from agents.lstm import plan_pieces, run_sequence
+from agents.lstm import cheapest_splits, plan_pieces, plans_to_device, run_sequence
 
 FEATURES, HIDDEN = 3, 5
 SHAPES = [(1, 1), (1, 7), (2, 1), (2, 3), (3, 2), (5, 4), (8, 1), (16, 6), (17, 3), (32, 5)]
@@ -52,37 +54,61 @@ def patterns(num_steps, num_columns):
     return {name: torch.from_numpy(pattern) for name, pattern in found.items()}
 
 
+def run_in_one_call(network, obs, state, starts):
+    """run_sequence with pieces of all lengths together."""
+    plans = plan_pieces(starts.numpy(), [np.arange(starts.shape[1])], call_steps=1e9)
+    (plan,), _ = plans_to_device(plans, obs.device)
+    return run_sequence(network, obs, state, starts, plan)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sequence_equals_single_steps_for_any_pattern_of_resets(shape):
     network, parameters = make_network()
     for name, starts in patterns(*shape).items():
         results = []
-        for run in (run_sequence, run_stepwise):
+        for run in (run_sequence, run_in_one_call, run_stepwise):
             obs, state = (tensor.requires_grad_() for tensor in make_inputs(*shape))
             outputs = run(network, obs, state, starts)
             hidden, values = outputs
             weights = torch.linspace(-1, 2, values.numel(), dtype=torch.float64).view_as(values)
             loss = (values * weights).sum() + hidden.pow(3).sum()
             results.append((*outputs, *torch.autograd.grad(loss, [obs, state, *parameters])))
-        for got, wanted in zip(*results, strict=True):
+        for got, joined, wanted in zip(*results, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
+            torch.testing.assert_close(joined, wanted, rtol=1e-11, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_cell_of_a_plan_is_run_once_and_padding_stays_below_half(shape):
+@pytest.mark.parametrize("call_steps", [0.0, 20.0, 1e9])
+def test_every_cell_of_a_plan_is_run_once_and_padding_costs_less_than_calls(shape, call_steps):
     for name, starts in patterns(*shape).items():
-        (plan,) = plan_pieces(starts.numpy(), [np.arange(shape[1])])
+        (plan,) = plan_pieces(starts.numpy(), [np.arange(shape[1])], call_steps)
         cells = []
-        assert len(plan) <= np.log2(shape[0]) + 2, name
+        assert len(plan) <= (np.log2(shape[0]) + 2 if call_steps < 1e9 else 1), name
         for group in plan:
             for column, first, last, stateful in group.table.T:
                 assert first % shape[1] == column
                 assert stateful == (first < shape[1] and not starts[0, column])
                 cells += [first + t * shape[1] for t in range(last + 1)]
-            # every piece is longer than half of what it is padded to
-            assert 2 * (group.table[2].min() + 1) > group.longest or group.longest == 1, name
+            # every piece is longer than half of what it is padded to, where calls cost nothing
+            assert call_steps or 2 * (group.table[2].min() + 1) > max(group.longest, 1), name
         assert not plan or sorted(cells) == list(range(shape[0] * shape[1])), name
         assert plan or not starts[1:].any()
+
+
+@pytest.mark.parametrize("call_steps", [0.0, 3.0, 40.0, 1000.0])
+def test_no_other_grouping_of_the_levels_takes_less_time(call_steps):
+    rng = np.random.default_rng(0)
+    for number in range(1, 7):
+        counts = rng.integers(1, 40, number).tolist()
+        longest = sorted(rng.integers(1, 33, number).tolist(), reverse=True)
+
+        def time(splits, counts=counts, longest=longest):
+            groups = pairwise([*splits, len(counts)])
+            return sum(call_steps + longest[a] * sum(counts[a:b]) for a, b in groups)
+
+        ways = [(0, *rest) for r in range(number) for rest in combinations(range(1, number), r)]
+        assert time(cheapest_splits(counts, longest, call_steps)) == min(map(time, ways))
 
 
 def test_plans_of_batches_are_those_of_their_sequences_alone():
