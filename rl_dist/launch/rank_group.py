@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,16 +10,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, RESTART_COUNT, asked_for_address
 from rl_dist.hardware.plain_files import leads_to, plain_file
-from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank
+from rl_dist.launch.rank import RankFunction, RankReport
+from rl_dist.launch.rank_host import HostLostError, RankHost
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
@@ -66,8 +64,8 @@ class RankGroup:
         self.relay = StopRelay()
         self.job_dir = ""
         self.address = asked_for_address()  # where the ranks meet; None: in `job_dir`
-        self.processes: list[BaseProcess] = []  # in rank order
-        self.pages: list[ReportPage] = []  # theirs
+        self.host: RankHost | None = None  # the same for all starts
+        self.pages: list[ReportPage] = []  # in rank order
         # ranks that had ended when one was first seen to have failed
         self.first_dead: list[int] = []
 
@@ -80,38 +78,41 @@ class RankGroup:
                     pass
                 return report
             finally:
+                self._close_host()
                 self.relay.uninstall()
 
     def _run_once(self) -> RankReport:
         """Start all ranks once and wait for their end."""
-        self.processes = []
-        self.pages = []
         self.first_dead = []
         try:
-            self._start()
-            self._wait()
+            host = self._start()
+            try:
+                self._wait(host)
+            finally:
+                host.end_ranks()
         except OSError as error:  # no memory, no more processes or descriptors
             problem = f"the ranks cannot be started: {error}"
             return RankReport(1, failed=True, summary=problem, by_user=True)
-        finally:
-            self._kill(signal.SIGKILL)
-            for process in self.processes:
-                process.join()
-        return self._outcome()
+        except HostLostError:
+            code = self._close_host()
+            words = f"the process that the ranks are forked from {how_it_ended(code)}"
+            return RankReport(1, failed=True, summary=words)
+        return self._outcome(host)
 
-    def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # its start unblocks signals
-        with _prepared_for_starts(threads_per_rank(self.num_ranks)):
-            for rank in range(self.num_ranks):
-                page = ReportPage()
-                place = self._variables(rank), page, os.getpid()
-                process = spawn.Process(
-                    target=run_as_rank, args=(self.fn, self.args, *place), name=f"rank {rank}"
-                )
-                process.start()
-                self.processes.append(process)
-                self.pages.append(page)
+    def _start(self) -> RankHost:
+        if self.host is None:
+            self.pages = [ReportPage() for _ in range(self.num_ranks)]
+            with _prepared_for_starts(threads_per_rank(self.num_ranks)):
+                self.host = RankHost(self.fn, self.args, self.pages)
+        for page in self.pages:
+            page.clear()
+        self.host.fork([self._variables(rank) for rank in range(self.num_ranks)])
+        return self.host
+
+    def _close_host(self) -> int:
+        """End the host, if there is one; its exit code, where it ended by itself."""
+        host, self.host = self.host, None
+        return host.close() if host else 0
 
     def _variables(self, rank: int) -> dict[str, str]:
         """Return the environment of a rank, in torchrun's words."""
@@ -121,34 +122,38 @@ class RankGroup:
         address = map(str, self.address or ())
         return found | dict(zip(ADDRESS_VARIABLES, address, strict=False))
 
-    def _wait(self) -> None:
-        """Wait for all ranks; pass a stop signal on, and kill those that a failure left behind."""
+    def _wait(self, host: RankHost) -> None:
+        """Wait for all ranks, or until those that a failure left behind shall be killed.
+
+        A stop signal is passed on, once.
+        """
         passed_on = False
         deadline_s: float | None = None
-        while self._alive():
+        while host.runs:
             time.sleep(POLL_S)
-            if not passed_on and (signum := self._stop_signal()):
+            host.look(POLL_S)
+            if not passed_on and host.has_started and (signum := self._stop_signal(host)):
                 passed_on = True
-                self._kill(signum)
-            if deadline_s is None and (grace_s := self._grace_s()) is not None:
+                host.kill(signum)
+            if deadline_s is None and (grace_s := self._grace_s(host)) is not None:
                 deadline_s = time.monotonic() + grace_s
             if self.relay.insists or (deadline_s is not None and time.monotonic() > deadline_s):
-                self._kill(signal.SIGKILL)
+                return
 
-    def _stop_signal(self) -> int:
+    def _stop_signal(self, host: RankHost) -> int:
         """The first stop signal to the launcher or to a rank that it ended; 0: none came.
 
         A rank handles stop signals until all is saved. The final evaluation is simply ended by one.
         """
-        ended_by = (-process.exitcode for process in self.processes if process.exitcode)
+        ended_by = (-code for _, code in sorted(host.exit_codes.items()))
         return next((one for one in (*self.relay.signums, *ended_by) if one in STOP_SIGNALS), 0)
 
-    def _grace_s(self) -> float | None:
+    def _grace_s(self, host: RankHost) -> float | None:
         """Return how long ranks may still run; None: as long as they like."""
-        ended = self._ended()
+        ended = sorted(host.exit_codes)
         reports = self._reports() if ended else {}
         if any(rank not in reports or reports[rank].failed for rank in ended):
-            self.first_dead = self._ended()
+            self.first_dead = ended
             return DEATH_GRACE_S
         if len(reports) < self.num_ranks:
             return None
@@ -158,25 +163,14 @@ class RankGroup:
         found = {rank: page.read() for rank, page in enumerate(self.pages)}
         return {rank: RankReport(**facts) for rank, facts in found.items() if facts}
 
-    def _ended(self) -> list[int]:
-        return [rank for rank, one in enumerate(self.processes) if one.exitcode is not None]
-
-    def _alive(self) -> list[BaseProcess]:
-        return [process for process in self.processes if process.exitcode is None]
-
-    def _kill(self, signum: int) -> None:
-        for process in self._alive():
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(process.pid or 0, signum)
-
-    def _outcome(self) -> RankReport:
+    def _outcome(self, host: RankHost) -> RankReport:
         """Return the report of the group: a silent death explains the complaints of other ranks."""
         reports = self._reports()
-        signum = self._stop_signal()
+        signum = self._stop_signal(host)
         if self.relay.insists:
             words = "stopped at once, nothing saved since the last checkpoint"
             return RankReport(128 + signum, summary=words)
-        if signum and any(process.exitcode == -signum for process in self.processes):
+        if signum and -signum in host.exit_codes.values():
             # during the final evaluation
             words = f"stopped by {signal.Signals(signum).name} after training was saved"
             return RankReport(128 + signum, summary=words)
@@ -184,10 +178,10 @@ class RankGroup:
         causes = [one for one in failed if not one.consequence]
         silent = [rank for rank in self.first_dead if rank not in reports]
         if silent and not causes:
-            process = self.processes[silent[0]]
-            end = how_it_ended(process.exitcode or 0)
-            words = f"rank {silent[0]} (process {process.pid}) {end}"
-            return RankReport(1, silent[0], failed=True, summary=words)
+            rank = silent[0]
+            end = how_it_ended(host.exit_codes[rank])
+            words = f"rank {rank} (process {host.pids[rank]}) {end}"
+            return RankReport(1, rank, failed=True, summary=words)
         if failed:
             return (causes or failed)[0]
         codes = (report.exit_code for _, report in sorted(reports.items()))
