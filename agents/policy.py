@@ -256,11 +256,11 @@ class Policy(nn.Module):
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         num_own = self.num_decision_states
         features, feature_state = self.features(obs, before[num_own:])
-        (actor, values), own_state = self.decisions(features, before[:num_own])
+        (actor, values), own_states = self.decisions(features, before[:num_own])
         if self.mask_columns:
             newest = obs[..., -self.num_obs :]
             actor = heads.forbid(actor, newest[..., self.mask_columns])
-        after = torch.cat([own_state, feature_state]).permute(1, 0, 2)
+        after = torch.cat([*own_states, feature_state]).permute(1, 0, 2)
         return (actor, values), after.to(state.dtype)
 
     def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,11 +275,13 @@ class Policy(nn.Module):
             outputs, new_state = self.feature_core(self.feature_encoder(obs), state)
             return self.feature_mlp(outputs).to(state.dtype), new_state
 
-    def decisions(self, features: Tensor, state: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def decisions(
+        self, features: Tensor, state: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Second half of the cascade, without resets.
 
         Takes features [L, N, H], and the actor's and the critic's state before them, [S, N, H].
-        Returns (actor [L, N, A], values [L, N]) and the state after them.
+        Returns (actor [L, N, A], values [L, N]) and the states of both after them.
         """
         split = self.actor_core.num_states
         with autocast(self.low_precision, features.device):
@@ -287,7 +289,7 @@ class Policy(nn.Module):
             critic, critic_state = self.critic_core(features, state[split:])
         dtype = self.critic_head.weight.dtype
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
-        return (self.actor_head(actor.to(dtype)), values), torch.cat([actor_state, critic_state])
+        return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
     def _windowed_features(self, obs: Tensor) -> Tensor:
         """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
@@ -321,7 +323,8 @@ class Policy(nn.Module):
             actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), logprobs [B],
             values [B] and the state [B, S, H].
         """
-        actions, actor, values, new_state = self.decide(obs, state, episode_start, noise)
+        push = None if noise is None else self.pushes(noise)
+        actions, actor, values, new_state = self.decide(obs, state, episode_start, push)
         return actions, self.logprobs(actor, actions), values, new_state
 
     @torch.no_grad()
@@ -330,18 +333,22 @@ class Policy(nn.Module):
         return self.distribution(actor).log_prob(actions)
 
     @torch.no_grad()
+    def pushes(self, noise: Tensor) -> Tensor:
+        """What noise [..., A] adds to the actor's outputs."""
+        return noise if self.discrete else self.log_std.exp() * noise
+
+    @torch.no_grad()
     def decide(
-        self, obs: Tensor, state: Tensor, episode_start: Tensor, noise: Tensor | None = None
+        self, obs: Tensor, state: Tensor, episode_start: Tensor, push: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`act` with the actor's outputs [B, A] in the place of the log probabilities."""
+        """`act` by `pushes`, with the actor's outputs [B, A] in the place of log probabilities."""
         (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
         actor = actor[0]  # [B, A]
+        pushed = actor if push is None else actor + push
         if self.discrete:
-            noisy = actor if noise is None else actor + noise
-            actions = (self.choices(noisy) if self.action_sizes else noisy).argmax(-1)
+            actions = (self.choices(pushed) if self.action_sizes else pushed).argmax(-1)
         else:
-            actions = actor if noise is None else actor + self.log_std.exp() * noise
-            actions = actions.tanh() if self.config.squash_actions else actions
+            actions = pushed.tanh() if self.config.squash_actions else pushed
         return actions, actor, values[0], new_state
 
     def forward(

@@ -209,7 +209,7 @@ def _act(
     steps: list[dict[str, Tensor]] = []
     successors: list[tuple[Tensor, ...]] = []  # (obs, history, state) if no episode ended
     initial_states = []
-    for t, step_noise in enumerate(noise):
+    for t, push in enumerate(policy.pushes(noise)):
         if t % bptt_steps == 0:
             initial_states.append(carry.lstm_state)
 
@@ -217,7 +217,7 @@ def _act(
         seen = policy_input(normalize, carry.history, carry.obs, carry.lstm_state.dtype)
         with section("policy"):
             actions, actor, values, state = policy.decide(
-                seen, carry.lstm_state, carry.episode_start, step_noise
+                seen, carry.lstm_state, carry.episode_start, push
             )
         obs, rewards, terminated, truncated, info = yield actions
 

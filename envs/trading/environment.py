@@ -21,6 +21,7 @@ from envs.vector.counter_hash import random_int63, seed_keys
 
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
+AHEAD = 32  # episodes of each environment whose starts are drawn at once
 
 
 class TradingVectorEnv(gymnasium.vector.VectorEnv):
@@ -86,6 +87,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             tables, config, self.initial_cash_usd, self.num_days, discount, self.device
         )
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
+        self._fresh_money = self._prices.new_zeros(3 + num_stocks)  # cash, value, risk, shares
+        self._fresh_money[:2] = self.initial_cash_usd
         self._keys: Tensor | None = None
         width = self._features.shape[1]
         self.single_observation_space = Box(-np.inf, np.inf, (width,), np.float32)
@@ -141,7 +144,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             self._episode = torch.zeros_like(self._keys)
         else:
             self._episode = self._episode + 1
-        self._row = self._start_rows()
+        self._row = self._start_rows(self._episode)
         self._end_row = self._row + self.episode_days
         if not self.evaluation and (options or {}).get("random_age", True):
             age = random_int63(self._keys, ~self._episode) % self.episode_days
@@ -151,13 +154,28 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self._cash = self._value = self._prices.new_full((self.num_envs, 1), self.initial_cash_usd)
         return self._features.index_select(0, self._row), {}
 
-    def _start_rows(self) -> Tensor:
-        """Table rows [B] on which the current episodes start."""
+    @property
+    def _episode(self) -> Tensor:
+        """Number of each environment's episode, [B]."""
+        return self._first_episode + self._later
+
+    @_episode.setter
+    def _episode(self, number: Tensor) -> None:
+        """Draw where the next ones start: one table costs as much as one row of it."""
+        self._first_episode = number
+        self._later = torch.zeros_like(number)
+        self._restarts_left = AHEAD
+        numbers = number + torch.arange(1, AHEAD + 1, device=self.device)[:, None]
+        self._next_starts = self._start_rows(numbers)  # [AHEAD, B]
+
+    def _start_rows(self, episodes: Tensor) -> Tensor:
+        """Table rows [..., B] on which episodes [..., B] start."""
         if self.evaluation:
-            return torch.arange(self.num_envs, device=self.device) * self.num_days
+            rows = torch.arange(self.num_envs, device=self.device) * self.num_days
+            return rows.expand(episodes.shape)
         assert self._keys is not None
         num_starts = self.num_days - self.episode_days
-        draws = random_int63(self._keys, self._episode) % (num_starts * len(self.markets))
+        draws = random_int63(self._keys, episodes) % (num_starts * len(self.markets))
         return draws + draws // num_starts * self.episode_days  # one draw for market and day
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -171,7 +189,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """
         assert self._keys is not None, "reset the environment before its first step"
         # Trade, and account for it
-        cash, shares, position_usd, value, credit, info = self._trade_one_day(actions)
+        cash, shares, position_usd, value, solvent, credit, info = self._trade_one_day(actions)
         rewards = (value - self._value).squeeze(1).mul_(REWARD_SCALE)
         if self.evaluation:
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
@@ -180,7 +198,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             rewards = self._rewards.shape(raw_rewards, credit, self._row)
             if self.config.risk_aversion:
                 before = self._risk
-                self._risk = self._rewards.risk(self._row, position_usd, value, self._ruin_usd)
+                self._risk = self._rewards.risk(self._row, position_usd, value, solvent)
                 rewards += before - self._risk
         # The market's features with the portfolio written into their gaps
         row = self._row + 1
@@ -194,7 +212,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             cash_column.copy_(cash)
             gap.copy_(shares)
         # Keep the portfolio, or start an episode where one ended
-        terminated = value.squeeze(1) < self._ruin_usd
+        terminated = ~solvent.squeeze(1)
         truncated = row == self._end_row
         ended = terminated | truncated
         self._row = row
@@ -209,11 +227,11 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     @torch.inference_mode()
     def _trade_one_day(
         self, actions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Fill the orders and move on to the next close.
 
-        Returns cash [B, 1], shares [B, n], positions [B, n] and value [B, 1] in USD, the change of
-        potential [B] in USD, and what evaluation reports.
+        Returns cash [B, 1], shares [B, n], positions [B, n] and value [B, 1] in USD, whether that
+        is above ruin [B, 1], the change of potential [B] in USD, and what evaluation reports.
         """
         prices = self._prices.index_select(0, self._row)
         close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
@@ -242,21 +260,25 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
                 "num_trades": (traded > 0).sum(1).to(torch.float64),
                 "exposure": (1.0 - cash / value).squeeze(1),
             }
-        next_gains = next_gains * (value >= self._ruin_usd)  # nothing is gained after ruin
+        solvent = value >= self._ruin_usd
+        next_gains = next_gains * solvent  # nothing is gained after ruin
         credit = (shares * next_gains).sub_(self._shares * gains).sum(1)
-        return cash, shares, position_usd, value, credit, info
+        return cash, shares, position_usd, value, solvent, credit, info
 
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
         """Start the next episode where `ended` [B]; returns observations [B, F]."""
-        self._episode = self._episode + ended
-        start = self._start_rows()
+        if not self._restarts_left:
+            self._episode = self._episode  # draws more
+        self._restarts_left -= 1
+        start = self._next_starts.gather(0, self._later[None])[0]
+        self._later = self._later + ended
         self._row = torch.where(ended, start, self._row)
         self._end_row = torch.where(ended, start + self.episode_days, self._end_row)
-        self._risk = self._risk.masked_fill(ended, 0.0)
         ended = ended.unsqueeze(1)
-        self._cash = self._cash.masked_fill(ended, self.initial_cash_usd)
-        self._value = self._value.masked_fill(ended, self.initial_cash_usd)
-        self._shares = self._shares.masked_fill(ended, 0.0)
+        money = torch.cat([self._cash, self._value, self._risk.unsqueeze(1), self._shares], 1)
+        money = torch.where(ended, self._fresh_money, money)
+        self._cash, self._value, risk, self._shares = money.split((1, 1, 1, len(self.tickers)), 1)
+        self._risk = risk.squeeze(1)
         return torch.where(ended, self._features.index_select(0, start), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:

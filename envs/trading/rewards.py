@@ -54,12 +54,12 @@ class TrainingRewards:
             return plain - self._baseline.index_select(0, row)
         return torch.add(plain, credit, alpha=REWARD_SCALE)
 
-    def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, ruin_usd: float) -> Tensor:
+    def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, solvent: Tensor) -> Tensor:
         """Return the price [B] of the risk held for ever; its change is charged.
 
         A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the
         covariance of the span; for all days to come it is 1 / (1 - discount) of it. Takes positions
-        [B, n] and values [B, 1] in USD after the step; ruin ends all risk.
+        [B, n] and values [B, 1] in USD after the step; without being solvent [B, 1] there is none.
         """
         if len(self._covariance) == 1:
             spread = position_usd @ self._covariance[0]
@@ -67,4 +67,4 @@ class TrainingRewards:
             covariance = self._covariance.index_select(0, row // self.num_days)  # [B, n, n]
             spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
         variance_usd = (spread * position_usd).sum(1) / value.squeeze(1)
-        return variance_usd * self._risk_scale * (value.squeeze(1) >= ruin_usd)
+        return variance_usd * self._risk_scale * solvent.squeeze(1)

@@ -54,11 +54,11 @@ CASES = {  # a job, its GPUs, how far it may be from the same job on the CPU; No
 # step and per gradient step. More waits slow training down; whoever takes some away lowers the
 # number. Operators are rounded up, for they differ between releases of torch.
 MOST = {
-    "trading": (0, 0, 2, 125, 450),
+    "trading": (0, 0, 2, 105, 450),
     "an environment of the host": (6, 0, 2, 50, 375),
-    "dp on two GPUs": (0, 2, 2, 125, 775),
-    "bf16": (0, 0, 2, 150, 625),
-    "fp16": (0, 0, 2, 150, 675),
+    "dp on two GPUs": (0, 2, 2, 105, 775),
+    "bf16": (0, 0, 2, 130, 625),
+    "fp16": (0, 0, 2, 130, 675),
 }
 REST = ("end of rollout", "rest of update", "metrics and agreements")
 
