@@ -36,6 +36,7 @@ def main() -> int:
             start.resolved.num_ranks,
             max_restarts=start.config.launch.max_restarts,
             run_dir=start.run_dir,
+            threads=start.resolved.threads,
         )
         if code:
             start.discard()

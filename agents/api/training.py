@@ -89,6 +89,7 @@ def train(
                 start.resolved.num_ranks,
                 max_restarts=restarts,
                 run_dir=start.run_dir,
+                threads=start.resolved.threads,
             )
         finally:
             close_logging()

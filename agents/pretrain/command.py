@@ -320,8 +320,8 @@ def main() -> int:
             print(f"run directory: {run_dir}", flush=True)
             save_config(config, run_dir)
         args = (config, resolved, run_dir or RUNS, resume, lock)
-        restarts = config.launch.max_restarts
-        code = launch(run_rank, args, resolved.num_ranks, max_restarts=restarts, run_dir=run_dir)
+        options = {"max_restarts": config.launch.max_restarts, "threads": resolved.threads}
+        code = launch(run_rank, args, resolved.num_ranks, run_dir=run_dir, **options)
 
         # a new run that failed at once leaves nothing, unless somebody else has taken its folder
         if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):

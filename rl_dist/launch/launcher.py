@@ -283,6 +283,7 @@ def launch(
     *,
     max_restarts: int = 0,
     run_dir: Path | None = None,
+    threads: int = 0,
 ) -> int:
     """Run `fn(*args)` on every rank and return the job's exit code.
 
@@ -292,6 +293,7 @@ def launch(
     Args:
         max_restarts: how often all ranks start again after one died or failed.
         run_dir: where `fn` keeps its checkpoints, to print where a restart goes on from.
+        threads: that each rank will set; 0: the cores, shared by the ranks.
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
@@ -306,7 +308,7 @@ def launch(
     else:
         from rl_dist.launch.rank_group import RankGroup
 
-        group = RankGroup(fn, args, num_ranks, max_restarts, run_dir)
+        group = RankGroup(fn, args, num_ranks, max_restarts, run_dir, threads)
         report = group.run()
         restarts = group.restarts
     line = f"error: {report.summary}" if report.failed else report.summary

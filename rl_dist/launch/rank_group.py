@@ -16,6 +16,7 @@ from typing import Any
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, RESTART_COUNT, asked_for_address
+from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.plain_files import leads_to, plain_file
 from rl_dist.launch.rank import RankFunction, RankReport
 from rl_dist.launch.rank_host import HostLostError, RankHost
@@ -54,12 +55,14 @@ class RankGroup:
         num_ranks: int,
         max_restarts: int = 0,
         run_dir: Path | None = None,
+        threads: int = 0,
     ) -> None:
         self.fn = fn
         self.args = args
         self.num_ranks = num_ranks
         self.max_restarts = max_restarts
         self.run_dir = run_dir
+        self.threads = threads  # of each rank; 0: the cores, shared by the ranks
         self.restarts = 0
         self.relay = StopRelay()
         self.job_dir = ""
@@ -102,7 +105,7 @@ class RankGroup:
     def _start(self) -> RankHost:
         if self.host is None:
             self.pages = [ReportPage() for _ in range(self.num_ranks)]
-            with _prepared_for_starts(threads_per_rank(self.num_ranks)):
+            with _prepared_for_starts(openmp_variables(self.num_ranks, self.threads)):
                 self.host = RankHost(self.fn, self.args, self.pages)
         for page in self.pages:
             page.clear()
@@ -207,18 +210,34 @@ class RankGroup:
         return True
 
 
+def openmp_variables(num_ranks: int, threads: int) -> dict[str, str]:
+    """Return what OpenMP of a rank's process reads before anything else.
+
+    Threads that wait for the others of their process spin, and take the cores from those that they
+    wait for, if ranks have more threads than there are cores. Then they sleep instead, unless the
+    user has decided.
+    """
+    threads = threads or threads_per_rank(num_ranks)
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    crowded = threads > 1 and num_ranks * threads > available_cores()
+    if crowded and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"
+    return variables
+
+
 @contextmanager
-def _prepared_for_starts(threads: int) -> Iterator[None]:
-    """Block stop signals, and set the variable that libraries of a new process read first."""
+def _prepared_for_starts(variables: dict[str, str]) -> Iterator[None]:
+    """Block stop signals, and set the variables that libraries of a new process read first."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 

@@ -18,6 +18,7 @@ from rl_dist.errors import UserError
 from rl_dist.hardware.memory import available_cores
 from rl_dist.launch import rank_group
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
+from rl_dist.launch.rank_group import openmp_variables
 from rl_dist.process_group.world import close_world, open_world, stop_flag, threads_per_rank
 
 
@@ -254,3 +255,22 @@ def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):
     machine(gpus)
     with pytest.raises(ValueError, match=message):
         resolve(LaunchConfig(**flags))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "threads", "by_user", "asleep"),
+    [(2, 4, {}, True), (2, 2, {}, False), (2, 0, {}, False), (8, 0, {}, False)]
+    + [(2, 4, {"OMP_WAIT_POLICY": "ACTIVE"}, False), (2, 4, {"GOMP_SPINCOUNT": "5"}, False)],
+)
+def test_threads_wait_asleep_where_ranks_have_more_than_the_cores(
+    num_ranks, threads, by_user, asleep, monkeypatch
+):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in by_user.items():
+        monkeypatch.setenv(name, value)
+    for module in ("launch.rank_group", "process_group.world"):
+        monkeypatch.setattr(f"rl_dist.{module}.available_cores", lambda: 4)
+    variables = openmp_variables(num_ranks, threads)
+    assert variables["OMP_NUM_THREADS"] == str(threads or max(1, 4 // num_ranks))
+    assert variables.get("OMP_WAIT_POLICY") == ("PASSIVE" if asleep else None)
