@@ -42,7 +42,7 @@ from rl_dist.telemetry.metrics import (
     close_logging,
     open_writer,
 )
-from rl_dist.telemetry.state_file import STATE_FILE
+from rl_dist.telemetry.state_file import STATE_FILE, runs_below
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
@@ -152,9 +152,7 @@ def load_saved(path: str | Path, which: Which = "last") -> Found:
     if path.is_dir():
         found = load_latest(path)
         if found is None:
-            several = sorted(Path(path).glob(f"*/{CHECKPOINT_DIR}"))
-            fix = f"name one of its runs, such as {several[0].parent}" if several else ""
-            fix = fix or "give a run directory or a .pt file"
+            fix = runs_below(path) or "give a run directory or a .pt file"
             raise UserError(f"{path} holds no valid checkpoint: {fix}")
     elif path.exists():
         found = Found(path, load_checkpoint(path))

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_dist.hardware.plain_files import plain_file, read_plain
-from rl_dist.telemetry.state_file import STATE_FILE, JobState, read_state
+from rl_dist.telemetry.state_file import STATE_FILE, JobState, read_state, runs_below
 
 RECENT = 20  # iterations that figures are taken over
 NUM_MESSAGES = 5  # the last warnings and errors
@@ -68,7 +68,8 @@ def read_run(run_dir: Path) -> RunState:
     """
     job = read_state(run_dir) if run_dir.is_dir() else None
     if job is None:
-        raise NoRunError(f"{run_dir} has no {STATE_FILE}: give the directory of a run")
+        fix = runs_below(run_dir) or "give the directory of a run"
+        raise NoRunError(f"{run_dir} has no {STATE_FILE}: {fix}")
     records = _read_records(run_dir / "metrics.jsonl")
     recent = records[-RECENT:]
     last = recent[-1] if recent else {"iteration": 0, "global_step": 0}

@@ -246,6 +246,13 @@ def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
 # ---- readers
 
 
+def runs_below(folder: Path) -> str:
+    """Return a clause that names the runs in a folder that is none itself; "": it has none."""
+    found = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"it holds runs, name one: {', '.join(found[:5])}{more}" if found else ""
+
+
 def read_state(run_dir: Path) -> JobState | None:
     """Return the state of a run, or None without state.json (older versions).
 

@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from train_runs import REPO, records, train_here
+from train_runs import REPO, only_error, records, run_here, train_here
 
 import agents
+import train_distributed
 from agents import load_policy, train
 from agents.api.callbacks import Callbacks, Watch
+from agents.evaluate import command as evaluate
 from agents.evaluate.evaluation import PolicyController
 from agents.evaluate.statistics import interquartile_mean, score_intervals
 from agents.run.saved import load_agent
 from envs import make_vector_env
 from envs.vector.spaces import from_json, to_json
 from rl_dist.errors import UserError
+from rl_dist.status import command as status
 
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
 TINY |= {"device": "cpu", "eval_episodes": 2, "validate_every": 2}
@@ -297,6 +300,21 @@ def test_intervals_hold_the_scores_and_differences_of_tasks_are_no_noise():
     assert widths[1] == pytest.approx(widths[0])
 
 
+def test_a_folder_of_several_runs_names_them(tmp_path, monkeypatch, capsys):
+    for seed in (1, 2):
+        (tmp_path / f"seed_{seed}").mkdir()
+        (tmp_path / f"seed_{seed}" / "state.json").touch()
+    for main, words in (
+        (evaluate.main, [tmp_path]),
+        (status.main, [tmp_path]),
+        (train_distributed.main, ["--resume", tmp_path]),
+    ):
+        assert run_here(main, words, monkeypatch) == 2
+        error = only_error(capsys.readouterr().err)
+        assert f"name one: {tmp_path}/seed_1, {tmp_path}/seed_2" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["seed_1", "seed_2"]
+
+
 @pytest.mark.slow
 def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capsys):
     flags = [f"--{name}={value}" for name, value in TINY.items()]
@@ -304,6 +322,7 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capsys):
     assert train_here(monkeypatch, *flags) == 0
     out = capsys.readouterr().out
     assert "mean return without noise of seeds 1, 2:" in out and "interquartile mean" in out
+    assert "lowest and highest [" in out and "95 %" not in out
     found = json.loads((tmp_path / "seeds.json").read_text())
     for seed in (1, 2):
         assert records(tmp_path / f"seed_{seed}")[-1]["iteration"] == 1
