@@ -238,8 +238,8 @@ def _announce_end(train: TrainConfig, found: Found) -> None:
     wanted = getattr(train, budget)
     if done >= wanted:
         print(
-            f"trained to its end already ({done:,} of {wanted:,}): it is evaluated again; "
-            f"--{budget} N trains on"
+            f"trained to its end already, {done:,} of --{budget} {wanted:,}: nothing is trained, "
+            f"it is evaluated again; --{budget} above {done:,} trains on"
         )
 
 

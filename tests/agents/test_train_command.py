@@ -214,7 +214,7 @@ def test_resume_auto_begins_a_run_and_then_goes_on_with_it(tmp_path, monkeypatch
     assert "going on from" in capsys.readouterr().out
     assert records(run_dir)[: len(first)] == first and len(records(run_dir)) > len(first)
     assert train_here(monkeypatch, "--resume", run_dir) == 0
-    assert "trained to its end already (" in capsys.readouterr().out
+    assert "trained to its end already, " in capsys.readouterr().out
 
 
 @pytest.mark.slow
