@@ -16,10 +16,12 @@ from policies import FORMS
 from train_runs import RECALL, REPO, run_here, train_here
 
 from agents import load_policy
+from agents.api.policy import LoadedPolicy
 from agents.export import command, numpy_policy
 from agents.export.check import TOLERANCE, largest_difference
 from agents.export.command import export
 from agents.export.formats import run_safetensors
+from agents.export.numpy_policy import NumpyPolicy
 from agents.export.step import ExportedStep
 from agents.normalize import observation_normalizer
 from agents.policy import Policy, PolicyConfig
@@ -27,6 +29,7 @@ from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent
 from envs.vector.layout import Layout, Part
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
+from examples import deployment
 from rl_dist.errors import UserError
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
@@ -187,6 +190,52 @@ def test_the_command_exports_a_run_that_numpy_runs_elsewhere(tmp_path, monkeypat
     script = [sys.executable, REPO / "examples/deployment.py", folder]
     played = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert played.stdout.count("return -") == 3, played.stderr
+
+
+PREVIOUS = Part("previous_reward", "vector", (1,))
+PLAYED = {  # form: what its rows hold besides the observation
+    "images": (Part("action_mask", "mask", (4,)), Part("previous_action", "plain", (4,)), PREVIOUS),
+    "several masked choices": (Part("previous_action", "plain", (7,)),),
+    "start of choices": (PREVIOUS,),
+    "nested actions": (Part("previous_action", "plain", (3,)),),
+    "windows of images": (Part("previous_action", "plain", (2,)), PREVIOUS),
+    "switches": (Part("action_mask", "mask", (8,)),),
+}
+
+
+@pytest.mark.parametrize("form", PLAYED)
+def test_the_example_plays_any_space_as_the_policy_does(form, tmp_path):
+    agent = agent_of(form, tmp_path, PLAYED[form])
+    path, contract = export(agent, "safetensors", tmp_path)
+    policy = LoadedPolicy(agent)
+    played = deployment.DeployedPolicy(json.loads(json.dumps(contract)), NumpyPolicy(path))
+    asked = {part.name for part in PLAYED[form]}
+    policy.observation_space.seed(1)
+    rng, state, reward = np.random.default_rng(2), None, 0.0
+    for number in range(30):
+        begins = number % 11 == 0
+        obs = policy.observation_space.sample()
+        masks = rng.integers(0, 2, policy._decode.mask_size)
+        masks[np.cumsum(policy._decode.sizes) - 1] = 1  # the last of every choice
+        if "action_mask" in getattr(policy.observation_space, "spaces", ()):
+            obs["action_mask"] = masks.astype(np.int8)
+        more = {"reward": reward} if "previous_reward" in asked else {}
+        more |= {"action_masks": masks} if "action_mask" in asked else {}
+        expected, state = policy.predict(obs, state, np.array([begins]), **more)
+        if begins:
+            played.begin()
+        found = played.act(obs, {"action_mask": masks}, reward)
+        for one, other in zip(leaves_of(found), leaves_of(expected), strict=True):
+            assert np.shape(one) == np.shape(other)
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        reward = float(rng.normal())
+
+
+def leaves_of(action):
+    if isinstance(action, dict | tuple):
+        inner = action.values() if isinstance(action, dict) else action
+        return [leaf for part in inner for leaf in leaves_of(part)]
+    return [action]
 
 
 def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys):
