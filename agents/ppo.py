@@ -238,9 +238,8 @@ class PPO:
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.clock = StepClock(self.world.device)
-        self.optimizer = make_adam(
-            strategy.parameters, config.learning_rate, self.world.device, speed.fused_adam
-        )
+        rate = config.learning_rate
+        self.optimizer = make_adam(strategy.parameters, rate, speed.fused_adam)
 
     def set_learning_rate(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""

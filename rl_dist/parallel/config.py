@@ -84,7 +84,7 @@ class SpeedConfig:
     """Faster ways to the same numbers, up to rounding."""
 
     fused_adam: Literal["auto", "on", "off"] = setting("auto")
-    """Take Adam's step in one kernel; auto: on GPUs."""
+    """Take Adam's step in one kernel; auto: on."""
 
 
 def parameter_dtype(precision: str) -> torch.dtype:

@@ -345,12 +345,9 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def make_adam(
-    parameters: Iterable[nn.Parameter], lr: float, device: torch.device, fused: str
-) -> torch.optim.Adam:
-    """Return Adam with the step that `fused`, one of FUSED, asks for."""
-    one_kernel = fused == "on" or (fused == "auto" and device.type == "cuda")
-    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=one_kernel)
+def make_adam(parameters: Iterable[nn.Parameter], lr: float, fused: str) -> torch.optim.Adam:
+    """Return Adam with the step that `SpeedConfig.fused_adam` asks for."""
+    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=fused != "off")
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
