@@ -304,7 +304,8 @@ class Training:
             self.env.close()
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
-        if state["environments"] is None:  # other episodes than before, the same at every resume
+        # other episodes than before, the same at every resume
+        if state["environments"] is None or not getattr(self.env, "can_snapshot", False):
             self.carry = self._reset(resumed_at=self.iteration)
             return
         own = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
+# Gymnasium's own batch has one generator for all its environments
+OWN_BATCHES = {"CartPole-v1": "envs.memory_tasks.cartpole_positions:CartPoleVectorEnv"}
 
 _LOGGER = logging.getLogger(__name__)
 for _env_id, _single, _batch in (
@@ -64,9 +67,10 @@ def make_vector_env(
 ) -> TorchVectorEnv:
     """Make a batch of any Gymnasium id or `module:id` but the trading one.
 
-    `vectorization` "auto" uses a native vector environment if it takes one seed per environment and
-    autoreset SAME_STEP, else steps one after the other ("sync"); "native" forces it and logs what
-    is given up. Other options are of TorchVectorEnv; what cannot be made raises ValueError.
+    `vectorization` "auto" uses a native vector environment, or one of OWN_BATCHES, if it takes one
+    seed per environment and autoreset SAME_STEP, else steps one after the other ("sync"); "native"
+    forces it and logs what is given up. Other options are of TorchVectorEnv; what cannot be made
+    raises ValueError.
     """
     from envs.vector.adapter import TorchVectorEnv
 
@@ -76,6 +80,10 @@ def make_vector_env(
         )
     spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
+    plain = not kwargs and not options.get("env_restarts")
+    if vectorization == "auto" and plain and str(spec.entry_point).startswith("gymnasium."):
+        own = OWN_BATCHES.get(spec.id, spec.vector_entry_point)
+        spec = replace(spec, vector_entry_point=own)
     forced = vectorization == "native"
     native = vectorization != "sync" and spec.vector_entry_point is not None
     takes_seed_list = True

@@ -24,8 +24,8 @@ class TaskConfig:
     env_kwargs: Text = setting("")
     """JSON object of arguments for an environment other than StockTrading-v0."""
     vectorization: Literal["auto", "sync", "native"] = setting("auto")
-    """auto: the environment's own vector form if it seeds and resets each environment by itself,
-    else one after the other (sync); native: its own vector form in any case."""
+    """auto: the environment's own vector form if it seeds and resets each environment by itself
+    (ours for CartPole-v1), else one after the other (sync); native: its own in any case."""
     info_mask: bool = setting(False)
     """info["action_mask"] of another environment says which actions are allowed. A mask in a Dict
     observation under the key action_mask is found without."""

@@ -1,7 +1,11 @@
-"""This project's trainer, by its Python function; every iteration is one of a plain training."""
+"""This project's trainer, by its Python function; every iteration is one of a plain training.
+
+VECTORIZATION=sync in the environment steps Gymnasium's CartPole-v1 one by one, as most peers do.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -45,6 +49,7 @@ def settings(task: Task, threads: int) -> dict[str, Any]:
         return plain | {"num_stocks": 30}
     return plain | {
         "env": "CartPole-v1" if task.discrete else "tasks:StockLike-v0",
+        "vectorization": os.environ.get("VECTORIZATION", "auto"),
         "policy": "lstm",
         "hidden_size": task.hidden_size,
         "num_envs": NUM_ENVS,

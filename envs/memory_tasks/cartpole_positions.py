@@ -1,6 +1,7 @@
 """CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
 
-The time limit is part of the environment, so that a snapshot holds it.
+CartPole-v1 itself is here as a batch, too: each environment has its own seed, and goes the way of
+Gymnasium's to the last bit. The time limit is part of the environment, so that a snapshot holds it.
 
 Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson 1983).
 """
@@ -14,21 +15,21 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from envs.vector.batched import BatchedEnv, SingleEnv
 
 _START_BOUND = 0.05  # every start coordinate is uniform in [-0.05, 0.05], as in CartPole-v1
-# cart position (m) and pole angle (rad) in the state (x, x_dot, theta, theta_dot)
-_POSITIONS = [0, 2]
 
 
-class CartPolePositionsVectorEnv(BatchedEnv):
-    """A batch that observes cart positions (m) and pole angles (rad)."""
+class CartPoleVectorEnv(BatchedEnv):
+    """A batch of CartPole-v1."""
 
     state_names = ("state", "elapsed")
+    observed: tuple[int, ...] = (0, 1, 2, 3)  # of the state (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # read for its constants only
         space = self._physics.observation_space
         assert isinstance(space, spaces.Box)
-        positions = spaces.Box(space.low[_POSITIONS], space.high[_POSITIONS])
-        super().__init__(num_envs, positions, spaces.Discrete(2))
+        observed = list(self.observed)
+        seen = spaces.Box(space.low[observed], space.high[observed])
+        super().__init__(num_envs, seen, spaces.Discrete(2))
         self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
         self.elapsed = np.zeros(num_envs, dtype=np.int64)
@@ -43,8 +44,8 @@ class CartPolePositionsVectorEnv(BatchedEnv):
         self.elapsed[rows] = 0
 
     def observe(self) -> np.ndarray:
-        """Return cart positions and pole angles."""
-        return self.state[:, _POSITIONS].astype(np.float32)
+        """Return the observed columns of the state."""
+        return self.state[:, self.observed].astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Integrate one Euler step in CartPoleEnv.step's order: equal to the last bit."""
@@ -63,6 +64,12 @@ class CartPolePositionsVectorEnv(BatchedEnv):
         terminated = np.abs(self.state[:, 0]) > it.x_threshold
         terminated |= np.abs(self.state[:, 2]) > it.theta_threshold_radians
         return np.ones(self.num_envs), terminated, self.elapsed >= self.max_episode_steps
+
+
+class CartPolePositionsVectorEnv(CartPoleVectorEnv):
+    """A batch that observes cart positions (m) and pole angles (rad)."""
+
+    observed = (0, 2)
 
 
 class CartPolePositionsEnv(SingleEnv):
