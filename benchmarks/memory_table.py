@@ -77,7 +77,6 @@ NOW = "--gamma 0"  # where every reward is for the action just taken
 CORE = "--policy own --core examples.phase_core:PhaseCore"
 ROWS = [
     popgym("RepeatFirstEasy", 100_000, f"GRU 1.000 {POPGYM}"),
-    popgym("RepeatFirstEasy", 100_000, f"GRU 1.000 {POPGYM}", f"{NOW} --bptt_steps 64"),
     popgym("RepeatPreviousEasy", 100_000, f"GRU 1.000 {POPGYM}"),
     popgym("RepeatPreviousEasy", 100_000, f"GRU 1.000 {POPGYM}", NOW),
     popgym("RepeatPreviousMedium", 60_000, f"GRU -0.315, LMU (best) 0.789 {POPGYM}"),
@@ -93,7 +92,6 @@ ROWS = [
         f"GRU -0.315, LMU (best) 0.789 {POPGYM}",
         f"{NOW} --bptt_steps 128 {CORE}",
     ),
-    popgym("CountRecallEasy", 60_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}"),
     popgym("CountRecallEasy", 60_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}", NOW),
     popgym("AutoencodeEasy", 60_000, f"GRU (best) -0.283 {POPGYM}"),
     popgym("HigherLowerEasy", 60_000, f"GRU (best) 0.529 {POPGYM}"),
