@@ -341,7 +341,7 @@ class Policy(nn.Module):
     def decide(
         self, obs: Tensor, state: Tensor, episode_start: Tensor, push: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`act` by `pushes`, with the actor's outputs [B, A] in the place of log probabilities."""
+        """`act` by `pushes`, with actor outputs [B, A] in place of log-probabilities."""
         (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
         actor = actor[0]  # [B, A]
         pushed = actor if push is None else actor + push

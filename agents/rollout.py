@@ -396,7 +396,7 @@ def episode_metrics(
     env_metrics: Mapping[str, tuple[float, int]] = {},  # never changed
     signum: int = 0,
 ) -> dict[str, Any]:
-    """Returns and lengths of the episodes that ended, overall and per rank, in one gathering.
+    """Returns and lengths of ended episodes, overall and by rank, in one gathering.
 
     Args:
         timing: seconds of this rank's phases.

@@ -77,7 +77,7 @@ class DeployedPolicy:
         choices = np.array(self.contract["network"]["choices"], np.int64)
         if len(choices):
             return one_hot(action - self.contract["network"]["start"], choices)
-        bounds = [], []
+        bounds: tuple[list[float], list[float]] = ([], [])
         for space in leaves(self.spaces["action"]):
             for name, found in zip(("low", "high"), bounds, strict=True):
                 size = int(np.prod(space["shape"]))

@@ -37,7 +37,7 @@ MAX_UNITS = {"rl_dist": (14, 45, 6), "envs": (14, 45, 6), "agents": (17, 60, 7)}
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {
-    "source": 27_500,
+    "source": 28_000,
     "tests": 23_000,
     "README.md": 150,
     "train_distributed.py": 150,

@@ -158,7 +158,7 @@ def _packed(*parts: Any) -> tuple[list[bytes], list[int]]:
 
 
 def serve(descriptor: int, launcher_pid: int) -> None:
-    """Fork ranks until the launcher is gone; return in each, once it has done its work."""
+    """Fork ranks until the launcher is gone; return in each, its work done."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns of a death
     die_with_parent(launcher_pid, signal.SIGKILL)
     connection = Connection(descriptor)
