@@ -33,6 +33,18 @@ _STEP_KEY = "lifetime_step"
 _BEGINS_KEY = "begins_next"
 
 
+def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays on a device; a GPU gets them by one copy, which the host does not wait for."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array) for array in arrays]
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so each is aligned
+    raw = [np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in order]
+    packed = torch.from_numpy(np.concatenate(raw)).pin_memory().to(device, non_blocking=True)
+    parts = dict(zip(order, packed.split([len(each) for each in raw]), strict=True))
+    kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
+    return [parts[i].view(kinds[i]).view(array.shape) for i, array in enumerate(arrays)]
+
+
 @cache
 def _warn_unbounded(env_id: str) -> None:
     _LOGGER.warning(
@@ -215,7 +227,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             self._lifetime_step = 0
         obs = self._guarded(self._reset, seed=seed, options=options)
         self._started = True
-        return self._tensor(obs), {}
+        return to_tensors([obs], self.device)[0], {}
 
     def begin_again(
         self, life_seeds: Sequence[int], restarts: Sequence[int], lifetime_step: int
@@ -247,8 +259,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         numpy_actions = self._decoder(actions, self.num_envs)
         self._lifetime_step += 1
         stepped = self._guarded(self._step, numpy_actions, self._previous_action(actions))
-        *columns, final_obs = map(self._tensor, stepped)
-        obs, rewards, terminated, truncated = columns
+        obs, rewards, terminated, truncated, final_obs = to_tensors(stepped, self.device)
         return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
     def _step(self, actions: Any, previous_action: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -351,9 +362,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         """Return sum and count of every metric since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _encode(self, raw: Any, what: str, rows: np.ndarray | None = None) -> np.ndarray:
         """Return observations of these rows (None: all), checked, as a fresh array [rows, F]."""

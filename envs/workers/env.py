@@ -19,6 +19,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from envs.vector.adapter import to_tensors
 from envs.vector.faults import EnvironmentFaultError, WorkerFaultError
 from envs.vector.hangs import GRACE_S
 from envs.vector.layout import Layout
@@ -238,8 +239,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
 
     def _tensors(self, rows: slice, *names: str) -> list[Tensor]:
         """Return fresh tensors of some rows."""
-        fresh = (self._arrays[name][rows].copy() for name in names)
-        return [torch.from_numpy(array).to(self.device) for array in fresh]
+        return to_tensors([self._arrays[name][rows].copy() for name in names], self.device)
 
     # ---- questions and answers
 

@@ -55,7 +55,7 @@ CASES = {  # a job, its GPUs, how far it may be from the same job on the CPU; No
 # number. Operators are rounded up, for they differ between releases of torch.
 MOST = {
     "trading": (0, 0, 2, 105, 450),
-    "an environment of the host": (6, 0, 2, 50, 375),
+    "an environment of the host": (1, 0, 2, 50, 375),
     "dp on two GPUs": (0, 2, 2, 105, 775),
     "bf16": (0, 0, 2, 130, 625),
     "fp16": (0, 0, 2, 130, 675),
