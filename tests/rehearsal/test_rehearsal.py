@@ -56,8 +56,8 @@ CASES = {  # a job, its GPUs, how far it may be from the same job on the CPU; No
 MOST = {
     "trading": (0, 0, 2, 105, 450),
     "an environment of the host": (1, 0, 2, 50, 375),
-    "dp on two GPUs": (0, 2, 2, 105, 775),
-    "bf16": (0, 0, 2, 130, 625),
+    "dp on two GPUs": (0, 2, 2, 105, 800),
+    "bf16": (0, 0, 2, 130, 650),
     "fp16": (0, 0, 2, 130, 675),
 }
 REST = ("end of rollout", "rest of update", "metrics and agreements")
