@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ SIZES = shlex.split(
     "--num_episodes 8 --num_envs 4 --batch_size 8 --num_steps 32 --bptt_steps 8 --hidden_size 8"
 )
 SPANS = shlex.split(
-    "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 --test_start 2019-06-03"
+    "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 "
+    "--test_start 2019-06-03 --test_end 2019-08-30"
 )
 WORLDS = ["--num_worlds", "2", "--episode_days", "60"]
 SMALL = [*SIZES, *SPANS, *WORLDS]  # on the simulated market
@@ -51,6 +53,21 @@ def train_here(monkeypatch, *argv):
 
 def evaluate_here(monkeypatch, *argv):
     return run_here(evaluate.main, argv, monkeypatch)
+
+
+@contextmanager
+def output_in(folder):
+    """Send what this process, and those that it starts, print to the files out and err."""
+    with ExitStack() as held:
+        streams = (1, "out", redirect_stdout), (2, "err", redirect_stderr)
+        for descriptor, name, redirect in streams:
+            file = held.enter_context(Path(folder, name).open("w", buffering=1))
+            before = os.dup(descriptor)
+            held.callback(os.close, before)
+            held.callback(os.dup2, before, descriptor)
+            os.dup2(file.fileno(), descriptor)
+            held.enter_context(redirect(file))
+        yield
 
 
 def start(*argv, **options):

@@ -16,6 +16,7 @@ from train_runs import (
     SIZES,
     SMALL,
     only_error,
+    output_in,
     records,
     start,
     start_training,
@@ -39,14 +40,12 @@ def finished(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("finished")
     flags = [*SMALL, *OFTEN, "--precision", "fp64", "--device", "cpu"]
-    jobs = {
-        ranks: start_training(*flags, "--num_gpus", ranks, "--run_dir", folder / str(ranks))
-        for ranks in (1, 2)
-    }
     ended = {}
-    for ranks, job in jobs.items():
-        out, err = job.communicate(timeout=150)
-        ended[ranks] = folder / str(ranks), job.returncode, out, err
+    for ranks in (1, 2):
+        run_dir = folder / str(ranks)
+        with pytest.MonkeyPatch.context() as patch, output_in(folder):
+            code = train_here(patch, *flags, "--num_gpus", ranks, "--run_dir", run_dir)
+        ended[ranks] = run_dir, code, *((folder / name).read_text() for name in ("out", "err"))
     return ended
 
 

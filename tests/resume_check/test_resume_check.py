@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from tensorboard_readers import seen
-from train_runs import REPO, only_error, records, start
+from train_runs import REPO, only_error, output_in, records, start
 
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
@@ -42,8 +43,13 @@ def run(folder, *flags):
 def proof(tmp_path_factory):
     """Three iterations, a kill, three more against six: stdout, and both run directories."""
     folder = tmp_path_factory.mktemp("proof")
-    code, out, err = run(folder, "--env", "resume_envs:Drift-v0", "--iterations", "3", "--keep")
-    assert code == 0, out + err
+    flags = ["--env", "resume_envs:Drift-v0", "--iterations", "3", "--keep"]
+    with pytest.MonkeyPatch.context() as patch, output_in(folder):
+        patch.setenv("PYTHONPATH", str(REPO / "tests"))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        code = main([*COMMAND[2:], *flags])
+    out = (folder / "out").read_text()
+    assert code == 0, out + (folder / "err").read_text()
     (kept,) = folder.glob("resume_check_*")
     assert f"kept: {kept}" in out
     return out, kept / "straight", kept / "killed"

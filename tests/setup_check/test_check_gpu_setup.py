@@ -13,7 +13,7 @@ import jsonschema
 import psutil
 import pytest
 import torch
-from train_runs import REPO, only_error, records, run_here, start
+from train_runs import REPO, only_error, output_in, records, run_here, start
 
 import check_gpu_setup
 from agents.dry_run import measure as dry_run
@@ -50,11 +50,13 @@ def check_here(monkeypatch, capfd, *argv):
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def two_ranks(tmp_path_factory):
     flags = ("--num_gpus", "2", "--device", "cpu", "--total_steps", "128", "--json")
-    code, out, err = check(*TINY, *flags)
-    assert not err, err
-    return code, json.loads(out)
+    folder = tmp_path_factory.mktemp("two_ranks")
+    with pytest.MonkeyPatch.context() as patch, output_in(folder):
+        code = run_here(check_gpu_setup.main, [*TINY, *flags], patch)
+    assert not (folder / "err").read_text()
+    return code, json.loads((folder / "out").read_text())
 
 
 def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
