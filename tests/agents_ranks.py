@@ -30,7 +30,7 @@ from rl_dist.telemetry.metrics import NullWriter, open_writer
 
 NUM_ENVS = 8
 NUM_STEPS = 16
-ITERATIONS = 10
+ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
 WITH_FILES = "trading, clstm"  # the job that two ranks train with a real writer
@@ -316,7 +316,7 @@ def train_in_world(out_dir, names):
     for name in names:
         with_files = world.size == 2 and name in (WITH_FILES, "weak")
         options = (
-            {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 5}
+            {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 3}
             if with_files
             else {}
         )

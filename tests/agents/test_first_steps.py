@@ -29,7 +29,7 @@ TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 
 CUE = [*TINY.split(), "--env", "own_environment:Cue-v0", "--eval_episodes", "2"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_environment_in_the_current_directory_is_found_by_all_ranks(ranks, tmp_path):
     (tmp_path / "own_environment.py").write_text((REPO / "examples/own_environment.py").read_text())
     flags = [*CUE, "--total_steps", 64, "--num_gpus", ranks, "--run_dir", "run"]

@@ -96,7 +96,9 @@ def test_a_short_training_changes_all_parameters_and_times_its_phases(name, worl
     assert [record["global_step"] for record in writer.records] == [128, 256] == writer.done
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
     name, dtype, world, tmp_path

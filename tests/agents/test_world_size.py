@@ -181,9 +181,9 @@ def test_rollouts_differ_from_rank_to_rank_and_environment_to_environment(num_ra
 
 def test_the_main_process_alone_writes_metrics_and_checkpoints(run_dir, two):
     assert [rank[WITH_FILES]["writer"] for rank in two] == ["MetricsWriter", "NullWriter"]
-    assert [rank[WITH_FILES]["saved"] for rank in two] == [[5, 10], []]
+    assert [rank[WITH_FILES]["saved"] for rank in two] == [[3, 6], []]
     files = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert files == ["iteration_00000005.pt", "iteration_00000010.pt"]
+    assert files == ["iteration_00000003.pt", "iteration_00000006.pt"]
 
 
 def gone_on(name, path, world, tmp_path):
@@ -199,10 +199,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(
 ):
     """And, written by two ranks in global order, holds what one rank would have written."""
     alone = one_rank(WITH_FILES)
-    record = gone_on(WITH_FILES, run_dir / "checkpoints" / "iteration_00000005.pt", world, tmp_path)
-    assert len(record["parameters"]) == ITERATIONS - 5
-    torch.testing.assert_close(record["parameters"], alone["parameters"][5:], rtol=0, atol=1e-10)
-    assert torch.equal(record["ends"], alone["ends"][6:])
+    record = gone_on(WITH_FILES, run_dir / "checkpoints" / "iteration_00000003.pt", world, tmp_path)
+    assert len(record["parameters"]) == ITERATIONS - 3
+    torch.testing.assert_close(record["parameters"], alone["parameters"][3:], rtol=0, atol=1e-10)
+    assert torch.equal(record["ends"], alone["ends"][4:])
     written = two[0][WITH_FILES]["parameters"]
     torch.testing.assert_close(record["parameters"][-1], written[-1], rtol=0, atol=1e-10)
 

@@ -12,6 +12,7 @@ import pytest
 from rl_dist.launch.all_reduce_bench import BenchError, time_reductions
 
 
+@pytest.mark.slow  # as tests/setup_check/ does by default
 def test_every_size_is_timed_on_as_many_ranks_as_asked():
     found = time_reductions(2, [4, 1024, 2**20])
     assert (found.num_ranks, found.backend, list(found.gradients_s)) == (
