@@ -19,8 +19,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The longest first: so both processes of pytest-xdist, which take a file at a time, end together.
+LONGEST = (
+    *("world_size", "restarts", "batch_size", "rl_dist_launch", "faults"),
+    *("check_gpu_setup", "train_command", "evaluate", "resume_check", "python_api", "imports"),
+    *("supervisor", "short_run", "export", "foreign_runs", "state_schema", "workers"),
+    *("rl_dist_launch_environment", "all_reduce_bench", "unequal_devices", "first_steps"),
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Let the first test that looks at what two ranks did wait for all that they do."""
+    """Put long files first; the first test of what two ranks did waits for all that they do."""
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for item in items:
         if "ranks_folder" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(900), append=False)
