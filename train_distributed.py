@@ -39,7 +39,7 @@ def main() -> int:
             threads=start.resolved.threads,
         )
         if code:
-            start.discard()
+            start.discard(code)
         return code
 
 

@@ -28,6 +28,16 @@ class Walk(gymnasium.Env):
         return obs, 1.0, self.age == self.length, False, {}
 
 
+class Raises(Walk):
+    """Raises at its third step, some calls below."""
+
+    def step(self, action):
+        return self._stumble() if self.life == 2 else super().step(action)
+
+    def _stumble(self):
+        raise RuntimeError("fell over")
+
+
 class Chatty(Walk):
     """Prints, in Python and beside it."""
 
@@ -38,6 +48,7 @@ class Chatty(Walk):
 
 
 gymnasium.register("Walk-v0", entry_point=Walk)
+gymnasium.register("Raises-v0", entry_point=Raises)
 gymnasium.register("Chatty-v0", entry_point=Chatty)
 gymnasium.register("NanAtFive-v0", entry_point=Walk, kwargs={"nan_at": 5})
 gymnasium.register("NanAtForty-v0", entry_point=Walk, kwargs={"nan_at": 40})

@@ -86,7 +86,12 @@ class Watch:
             policy=training.policy,
             rank=self.world.rank,
         )
-        self.wants_end |= callback(moment) is False
+        try:
+            self.wants_end |= callback(moment) is False
+        except UserError:
+            raise
+        except ValueError as error:  # of foreign code: a failure, with its traceback
+            raise RuntimeError(f"the callback raised {one_line(error)}") from error
 
     def _reached(self, metrics: Mapping[str, Any]) -> str:
         name, _, wanted = self.stop_at.partition(" ")

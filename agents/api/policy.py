@@ -70,10 +70,8 @@ class LoadedPolicy:
         """
         rows, single = self._encoded(observation)  # [B, F]
         count = len(rows)
-        start = _for_each(
-            count, "episode_start", np.False_ if episode_start is None else episode_start
-        )
-        start = start.astype(bool)
+        begins = False if episode_start is None else episode_start
+        start = _for_each(count, "episode_start", begins).astype(bool)
         rewards = _for_each(count, "reward", reward) * ~start
         state = self._checked_state(state, count)
         before = state[2] * ~start[:, None]

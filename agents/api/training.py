@@ -94,7 +94,7 @@ def train(
         finally:
             close_logging()
         if code:
-            start.discard()
+            start.discard(code)
         if 0 < code < 128:
             raise UserError(
                 f"training failed with code {code}: its lines above say why", exit_code=code

@@ -323,7 +323,7 @@ def main() -> int:
         options = {"max_restarts": config.launch.max_restarts, "threads": resolved.threads}
         code = launch(run_rank, args, resolved.num_ranks, run_dir=run_dir, **options)
 
-        # a new run that failed at once leaves nothing, unless somebody else has taken its folder
+        # a new run that failed at once leaves its logs at most, not in a folder that another took
         if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):
-            discard_unstarted(run_dir)
+            discard_unstarted(run_dir, code)
         return code

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gymnasium import spaces
 
-from agents.run.config import OWNERS, SECTIONS, RunConfig, load_newest, load_saved
+from agents.run.config import OWNERS, SECTIONS, RunConfig, is_unused, load_newest, load_saved
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
@@ -167,7 +167,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
 
 def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run where other files are."""
-    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+    if not run_dir.is_dir() or is_unused(run_dir):
         return
     if not (run_dir / CHECKPOINT_DIR).exists() and not (run_dir / METRICS_FILE).exists():
         raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")

@@ -261,14 +261,27 @@ def set_results_aside(run_dir: Path) -> None:
             path.replace(path.with_name(f"{path.name}.superseded"))
 
 
-def discard_unstarted(run_dir: Path) -> None:
-    """Remove the files of a run that failed before its first iteration ended."""
+def is_unused(run_dir: Path) -> bool:
+    """Return whether a run may begin here: beside logs of a failed one at most."""
+    if not run_dir.is_dir():
+        return not run_dir.exists()
+    logs = run_dir / "logs"
+    inside = logs.iterdir() if logs.is_dir() else ()
+    return set(run_dir.iterdir()) <= {logs} and all(p.name.startswith("rank_") for p in inside)
+
+
+def discard_unstarted(run_dir: Path, exit_code: int) -> None:
+    """Remove the files of a run that failed before its first iteration ended.
+
+    What failed, and is no mistake at the keyboard (2), leaves its logs: they hold the traceback.
+    """
     metrics = run_dir / METRICS_FILE
     has_metrics = metrics.exists() and metrics.stat().st_size
     if not run_dir.is_dir() or (run_dir / CHECKPOINT_DIR).exists() or has_metrics:
         return
     close_logging()
-    shutil.rmtree(run_dir / "logs", ignore_errors=True)
+    if exit_code != 1:
+        shutil.rmtree(run_dir / "logs", ignore_errors=True)
     left = [run_dir / "config.json", run_dir / STATE_FILE, metrics, *run_dir.glob(EVENT_FILES)]
     for path in left:
         path.unlink(missing_ok=True)

@@ -82,7 +82,10 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
     try:
         yield
     except EnvironmentFaultError as fault:
-        raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
+        where = ""
+        if fault.__cause__:  # it was raised in this process
+            where = f"; traceback in {run_dir / 'logs' / f'rank_{world.rank}.log'}"
+        raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
         if is_out_of_memory(error):
             message = _out_of_memory(error, config, run_dir, world)

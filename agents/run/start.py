@@ -26,7 +26,14 @@ from agents.run.choice import (
     fresh_config,
     is_first,
 )
-from agents.run.config import SECTIONS, RunConfig, discard_unstarted, fresh_directory, save_config
+from agents.run.config import (
+    SECTIONS,
+    RunConfig,
+    discard_unstarted,
+    fresh_directory,
+    is_unused,
+    save_config,
+)
 from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
@@ -54,10 +61,10 @@ class Start:
     lock: RunLock | None  # of the first process
     is_new: bool  # its directory was empty or missing
 
-    def discard(self) -> None:
+    def discard(self, exit_code: int) -> None:
         """Remove a new run that has failed before its first iteration ended."""
         if self.is_new and self.lock and leads_to(self.lock.path, self.lock.file):
-            discard_unstarted(self.run_dir)
+            discard_unstarted(self.run_dir, exit_code)
 
 
 def prepare(
@@ -95,9 +102,7 @@ def prepare(
         config, run_dir, found, lock = choose_run(parsed, held)
         launch, resolved = _resolve(config.launch)
         config = dataclasses.replace(config, launch=launch)
-        is_new = not found and (
-            run_dir is None or not run_dir.is_dir() or not any(run_dir.iterdir())
-        )
+        is_new = not found and (run_dir is None or is_unused(run_dir))
         if is_first():
             announce(config, resolved, found, check_weights)
             run_dir = run_dir or fresh_directory(RUNS)

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -92,7 +93,7 @@ class HangWatch:
         except BaseException as error:
             if not is_own_fault(error):
                 raise
-            raise RowFaultError(row, f"raised {one_line(error)}") from error
+            raise RowFaultError(row, f"raised {one_line(error)}{_place_of(error)}") from error
         finally:
             if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
                 problem = "closed files and connections that are not its own: the process ends"
@@ -136,6 +137,19 @@ class HangWatch:
         """Raise HungError if the alarm that arrived is meant for the call under way."""
         if self._busy and self._call == self._suspect:
             raise HungError(self.problem)
+
+
+def _place_of(error: BaseException) -> str:
+    """Return file and line where an environment raised: its own, rather than a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(__file__).parent), str(Path(os.__file__).parent))
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith((*libraries, "<")) and "-packages" not in frame.filename
+    ]
+    last = (own or frames)[-1] if frames else None
+    return f" ({Path(last.filename).name}:{last.lineno})" if last else ""
 
 
 class _Alarm:

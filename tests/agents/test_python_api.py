@@ -223,6 +223,18 @@ def test_callbacks_see_iterations_evaluations_and_checkpoints(tmp_path):
     assert kinds["checkpoint"][-1] == 4
 
 
+def raise_value_error(moment):
+    """What any mistake in a callback may raise."""
+    return int("seven")
+
+
+def test_what_a_callback_raises_is_a_failure_with_its_traceback(tmp_path, capsys):
+    with pytest.raises(UserError, match="failed with code 1"):
+        train("CartPole-v1", run_dir=tmp_path / "run", on_iteration=raise_value_error, **TINY)
+    err = capsys.readouterr().err
+    assert "in raise_value_error" in err and "the callback raised ValueError: invalid" in err
+
+
 def test_a_callback_of_the_command_stops_training_which_still_ends_in_order(tmp_path):
     run = train(
         "CartPole-v1",

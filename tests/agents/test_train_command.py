@@ -279,14 +279,19 @@ def test_the_users_own_files_are_refused_as_a_run_directory_and_left_alone(
     assert (tmp_path / "logs" / "mine.txt").read_text() == "mine" and names(tmp_path) == ["logs"]
 
 
-def test_nan_of_an_environment_is_named_and_the_directory_is_free_again(
+def test_a_fault_of_an_environment_is_named_and_leaves_its_traceback_in_a_free_directory(
     tmp_path, monkeypatch, capsys
 ):
     flags = [*SIZES, "--eval_episodes", "2", "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *flags, "--env", "faulty_envs:NanAtFive-v0") == 1
     message = only_error(capsys.readouterr().err)
     assert "NanAtFive-v0 number 0 at its step 5: observation is nan" in message
-    assert not (tmp_path / "run").exists()
+    assert names(tmp_path / "run") == ["logs"]
+    assert train_here(monkeypatch, *flags, "--env", "faulty_envs:Raises-v0") == 1
+    message = only_error(capsys.readouterr().err)
+    assert "raised RuntimeError: fell over (faulty_envs.py:" in message
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    assert f"traceback in {log}" in message and "in _stumble" in log.read_text()
     assert train_here(monkeypatch, *flags, "--env", "faulty_envs:Walk-v0") == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"]["return"] == 9.0
 
