@@ -119,13 +119,13 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
             importlib.import_module(module)
         return gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        own = [
-            known
-            for known, spec in gymnasium.registry.items()
-            if module and str(spec.entry_point).startswith(f"{module}:")
-        ]
-        close = difflib.get_close_matches(name, own or gymnasium.registry, n=3) or own[:3]
-        fix = f"did you mean {' or '.join(close)}?" if close else "give a Gymnasium id or module:id"
+        known = list(gymnasium.registry)
+        fix = "give a Gymnasium id or module:id"
+        if module:
+            known = [one for one in known if f"{_module_of(one)}.".startswith(f"{module}.")]
+            fix = f"{module} registers {', '.join(known[:5]) or 'none, see gymnasium.register'}"
+        if close := difflib.get_close_matches(name, known, n=3):
+            fix = f"did you mean {' or '.join(close)}?"
         raise ValueError(f"unknown environment {env_id!r}: {fix}") from error
     except BaseException as error:
         if not is_own_fault(error):
@@ -134,6 +134,12 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
             f"environment {env_id!r}: its module raised {one_line(error)}: "
             "check it and the Python path"
         ) from error
+
+
+def _module_of(env_id: str) -> str:
+    """Return the module of what makes a registered environment: a class, or its name."""
+    entry = gymnasium.registry[env_id].entry_point
+    return entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
 
 
 def _construct(

@@ -256,6 +256,14 @@ def test_autoreset_modes_other_than_same_step_are_refused(mode):
     ("arguments", "message"),
     [
         ({"env_id": "CartPol-v1"}, "unknown environment 'CartPol-v1': did you mean CartPole-v1"),
+        (
+            {"env_id": "examples.many_spaces:Order-v0"},
+            "unknown environment 'examples.many_spaces:Order-v0': did you mean Orders-v0",
+        ),
+        (
+            {"env_id": "many_choices:Humanoid-v0"},  # a class, and an id near to MuJoCo's
+            "unknown environment 'many_choices:Humanoid-v0': many_choices registers Many-v0$",
+        ),
         ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module'"),
         ({"env_id": "StockTrading-v0"}, "make it with gymnasium.make_vec"),
         ({"env_kwargs": {"colour": 1}}, "cannot be made: TypeError"),
