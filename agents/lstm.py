@@ -164,6 +164,20 @@ def run_sequence(
     return tuple(outputs)
 
 
+@torch.no_grad()
+def state_after(network: Network, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
+    """State [N, S, H] after the [T, N] steps that `run_sequence` would take.
+
+    One dense call from each last episode start of a column to the next.
+    """
+    steps = torch.arange(len(obs), device=obs.device)[:, None]
+    last = (steps * episode_start).amax(0)  # [N] 0: it has none, or at the first step
+    cuts = sorted({0, *last.tolist()})
+    for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
+        state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
+    return state
+
+
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Integer arrays as int64 tensors on a device; the host does not wait for it."""
     if not arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from agents.lstm import Plan
 from agents.noise import sequence_orders
 from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches, make_schedule
+from agents.rollout import Minibatch, into_microbatches, make_schedule, refreshed_states
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
@@ -76,6 +77,9 @@ class PPOConfig:
         presets={"--preset small": 10, "--preset control": 10, "--preset memory": 10},
     )
     """Passes over each rollout."""
+    refresh_states: bool = setting(False)
+    """Before every epoch but the first, compute anew the states at which sequences begin; off: they
+    stay those of the rollout."""
     clip_coef: float = setting(0.2, within=(1e-6, 10))
     """Clipping of the probability ratio."""
     clip_vloss: bool = setting(False)
@@ -93,6 +97,10 @@ class PPOConfig:
     max_bad_steps: int = setting(10, "steps", within=(0, 10**9))
     """Skip this many optimizer steps in a row whose loss or gradient is NaN or inf, then stop; 0:
     stop at once."""
+
+    def __post_init__(self) -> None:
+        if self.refresh_states and self.update_epochs == 1:
+            raise ValueError("refresh_states does nothing with update_epochs 1: drop it")
 
 
 def learning_rate(
@@ -281,6 +289,11 @@ class PPO:
         tally = Tally(device, self.bad_in_a_row)
         self.clock.start()
         for epoch in range(self.config.update_epochs):
+            if epoch and self.config.refresh_states:
+                self.strategy.end_update()  # a stage of a pipeline knows its own parameters only
+                states = refreshed_states(self.policy.network, sequences, num_envs)
+                sequences = replace(sequences, lstm_state=states)
+
             # one gradient step per minibatch
             tally.epoch_kl.zero_()
             for minibatch, plans in schedule.minibatches(sequences, epoch):

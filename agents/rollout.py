@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agents.gae import running_sums
-from agents.lstm import Plan, plan_pieces, plans_to_device, to_device, to_host
+from agents.lstm import Network, Plan, plan_pieces, plans_to_device, state_after, to_device, to_host
 from agents.normalize import Normalizer
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
@@ -345,6 +345,18 @@ def cut_rollout(
         lstm_state=rollout.initial_states.flatten(0, 1),
         **{name: to_sequences(values, bptt_steps) for name, values in steps.items()},
     )
+
+
+def refreshed_states(network: Network, sequences: Minibatch, num_envs: int) -> Tensor:
+    """The states [K * B, S, H] before all sequences, by the network as it is now.
+
+    Those before the first sequences are older than the rollout and stay.
+    """
+    states = [sequences.lstm_state[:num_envs]]
+    for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
+        block = sequences.pick(Tensor.narrow, first, num_envs)
+        states.append(state_after(network, block.obs, states[-1], block.episode_start))
+    return torch.cat(states)
 
 
 @dataclass

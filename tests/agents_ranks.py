@@ -82,6 +82,7 @@ LENGTHY = {"num_steps": 64}
 BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
 OPTIONS = {
     "trading, window": Case("trading", WINDOW),
+    "brief, refreshed states": Case("brief", GRU, replace(CLIPPED, refresh_states=True)),
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
     "trading, KL stop": Case("trading", CLSTM, STOPPING),
     "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),

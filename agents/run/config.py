@@ -67,6 +67,8 @@ class RunConfig:
     trading: TradingConfig = field(default_factory=TradingConfig)
 
     def __post_init__(self) -> None:
+        if self.ppo.refresh_states and self.policy.stateless:
+            raise UserError("refresh_states does nothing for a policy without memory: drop it")
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
             from agents.pipeline import NO_CASCADE
 

@@ -8,7 +8,7 @@ import torch
 from policies import run_stepwise
 from torch import nn
 
-from agents.lstm import cheapest_splits, plan_pieces, plans_to_device, run_sequence
+from agents.lstm import cheapest_splits, plan_pieces, plans_to_device, run_sequence, state_after
 
 FEATURES, HIDDEN = 3, 5
 SHAPES = [(1, 1), (1, 7), (2, 1), (2, 3), (3, 2), (5, 4), (8, 1), (16, 6), (17, 3), (32, 5)]
@@ -59,6 +59,18 @@ def run_in_one_call(network, obs, state, starts):
     plans = plan_pieces(starts.numpy(), [np.arange(starts.shape[1])], call_steps=1e9)
     (plan,), _ = plans_to_device(plans, obs.device)
     return run_sequence(network, obs, state, starts, plan)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_state_after_a_sequence_is_that_after_its_single_steps(shape):
+    network, _ = make_network()
+    for name, starts in patterns(*shape).items():
+        obs, before = make_inputs(*shape)
+        state = before
+        for step, flags in zip(obs, starts, strict=True):
+            state = network(step[None], state * ~flags[:, None, None])[1]
+        found = state_after(network, obs, before, starts)
+        torch.testing.assert_close(found, state, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,7 +18,7 @@ from agents.ppo import (
     ppo_loss,
     rollout_sums,
 )
-from agents.rollout import Minibatch
+from agents.rollout import Minibatch, refreshed_states
 from agents.trainer import train
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
@@ -267,6 +267,32 @@ def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
     del state["bad_in_a_row"]  # as older versions wrote it
     resumed.restore(state)
     assert resumed.ppo.bad_in_a_row == 0
+
+
+def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(world):
+    ppo = PPOConfig(update_epochs=3, learning_rate=1e-2, refresh_states=True)
+    training = Recording(make_job("recall, clstm", iterations=1, ppo=ppo), world)
+    update, step, num_envs = training.ppo.update, training.ppo.step, training.sizes.num_envs
+    rollout, used, expected = [], [], []
+
+    def keep(sequences, *args):
+        rollout.append(sequences)
+        return update(sequences, *args)
+
+    def probe(minibatch, plans):
+        if len(used) % training.sizes.num_minibatches == 0:  # an epoch begins
+            expected.append(refreshed_states(training.policy.network, rollout[-1], num_envs))
+        used.append(minibatch.lstm_state)
+        return step(minibatch, plans)
+
+    with mock.patch.multiple(training.ppo, update=keep, step=probe):
+        train(training, NullWriter(), StopFlag())
+    stored = rollout[0].lstm_state
+    torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)  # nothing learned yet
+    assert len(expected) == 3 and (expected[2] - stored).abs().max() > 1e-3
+    for epoch, states in enumerate(torch.cat(used).chunk(3)):
+        found, wanted = (each.flatten(1).sum(1).sort().values for each in (states, expected[epoch]))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_a_resumed_run_that_allows_fewer_bad_steps_stops_at_the_next_one_only(world):
