@@ -19,6 +19,7 @@ from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig, explained_variance, rollout_sums
+from agents.rollout import OnHost
 from agents.trainer import Training, train
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
@@ -72,8 +73,10 @@ def assert_same_state(one, other):
         assert len(one) == len(other)
         for left, right in zip(one, other, strict=True):
             assert_same_state(left, right)
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other)
+    elif isinstance(one, OnHost):
+        assert_same_state(vars(one), vars(other))
+    elif isinstance(one, torch.Tensor | np.ndarray):
+        assert one.dtype == other.dtype and np.array_equal(one, other)
     else:
         assert one == other
 
