@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.lstm import Plan
+from agents.lstm import Network, Plan, state_after
 from agents.noise import sequence_orders
 from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches, make_schedule, refreshed_states
+from agents.rollout import Minibatch, into_microbatches, make_schedule
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
@@ -226,6 +226,18 @@ class NonFiniteGradientError(UserError):
     """Too many gradients in a row held NaN or inf; the optimizer was not stepped."""
 
 
+def refreshed_states(network: Network, sequences: Minibatch, num_envs: int) -> Tensor:
+    """The states [K * B, S, H] before all sequences, by the network as it is now.
+
+    Those before the first sequences are older than the rollout and stay.
+    """
+    states = [sequences.lstm_state[:num_envs]]
+    for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
+        block = sequences.pick(Tensor.narrow, first, num_envs)
+        states.append(state_after(network, block.obs, states[-1], block.episode_start))
+    return torch.cat(states)
+
+
 class PPO:
     """The optimizer and the update of a policy that a strategy trains."""
 
@@ -283,8 +295,7 @@ class PPO:
         order = sequence_orders(key, self.config.update_epochs, *share)
         device = sequences.obs.device
         starts = sequences.episode_start.cpu().numpy() if starts is None else starts
-        starts = starts if self._plans_ahead else None
-        call_steps = self.policy.call_steps
+        call_steps = self.policy.call_steps if self._plans_ahead else None
         schedule = make_schedule(starts, order, self.num_microbatches, device, call_steps)
         tally = Tally(device, self.bad_in_a_row)
         self.clock.start()
@@ -310,25 +321,7 @@ class PPO:
             self.clock.mark("")
         self.strategy.end_update()
 
-        # means over ranks and steps, read at once with all else that the host wants to know
-        sums = all_reduce_sum({"losses": tally.losses, "steps": tally.counts[0]}, self.world)
-        names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
-        found = dict(zip(names, sums["losses"] / sums["steps"], strict=True))
-        found |= report
-        if self.strategy.scaler:
-            found["optim/loss_scale"] = self.strategy.scaler.scale(torch.ones((), device=device))
-        wide = [number.double() for number in (*found.values(), *tally.counts)]
-        numbers = torch.stack(wide).tolist()
-        taken, skipped, bad, own = self._judge(numbers[len(found) :])
-        if bad:
-            text = f"{bad} gradient step(s) skipped in iteration {key[1]}: NaN or inf"
-            events.notify("bad_steps", text, iteration=key[1], skipped=bad)
-            places = f"loss of this rank: nan or inf in {own}" if own else "not in this rank's loss"
-            logger.warning("NaN or inf in loss or gradient: step skipped, %d (%s)", bad, places)
-        means = dict(zip(found, numbers, strict=False))
-        means |= {"optim/steps": float(taken), "optim/skipped_steps": skipped}
-        del means["loss/total"]
-        return means
+        return self._outcome(tally, report, key[1])
 
     @property
     def _plans_ahead(self) -> bool:
@@ -390,6 +383,30 @@ class PPO:
             minibatch.returns,
             self.config,
         )
+
+    def _outcome(
+        self, tally: Tally, report: Mapping[str, Tensor], iteration: int
+    ) -> dict[str, float]:
+        """Means over ranks and steps, read at once with all else that the host wants to know."""
+        sums = all_reduce_sum({"losses": tally.losses, "steps": tally.counts[0]}, self.world)
+        names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
+        found = dict(zip(names, sums["losses"] / sums["steps"], strict=True))
+        found |= report
+        if self.strategy.scaler:
+            one = torch.ones((), device=tally.counts.device)
+            found["optim/loss_scale"] = self.strategy.scaler.scale(one)
+        wide = [number.double() for number in (*found.values(), *tally.counts)]
+        numbers = torch.stack(wide).tolist()
+        taken, skipped, bad, own = self._judge(numbers[len(found) :])
+        if bad:
+            text = f"{bad} gradient step(s) skipped in iteration {iteration}: NaN or inf"
+            events.notify("bad_steps", text, iteration=iteration, skipped=bad)
+            places = f"loss of this rank: nan or inf in {own}" if own else "not in this rank's loss"
+            logger.warning("NaN or inf in loss or gradient: step skipped, %d (%s)", bad, places)
+        means = dict(zip(found, numbers, strict=False))
+        means |= {"optim/steps": float(taken), "optim/skipped_steps": skipped}
+        del means["loss/total"]
+        return means
 
     def _judge(self, counts: list[float]) -> tuple[int, int, int, int]:
         """Stop after too many bad steps in a row; returns the first four of `Tally.counts`."""

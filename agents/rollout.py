@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agents.gae import running_sums
-from agents.lstm import Network, Plan, plan_pieces, plans_to_device, state_after, to_device, to_host
+from agents.lstm import Plan, plan_pieces, plans_to_device, to_device, to_host
 from agents.normalize import Normalizer
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
@@ -347,18 +347,6 @@ def cut_rollout(
     )
 
 
-def refreshed_states(network: Network, sequences: Minibatch, num_envs: int) -> Tensor:
-    """The states [K * B, S, H] before all sequences, by the network as it is now.
-
-    Those before the first sequences are older than the rollout and stay.
-    """
-    states = [sequences.lstm_state[:num_envs]]
-    for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
-        block = sequences.pick(Tensor.narrow, first, num_envs)
-        states.append(state_after(network, block.obs, states[-1], block.episode_start))
-    return torch.cat(states)
-
-
 @dataclass
 class Schedule:
     """Sequences of each minibatch of an update; how its microbatches are cut."""
@@ -377,21 +365,21 @@ class Schedule:
 
 
 def make_schedule(
-    starts: np.ndarray | None,
+    starts: np.ndarray,
     order: np.ndarray,
     num_microbatches: int,
     device: torch.device,
-    call_steps: float,
+    call_steps: float | None,
 ) -> Schedule:
     """The schedule of an update; all its index tables reach the device by one copy.
 
     Args:
-        starts: [L, K * B] episode starts; None: no plans are made.
+        starts: [L, K * B] episode starts.
         order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
-        call_steps: of `plan_pieces`.
+        call_steps: of `plan_pieces`; None: no plans are made.
     """
     plans: list[Plan] = []
-    if starts is not None:
+    if call_steps is not None:
         batches = order.reshape(-1, order.shape[2] // num_microbatches)
         plans = plan_pieces(starts, list(batches), call_steps)
     plans, (index,) = plans_to_device(plans, device, order)

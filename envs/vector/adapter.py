@@ -34,7 +34,7 @@ _BEGINS_KEY = "begins_next"
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Arrays on a device; a GPU gets them by one copy, which the host does not wait for."""
+    """Arrays on a device; a GPU gets them by one copy, without the host waiting."""
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
     order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so each is aligned

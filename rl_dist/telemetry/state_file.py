@@ -247,7 +247,7 @@ def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
 
 
 def runs_below(folder: Path) -> str:
-    """Return a clause that names the runs in a folder that is none; "": none."""
+    """Return a clause that names the runs in a folder; "": there are none."""
     found = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     return f"it holds runs, name one: {', '.join(found[:5])}{more}" if found else ""

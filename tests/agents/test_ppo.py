@@ -16,9 +16,10 @@ from agents.ppo import (
     learning_rate,
     normalize_advantages,
     ppo_loss,
+    refreshed_states,
     rollout_sums,
 )
-from agents.rollout import Minibatch, refreshed_states
+from agents.rollout import Minibatch
 from agents.trainer import train
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
