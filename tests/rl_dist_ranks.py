@@ -5,14 +5,11 @@ As a script it is a job with two ranks: rl_dist_ranks.py MODE OUT_DIR.
 
 import json
 import os
-import random
 import signal
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,9 +42,6 @@ def exercise(out_dir):
     variables = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     results = {"size": world.size, "pid": os.getpid(), "threads": torch.get_num_threads()}
     results["environment"] = {name: os.environ.get(name) for name in variables}
-    host = psutil.Process(os.getppid())
-    results["host"] = {"pid": host.pid, "threads": host.num_threads()}
-    results["drawn"] = [random.random(), np.random.random()]  # noqa: NPY002
     results |= use_collectives(world) | use_ddp(world)
     results["sync_seconds"] = world.sync_seconds
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))

@@ -75,19 +75,20 @@ def run_as_rank(
     args: tuple[Any, ...],
     variables: Mapping[str, str],
     page: ReportPage,
-    parent_pid: int,
+    launcher_pid: int,
 ) -> None:
     """Run `fn` as this rank's process; stop signals are blocked until `install`."""
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
     outlive_readers()
-    # it brought the launcher's; a DataLoader's workers shall start as they do without ranks
+    # A spawned process would spawn all of its own, such as a DataLoader's workers: seconds each,
+    # and only for what can be pickled. They shall start as they do without ranks.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install(second_ends=False)  # the launcher counts Ctrl-C
     # Python restores their deadly defaults while it shuts down
     atexit.register(_ignore_stop_signals)
-    leave_with_parent(parent_pid)
+    leave_with_parent(launcher_pid)
     report_to(page)
     report = run_guarded(fn, args)
     process_ends.report(**vars(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,7 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,7 @@ from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, RESTART_COUNT, asked_for_address
 from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.plain_files import leads_to, plain_file
-from rl_dist.launch.rank import RankFunction, RankReport
-from rl_dist.launch.rank_host import HostLostError, RankHost
+from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
@@ -67,8 +69,8 @@ class RankGroup:
         self.relay = StopRelay()
         self.job_dir = ""
         self.address = asked_for_address()  # where the ranks meet; None: in `job_dir`
-        self.host: RankHost | None = None  # the same for all starts
-        self.pages: list[ReportPage] = []  # in rank order
+        self.processes: list[BaseProcess] = []  # in rank order
+        self.pages: list[ReportPage] = []  # theirs
         # ranks that had ended when one was first seen to have failed
         self.first_dead: list[int] = []
 
@@ -81,41 +83,38 @@ class RankGroup:
                     pass
                 return report
             finally:
-                self._close_host()
                 self.relay.uninstall()
 
     def _run_once(self) -> RankReport:
         """Start all ranks once and wait for their end."""
+        self.processes = []
+        self.pages = []
         self.first_dead = []
         try:
-            host = self._start()
-            try:
-                self._wait(host)
-            finally:
-                host.end_ranks()
+            self._start()
+            self._wait()
         except OSError as error:  # no memory, no more processes or descriptors
             problem = f"the ranks cannot be started: {error}"
             return RankReport(1, failed=True, summary=problem, by_user=True)
-        except HostLostError:
-            code = self._close_host()
-            words = f"the process that the ranks are forked from {how_it_ended(code)}"
-            return RankReport(1, failed=True, summary=words)
-        return self._outcome(host)
+        finally:
+            self._kill(signal.SIGKILL)
+            for process in self.processes:
+                process.join()
+        return self._outcome()
 
-    def _start(self) -> RankHost:
-        if self.host is None:
-            self.pages = [ReportPage() for _ in range(self.num_ranks)]
-            with _prepared_for_starts(openmp_variables(self.num_ranks, self.threads)):
-                self.host = RankHost(self.fn, self.args, self.pages)
-        for page in self.pages:
-            page.clear()
-        self.host.fork([self._variables(rank) for rank in range(self.num_ranks)])
-        return self.host
-
-    def _close_host(self) -> int:
-        """End the host, if there is one; its exit code, where it ended by itself."""
-        host, self.host = self.host, None
-        return host.close() if host else 0
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # its start unblocks signals
+        with _prepared_for_starts(openmp_variables(self.num_ranks, self.threads)):
+            for rank in range(self.num_ranks):
+                page = ReportPage()
+                place = self._variables(rank), page, os.getpid()
+                process = spawn.Process(
+                    target=run_as_rank, args=(self.fn, self.args, *place), name=f"rank {rank}"
+                )
+                process.start()
+                self.processes.append(process)
+                self.pages.append(page)
 
     def _variables(self, rank: int) -> dict[str, str]:
         """Return the environment of a rank, in torchrun's words."""
@@ -125,38 +124,34 @@ class RankGroup:
         address = map(str, self.address or ())
         return found | dict(zip(ADDRESS_VARIABLES, address, strict=False))
 
-    def _wait(self, host: RankHost) -> None:
-        """Wait for all ranks, or until those that a failure left behind shall be killed.
-
-        A stop signal is passed on, once.
-        """
+    def _wait(self) -> None:
+        """Wait for all ranks; pass a stop signal on, and kill those that a failure left behind."""
         passed_on = False
         deadline_s: float | None = None
-        while host.runs:
+        while self._alive():
             time.sleep(POLL_S)
-            host.look(POLL_S)
-            if not passed_on and host.has_started and (signum := self._stop_signal(host)):
+            if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
-                host.kill(signum)
-            if deadline_s is None and (grace_s := self._grace_s(host)) is not None:
+                self._kill(signum)
+            if deadline_s is None and (grace_s := self._grace_s()) is not None:
                 deadline_s = time.monotonic() + grace_s
             if self.relay.insists or (deadline_s is not None and time.monotonic() > deadline_s):
-                return
+                self._kill(signal.SIGKILL)
 
-    def _stop_signal(self, host: RankHost) -> int:
+    def _stop_signal(self) -> int:
         """The first stop signal to the launcher or to a rank that it ended; 0: none came.
 
         A rank handles stop signals until all is saved. The final evaluation is simply ended by one.
         """
-        ended_by = (-code for _, code in sorted(host.exit_codes.items()))
+        ended_by = (-process.exitcode for process in self.processes if process.exitcode)
         return next((one for one in (*self.relay.signums, *ended_by) if one in STOP_SIGNALS), 0)
 
-    def _grace_s(self, host: RankHost) -> float | None:
+    def _grace_s(self) -> float | None:
         """Return how long ranks may still run; None: as long as they like."""
-        ended = sorted(host.exit_codes)
+        ended = self._ended()
         reports = self._reports() if ended else {}
         if any(rank not in reports or reports[rank].failed for rank in ended):
-            self.first_dead = ended
+            self.first_dead = self._ended()
             return DEATH_GRACE_S
         if len(reports) < self.num_ranks:
             return None
@@ -166,14 +161,25 @@ class RankGroup:
         found = {rank: page.read() for rank, page in enumerate(self.pages)}
         return {rank: RankReport(**facts) for rank, facts in found.items() if facts}
 
-    def _outcome(self, host: RankHost) -> RankReport:
+    def _ended(self) -> list[int]:
+        return [rank for rank, one in enumerate(self.processes) if one.exitcode is not None]
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self.processes if process.exitcode is None]
+
+    def _kill(self, signum: int) -> None:
+        for process in self._alive():
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid or 0, signum)
+
+    def _outcome(self) -> RankReport:
         """Return the report of the group: a silent death explains the complaints of other ranks."""
         reports = self._reports()
-        signum = self._stop_signal(host)
+        signum = self._stop_signal()
         if self.relay.insists:
             words = "stopped at once, nothing saved since the last checkpoint"
             return RankReport(128 + signum, summary=words)
-        if signum and -signum in host.exit_codes.values():
+        if signum and any(process.exitcode == -signum for process in self.processes):
             # during the final evaluation
             words = f"stopped by {signal.Signals(signum).name} after training was saved"
             return RankReport(128 + signum, summary=words)
@@ -181,10 +187,10 @@ class RankGroup:
         causes = [one for one in failed if not one.consequence]
         silent = [rank for rank in self.first_dead if rank not in reports]
         if silent and not causes:
-            rank = silent[0]
-            end = how_it_ended(host.exit_codes[rank])
-            words = f"rank {rank} (process {host.pids[rank]}) {end}"
-            return RankReport(1, rank, failed=True, summary=words)
+            process = self.processes[silent[0]]
+            end = how_it_ended(process.exitcode or 0)
+            words = f"rank {silent[0]} (process {process.pid}) {end}"
+            return RankReport(1, silent[0], failed=True, summary=words)
         if failed:
             return (causes or failed)[0]
         codes = (report.exit_code for _, report in sorted(reports.items()))

@@ -109,10 +109,6 @@ class ReportPage:
         assert len(data) < PAGE_BYTES, f"a report of {len(data)} bytes"
         self._memory[:] = data.ljust(PAGE_BYTES, b"\0")
 
-    def clear(self) -> None:
-        """Forget what was reported."""
-        self._memory[:] = bytes(PAGE_BYTES)
-
     def read(self) -> dict[str, Any]:
         """Return what was reported; {}: nothing yet, or not to the end."""
         try:

@@ -56,9 +56,9 @@ def stop_one_rank(seen):
     while time.monotonic() < deadline_s:
         job = jobs()
         family = [q for p in job for q in p.children(recursive=True)]
-        hosts = [p for p in family if "rank_host" in " ".join(p.cmdline())]  # and ranks, its forks
-        if len(hosts) > 1:
-            os.kill(hosts[1].pid, signal.SIGSTOP)
+        ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+        if ranks:
+            os.kill(ranks[0].pid, signal.SIGSTOP)
             seen += [*job, *family]
             return
         time.sleep(0.05)

@@ -1,5 +1,6 @@
 """Starting, stopping and failing: whatever happens, one clear message and no process left."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -7,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import mask_when_imported
-import psutil
 import pytest
 import rl_dist_ranks
 import torch
@@ -90,7 +89,7 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_and_rank_once(tmp_path, 
     assert stderr.count("Traceback") == 1
     assert stderr.endswith("error: rank 1 failed with RuntimeError: the roof is on fire\n")
     assert "the roof is on fire" in (tmp_path / "logs/rank_1.log").read_text()
-    assert not psutil.Process().children()
+    assert not multiprocessing.active_children()
 
 
 def test_a_users_mistake_found_by_one_rank_is_one_line(tmp_path, capfd):
@@ -106,7 +105,7 @@ def test_ranks_that_hang_while_another_fails_are_ended_soon(tmp_path, capfd):
     assert launch(rl_dist_ranks.hang, (str(tmp_path), 1), num_ranks=2) == 1
     assert time.monotonic() - started_s < 30
     assert "rank 1 failed" in capfd.readouterr().err
-    assert not psutil.Process().children()
+    assert not multiprocessing.active_children()
 
 
 QUICK = ("code 0", 1, 2)
@@ -127,7 +126,7 @@ def test_a_rank_that_dies_without_a_report_is_named_and_started_again_if_asked(
         # gloo may complain first
         lines = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
         assert len(lines) == 1 and re.fullmatch(f"error: {died}", lines[0])
-        assert not psutil.Process().children()
+        assert not multiprocessing.active_children()
     assert launch(rl_dist_ranks.live_twice, args, ranks, max_restarts=1) == 0
     err = capfd.readouterr().err
     assert re.search(rf"^{died}: restart 1 of 1$", err, re.MULTILINE)
@@ -146,7 +145,10 @@ def test_a_rank_that_is_still_ending_itself_is_no_riddle(monkeypatch, capfd):
 
 
 def test_no_signal_meets_a_rank_before_its_handlers_are_set():
-    assert launch(mask_when_imported.check, (), 2) == 0
+    code = "import mask_when_imported as mask; from rl_dist.launch.launcher import launch; "
+    code += "exit(launch(mask.check, (), 2))"
+    # a new process: none has started a rank yet
+    assert start("-c", code).wait(timeout=120) == 0
 
 
 def test_the_rank_that_failed_is_the_cause_and_not_the_one_that_missed_it_first(tmp_path, capfd):

@@ -1,7 +1,4 @@
-"""First on the path of a process: notes what modules of ours it imports, in their order.
-
-The name of the file is the process that its program began in, and the process: its own or a fork.
-"""
+"""First on the path of a process: notes what modules of ours it imports, in their order."""
 
 import os
 import sys
@@ -13,11 +10,10 @@ def note(event, args):
         args[0].split(".")[0] in ("agents", "envs", "rl_dist", *FOREIGN)
         or args[0] == "torch._dynamo"
     ):
-        with Path(FOLDER, f"{BEGAN}_{os.getpid()}").open("a") as file:
+        with Path(FOLDER, str(os.getpid())).open("a") as file:
             file.write(f"{args[0]}\n")
 
 
-BEGAN = os.getpid()
 FOLDER = os.environ["NOTED_IMPORTS"]
 FOREIGN = ("matplotlib", "pandas", "talib", "tensorboard")
 sys.addaudithook(note)
