@@ -1,6 +1,7 @@
 """Small training jobs, and what ranks of the agents tests run; processes import it."""
 
 import functools
+import json
 import os
 import tempfile
 from contextlib import contextmanager
@@ -329,3 +330,21 @@ def train_in_world(out_dir, names):
 def parameters_of(training):
     """All parameters of a training, one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in training.policy.parameters()])
+
+
+def count_small_collectives(out_dir):
+    """Write down how many collectives the third iteration calls, and its gradient steps."""
+    job = make_job("recall, clstm", out_dir, iterations=3, dtype=torch.float32)
+    quiet = {"sync_check_every": 0, "checkpoint_every": 100, "keep_best": "off"}
+    job = replace(job, train=replace(job.train, **quiet))
+    world = open_world("cpu", timeout_s=60)
+    calls = []
+
+    class Counting(NullWriter):
+        def write(self, record, *, done):
+            calls.append((world.doing.calls, int(record["optim/steps"])))
+
+    train(Training(job, world), Counting(), StopFlag())
+    (before, _), (after, steps) = calls[1:]
+    Path(out_dir, f"calls_{world.rank}").write_text(json.dumps([after - before, steps]))
+    close_world(world)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import agents_ranks
 import batch_size_ranks
 import pipeline_ranks
 import sharding_ranks
@@ -34,6 +35,7 @@ def classify_images(out_dir, epochs=2):
 # by test file; each gets a folder, and opens and closes its world
 EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_batch_size": batch_size_ranks.search,
+    "test_calibration": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
     "test_grad_accumulation": speed_ranks.exercise,
     "test_pipeline": partial(

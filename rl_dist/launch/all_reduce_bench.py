@@ -36,7 +36,7 @@ WORK_S, WARM_UP, REPEATS, LEAST_REPEATS = 0.004, 3, 30, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
 # An iteration of training, besides its gradients; tests/speedup/test_calibration.py counts them in
 # a real one.
-SUMS, GATHERS, AGREEMENTS = 2, 1, 1
+SUMS, GATHERS = 2, 1
 RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for i in range(14)}
 GO, OUT = "go", "measured.json"  # files: GO lets the ranks begin
 RUN = """import json, sys
@@ -63,7 +63,7 @@ class Reductions:
     backend: str
     threads: int  # of each rank
     gradients_s: dict[int, float]  # by size in bytes
-    small_s: float  # all sums, gathers and agreements of one iteration
+    small_s: float  # all sums and gathers of one iteration
 
 
 def time_reductions(
@@ -180,13 +180,11 @@ def _gradient_s(num_bytes: int, world: World) -> float:
 
 
 def _small(world: World) -> None:
-    """The sums, gathers and agreements of one iteration."""
+    """The sums and gathers of one iteration."""
     for _ in range(SUMS):
         all_reduce_sum({f"sum {i}": float(i) for i in range(8)}, world)
     for _ in range(GATHERS):
         all_gather_json(RECORD, world)
-    for _ in range(AGREEMENTS):
-        all_reduce_max(0, world)
 
 
 def _last_comer_s(call: Callable[[], None], world: World) -> float:

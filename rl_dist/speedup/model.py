@@ -22,8 +22,8 @@ import numpy as np
 
 # standard error, as a share, of an iteration that was not measured: an assumption
 MODEL_ERROR = 0.1
-# of an iteration: SUMS, AGREEMENTS and two for each gather, see rl_dist.launch.all_reduce_bench
-SMALL_COLLECTIVES = 5
+# of an iteration: SUMS and GATHERS of rl_dist.launch.all_reduce_bench
+SMALL_COLLECTIVES = 3
 OF_UPDATE = ("update_s", "rest_s", "step_spread_s", "update_spread_s")
 OF_ITERATION = (*OF_UPDATE, "collect_s", "collect_spread_s")
 
@@ -119,7 +119,7 @@ class Communication:
     """The cost of communication once all ranks are there."""
 
     gradient_s: float = 0.0  # one gradient's reduction
-    small_s: float = 0.0  # one iteration's sums, gathers and agreements
+    small_s: float = 0.0  # one iteration's sums and gathers
 
 
 def modelled_communication(

@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from agents_ranks import world_of_one
 from gymnasium import spaces
 from train_runs import REPO, only_error, records, run_here, train_here
 
@@ -272,13 +273,14 @@ def test_training_stops_when_a_metric_is_reached(tmp_path, capsys):
         assert not (tmp_path / "wrong").exists()
 
 
-def test_an_update_without_a_gradient_step_has_no_losses_to_watch(world):
+def test_an_update_without_a_gradient_step_has_no_losses_to_watch():
     seen = []
-    watch = Watch(Callbacks(iteration=seen.append), world, "loss/policy 0")
     training = SimpleNamespace(job=SimpleNamespace(run_dir=None, validate=None), policy=None)
-    assert watch(training, {"loss/policy": math.nan, "iteration": 1}) == ""
-    assert seen[0].metrics == {"loss/policy": None, "iteration": 1}
-    assert watch(training, {"loss/policy": 0.5}) == "loss/policy is 0.5, at least 0"
+    with world_of_one() as world:
+        watch = Watch(Callbacks(iteration=seen.append), world, "loss/policy 0")
+        assert watch(training, {"loss/policy": math.nan, "iteration": 1}) == ""
+        assert seen[0].metrics == {"loss/policy": None, "iteration": 1}
+        assert watch(training, {"loss/policy": 0.5}) == "loss/policy is 0.5, at least 0"
 
 
 def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_stops(
