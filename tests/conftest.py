@@ -1,10 +1,12 @@
 """For every test."""
 
+import faulthandler
 import gc
 import os
 import resource
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -102,6 +104,10 @@ def limits():
 
     def limit(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
+        faulthandler.cancel_dump_traceback_later()
+        if num_bytes is not None:
+            # pytest-timeout would fail to write what it knows, and then end nothing
+            faulthandler.dump_traceback_later(100, exit=True, file=sys.__stderr__)
 
     yield limit
     limit(None)
