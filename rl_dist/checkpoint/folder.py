@@ -152,7 +152,8 @@ class Best:
         self.names = names
         self.world = world
         self.measured: dict[str, float] = {}  # at this iteration
-        self.improved = self.is_certain = False  # the latter: the metric has been looked for
+        self.improved = False
+        self.is_certain = False  # the metric has been looked for
         found = None
         if names and world.is_main_process:
             found = _value_of_best(names, directory / BEST_FILE)

@@ -243,6 +243,7 @@ def _train_epoch(
     epoch, num_batches = state.epoch + 1, len(loader)
     where = f"epoch {epoch}"
     world.set_phase(where)
+    world.forget_waits()  # or their marks would pile up
     loader.set_epoch(epoch)
     torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
     module.train()
