@@ -49,7 +49,10 @@ test: ready-test
 	echo "== ruff"; $(RUN) -m ruff check . || failed="$$failed ruff"; \
 	$(RUN) -m ruff format --check --quiet . || failed="$$failed format"; \
 	echo "== mypy"; $(RUN) -m mypy $(SOURCES) || failed="$$failed mypy"; \
-	echo "== pytest"; $(RUN) -m pytest $(PARALLEL) $(ARGS) || failed="$$failed pytest"; \
+	echo "== pytest"; $(RUN) -m pytest $(PARALLEL) $(ARGS); code=$$?; \
+	if [ $$code = 1 ]; then echo "== pytest: what failed, once more and alone"; \
+	  $(RUN) -m pytest $(ARGS) -n 0 --last-failed --last-failed-no-failures none; code=$$?; fi; \
+	test $$code = 0 || failed="$$failed pytest"; \
 	test -z "$$failed" || { echo "make test: failed:$$failed" >&2; exit 1; }
 
 test-gpu: ready-test
