@@ -41,6 +41,7 @@ COPIES = {aten._to_copy.default, aten.copy_.default}
 ORIGINAL_ENGINE = torch.autograd.Variable._execution_engine
 NO_WORK = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default}
 NO_WORK |= {aten.new_empty.default, aten.new_empty_strided.default, aten.lift_fresh.default}
+NO_WORK |= {aten._unsafe_view.default, aten.detach.default}
 
 
 def _is_cuda(value):
@@ -157,7 +158,7 @@ class FakeGpu(TorchDispatchMode):
             reason = "index from the host"
         if reason:
             self.wait(reason)
-        if not (func.is_view or func in NO_WORK or func is aten.detach.default):
+        if not (func.is_view or func in NO_WORK):
             self.operators[self._place()] += 1
 
     def wait(self, reason):
