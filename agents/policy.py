@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution
 
 from agents.lstm import Plan, run_sequence
 from agents.network import heads
-from agents.network.cores import CORES, PassThrough
+from agents.network.cores import CORES, PassThrough, State
 from agents.network.encoders import Encoder
 from envs.vector.layout import Layout
 from rl_dist.config import Text, configuration, setting
@@ -260,10 +260,11 @@ class Policy(nn.Module):
         if self.mask_columns:
             newest = obs[..., -self.num_obs :]
             actor = heads.forbid(actor, newest[..., self.mask_columns])
-        after = torch.cat([*own_states, feature_state]).permute(1, 0, 2)
+        vectors = [vector for part in (*own_states, feature_state) for vector in part]
+        after = torch.stack(vectors).permute(1, 0, 2) if vectors else state
         return (actor, values), after.to(state.dtype)
 
-    def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, State]:
         """First half of the cascade, without resets.
 
         Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state before
@@ -277,7 +278,7 @@ class Policy(nn.Module):
 
     def decisions(
         self, features: Tensor, state: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    ) -> tuple[tuple[Tensor, Tensor], tuple[State, State]]:
         """Second half of the cascade, without resets.
 
         Takes features [L, N, H], and the actor's and the critic's state before them, [S, N, H].

@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from agents.network.cores import State
 from agents.network.heads import forbid
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import ActionDecoder
@@ -100,6 +101,7 @@ class ExportedStep(nn.Module):
         if policy.config.stateless:
             num_states = split + policy.feature_core.num_states
             before = seen.new_zeros(num_states, seen.shape[0], size)
+        feature_state: State
         if self.window:
             rows = torch.cat([history, seen], dim=1)  # [B, n * F]
             features, feature_state = self._windowed_features(rows), before[split:]
@@ -109,7 +111,7 @@ class ExportedStep(nn.Module):
         outputs, actor_state = policy.actor_core(features, before[:split])
         after = history
         if self.memory_size:
-            vectors = torch.cat([actor_state, feature_state]).transpose(0, 1)
+            vectors = torch.stack([*actor_state, *feature_state], dim=1)
             after = torch.cat([vectors.reshape(seen.shape[0], self.memory_size), history], dim=1)
         return policy.actor_head(outputs[0]), after
 

@@ -2,13 +2,20 @@
 
 A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` says how many vectors
 [H] its state has. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs [L, N, H]
-and the state after them; it keeps nothing itself.
+and the state after them; it keeps nothing itself. LSTM and GRU also take and return a state as a
+list of its S vectors [N, H], which is put together once for all cores.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+State = Tensor | list[Tensor]
+
+
+def _whole(state: State) -> Tensor:
+    return torch.stack(state) if isinstance(state, list) else state
 
 
 class LSTMCore(nn.LSTM):
@@ -18,18 +25,19 @@ class LSTMCore(nn.LSTM):
         super().__init__(num_inputs, size, num_layers)
         self.num_states = 2 * num_layers
 
-    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
         """See the module."""
-        hidden, cells = state.chunk(2)
         if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
+            hidden, cells = state[: self.num_layers], state[self.num_layers :]
             after: list[Tensor] = []  # h of every layer, then c
             outputs = inputs[0]
             for layer, weights in enumerate(self.all_weights):
                 outputs, cell = torch.lstm_cell(outputs, (hidden[layer], cells[layer]), *weights)
                 after = [*after[:layer], outputs, *after[layer:], cell]
-            return outputs[None], torch.stack(after)
-        outputs, new_state = super().forward(inputs, (hidden, cells))
-        return outputs, torch.cat(new_state)
+            return outputs[None], after
+        before_h, before_c = _whole(state).chunk(2)
+        outputs, (after_h, after_c) = super().forward(inputs, (before_h, before_c))
+        return outputs, [*after_h, *after_c]
 
     def open_gates(self) -> None:
         """Begin with remembering: forget gates open (Jozefowicz et al. 2015)."""
@@ -45,7 +53,7 @@ class GRUCore(nn.GRU):
         super().__init__(num_inputs, size, num_layers)
         self.num_states = num_layers
 
-    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
         """See the module."""
         if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
             after = []
@@ -53,8 +61,8 @@ class GRUCore(nn.GRU):
             for weights, hidden in zip(self.all_weights, state, strict=True):
                 outputs = torch.gru_cell(outputs, hidden, *weights)
                 after.append(outputs)
-            return outputs[None], torch.stack(after)
-        return super().forward(inputs, state)
+            return outputs[None], after
+        return super().forward(inputs, _whole(state))
 
     def open_gates(self) -> None:
         """Begin with remembering, as an LSTM does."""
