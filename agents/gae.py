@@ -44,9 +44,9 @@ def running_sums(
         The sums after every step [T, ..., B], and what goes on into the next rollout [..., B].
     """
     factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
-    running, rows = start * decay, []
-    for increment, factor in zip(increments, factors, strict=True):
-        running = running + increment
-        rows.append(running)
-        running = running * factor
+    rows = [start * decay + increments[0]]
+    exact = decay == 1.0  # products by 0 and 1: one operator rounds as two do
+    for increment, factor in zip(increments[1:], factors[:-1], strict=True):
+        last = rows[-1]
+        rows.append(torch.addcmul(increment, last, factor) if exact else increment + last * factor)
     return torch.stack(rows), rows[-1] * ~episode_end[-1]
