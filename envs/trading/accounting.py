@@ -42,15 +42,15 @@ def fill_orders(
     orders = torch.maximum(orders, -shares)
     sold = orders.clamp_max(0.0)
     funds = cash - (sold * sell_price).sum(1, keepdim=True)
-    # Cost of all buys of larger priority. The bits of floats that are not negative are in the order
+    # Buys from the largest priority down. The bits of floats that are not negative are in the order
     # of the floats, and sort a fifth faster; a sell, whose priority is negative, costs nothing.
     bits = priority.view(torch.int32 if priority.dtype == torch.float32 else torch.int64)
     ranking = torch.sort(bits, dim=1, descending=True, stable=True).indices
-    cost = (orders - sold).mul_(buy_price).gather(1, ranking)
-    cost_before = cost.cumsum(1).sub_(cost)
+    flow = (sold - orders).mul_(buy_price)  # [B, n] USD, a buy's cost is negative
+    flow_so_far = flow.gather(1, ranking).cumsum(1)  # a buy's own included
     # A buy can spend the funds less the cost before it. If that pays for it, it fills whole; behind
     # the first one that does not fit, it is negative. So the cut need not be searched for.
-    spendable = funds - cost.scatter_(1, ranking, cost_before)
+    spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
     fitting = spendable.div_(buy_price, rounding_mode="trunc")
     trades = torch.clamp(fitting, min=sold, max=orders)  # of a sell, both bounds are what is sold
     spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
