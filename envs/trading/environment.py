@@ -19,7 +19,7 @@ from envs.trading.rewards import REWARD_SCALE, TrainingRewards
 from envs.trading_config import TradingConfig
 from envs.vector.counter_hash import random_int63, seed_keys
 
-STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
+STATE = ("keys", "cash", "value", "shares", "risk")  # with the place, all of a snapshot
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
 AHEAD = 32  # episodes of each environment whose starts are drawn at once
 
@@ -89,6 +89,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
         self._fresh_money = self._prices.new_zeros(3 + num_stocks)  # cash, value, risk, shares
         self._fresh_money[:2] = self.initial_cash_usd
+        self._one_day = torch.tensor([[1], [0], [0], [0]], device=self.device)  # of `_place`
         self._keys: Tensor | None = None
         width = self._features.shape[1]
         self.single_observation_space = Box(-np.inf, np.inf, (width,), np.float32)
@@ -104,7 +105,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     @property
     def market_index(self) -> Tensor:
         """Index into `markets`, [B] int64."""
-        return self._row // self.num_days
+        return self._place[2].clone()
 
     @property
     def cash(self) -> Tensor:
@@ -141,42 +142,58 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
-            self._episode = torch.zeros_like(self._keys)
+            episode = torch.zeros_like(self._keys)  # [B]
         else:
-            self._episode = self._episode + 1
-        self._row = self._start_rows(self._episode)
-        self._end_row = self._row + self.episode_days
+            episode = self._episode + 1
+        self._draw_starts(episode)
+        self._place = self._starts(torch.zeros_like(episode))
         if not self.evaluation and (options or {}).get("random_age", True):
-            age = random_int63(self._keys, ~self._episode) % self.episode_days
-            self._end_row = self._row + 1 + age
+            age = random_int63(self._keys, ~episode) % self.episode_days
+            self._place[1] = self._row + 1 + age
         self._shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
         self._risk = self._prices.new_zeros(self.num_envs)
         self._cash = self._value = self._prices.new_full((self.num_envs, 1), self.initial_cash_usd)
         return self._features.index_select(0, self._row), {}
 
     @property
+    def _row(self) -> Tensor:
+        """Row of the tables, [B]."""
+        return self._place[0]
+
+    @property
+    def _end_row(self) -> Tensor:
+        """Row on which the episode ends, [B]."""
+        return self._place[1]
+
+    @property
     def _episode(self) -> Tensor:
         """Number of each environment's episode, [B]."""
-        return self._first_episode + self._later
+        return self._first_episode + self._place[3]
 
-    @_episode.setter
-    def _episode(self, number: Tensor) -> None:
-        """Draw where the next ones start: one table costs as much as one row of it."""
-        self._first_episode = number
-        self._later = torch.zeros_like(number)
+    def _draw_starts(self, episode: Tensor) -> None:
+        """Draw where the episodes after these [B] start: a table costs as much as one row of it."""
+        self._first_episode = episode
         self._restarts_left = AHEAD
-        numbers = number + torch.arange(1, AHEAD + 1, device=self.device)[:, None]
-        self._next_starts = self._start_rows(numbers)  # [AHEAD, B]
+        later = torch.arange(1, AHEAD + 1, device=self.device)[:, None]
+        self._next_starts = self._starts(later.expand(AHEAD, self.num_envs))  # [AHEAD, 4, B]
 
-    def _start_rows(self, episodes: Tensor) -> Tensor:
-        """Table rows [..., B] on which episodes [..., B] start."""
+    def _starts(self, later: Tensor) -> Tensor:
+        """Places where episodes start that come `later` [..., B] than `_first_episode`.
+
+        A place [..., 4, B] is the row of the tables, the one on which the episode ends, the market,
+        and `later`: a step changes all of them at once.
+        """
         if self.evaluation:
-            rows = torch.arange(self.num_envs, device=self.device) * self.num_days
-            return rows.expand(episodes.shape)
-        assert self._keys is not None
-        num_starts = self.num_days - self.episode_days
-        draws = random_int63(self._keys, episodes) % (num_starts * len(self.markets))
-        return draws + draws // num_starts * self.episode_days  # one draw for market and day
+            market = torch.arange(self.num_envs, device=self.device).expand(later.shape)
+            row = market * self.num_days
+        else:
+            assert self._keys is not None
+            num_starts = self.num_days - self.episode_days
+            draws = random_int63(self._keys, self._first_episode + later)
+            draws = draws % (num_starts * len(self.markets))  # one for market and day
+            market = draws // num_starts
+            row = draws + market * self.episode_days
+        return torch.stack([row, row + self.episode_days, market, later], dim=-2)
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Trade one day everywhere; a new episode follows an ended one at once.
@@ -198,11 +215,11 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             rewards = self._rewards.shape(raw_rewards, credit, self._row)
             if self.config.risk_aversion:
                 before = self._risk
-                self._risk = self._rewards.risk(self._row, position_usd, value, solvent)
+                self._risk = self._rewards.risk(self._place[2], position_usd, value, solvent)
                 rewards += before - self._risk
         # The market's features with the portfolio written into their gaps
-        row = self._row + 1
-        info["final_obs"] = final_obs = self._features.index_select(0, row)
+        self._place = self._place + self._one_day
+        info["final_obs"] = final_obs = self._features.index_select(0, self._row)
         cash_column = final_obs.narrow(1, 0, 1)
         gap = final_obs.narrow(1, self._gap.start, len(self.tickers))
         if self.config.observation == "relative":
@@ -213,9 +230,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             gap.copy_(shares)
         # Keep the portfolio, or start an episode where one ended
         terminated = ~solvent.squeeze(1)
-        truncated = row == self._end_row
+        truncated = self._row == self._end_row
         ended = terminated | truncated
-        self._row = row
         self._cash = cash
         self._value = value
         self._shares = shares
@@ -268,25 +284,32 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
         """Start the next episode where `ended` [B]; returns observations [B, F]."""
         if not self._restarts_left:
-            self._episode = self._episode  # draws more
+            self._draw_starts(self._episode)
+            self._place[3] = 0
         self._restarts_left -= 1
-        start = self._next_starts.gather(0, self._later[None])[0]
-        self._later = self._later + ended
-        self._row = torch.where(ended, start, self._row)
-        self._end_row = torch.where(ended, start + self.episode_days, self._end_row)
+        later = self._place[3].expand(1, 4, -1)
+        start = self._next_starts.gather(0, later)[0]  # [4, B]
+        self._place = torch.where(ended, start, self._place)
         ended = ended.unsqueeze(1)
         money = torch.cat([self._cash, self._value, self._risk.unsqueeze(1), self._shares], 1)
         money = torch.where(ended, self._fresh_money, money)
         self._cash, self._value, risk, self._shares = money.split((1, 1, 1, len(self.tickers)), 1)
         self._risk = risk.squeeze(1)
-        return torch.where(ended, self._features.index_select(0, start), final_obs)
+        return torch.where(ended, self._features.index_select(0, start[0]), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:
         """Return a snapshot of every environment: tensors with leading dimension B."""
         assert self._keys is not None, "reset the environment before taking its state"
-        return {name: getattr(self, f"_{name}").clone() for name in STATE}
+        place = {"episode": self._episode, "row": self._row, "end_row": self._end_row}
+        own = {name: getattr(self, f"_{name}") for name in STATE}
+        return {name: value.clone() for name, value in (own | place).items()}
 
     def set_state(self, state: dict[str, Tensor]) -> None:
         """Go on exactly where `get_state` was called (same markets, span, config)."""
+        own = {name: value.to(self.device, copy=True) for name, value in state.items()}
         for name in STATE:
-            setattr(self, f"_{name}", state[name].to(self.device, copy=True))
+            setattr(self, f"_{name}", own[name])
+        self._draw_starts(own["episode"])
+        row = own["row"]
+        later = torch.zeros_like(row)
+        self._place = torch.stack([row, own["end_row"], row // self.num_days, later])

@@ -32,7 +32,6 @@ class TrainingRewards:
         device: torch.device,
     ) -> None:
         self.form = config.reward
-        self.num_days = num_days
         self._baseline = (REWARD_SCALE * initial_cash_usd * tables.mean_returns).to(device)
         if config.risk_aversion:
             if discount >= 1.0:
@@ -54,17 +53,18 @@ class TrainingRewards:
             return plain - self._baseline.index_select(0, row)
         return torch.add(plain, credit, alpha=REWARD_SCALE)
 
-    def risk(self, row: Tensor, position_usd: Tensor, value: Tensor, solvent: Tensor) -> Tensor:
+    def risk(self, market: Tensor, position_usd: Tensor, value: Tensor, solvent: Tensor) -> Tensor:
         """Return the price [B] of the risk held for ever; its change is charged.
 
         A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the
         covariance of the span; for all days to come it is 1 / (1 - discount) of it. Takes positions
-        [B, n] and values [B, 1] in USD after the step; without being solvent [B, 1] there is none.
+        [B, n] and values [B, 1] in USD after the step, and each one's market [B]; without being
+        solvent [B, 1] there is none.
         """
         if len(self._covariance) == 1:
             spread = position_usd @ self._covariance[0]
         else:
-            covariance = self._covariance.index_select(0, row // self.num_days)  # [B, n, n]
+            covariance = self._covariance.index_select(0, market)  # [B, n, n]
             spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
         variance_usd = (spread * position_usd).sum(1) / value.squeeze(1)
         return variance_usd * self._risk_scale * solvent.squeeze(1)
