@@ -202,8 +202,7 @@ def _act(
 ) -> Generator[Any, Any, None]:
     """Yield the actions of each step, be sent what `env.step` returns; yield the Rollout last.
 
-    Values of observations that no further step looks at are computed together after the last
-    step, from the states kept until then.
+    States are kept for the values of observations that no further step looks at.
     """
     normalize = normalizer.frozen(carry.lstm_state.dtype)
     steps: list[dict[str, Tensor]] = []
@@ -237,7 +236,18 @@ def _act(
         carry.episode_start = ended
         carry.lstm_state = state
 
-    # what needs no step by itself is computed for all of them
+    whole = _complete(policy, normalize, carry, steps, successors)
+    yield Rollout(**whole, initial_states=torch.stack(initial_states))
+
+
+def _complete(
+    policy: Policy,
+    normalize: Callable[[Tensor], Tensor],
+    carry: Carry,
+    steps: list[dict[str, Tensor]],
+    successors: list[tuple[Tensor, ...]],
+) -> dict[str, Any]:
+    """Fields of a rollout; what needs no step by itself is computed for all of them at once."""
     stacked = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     actor, raw_rewards = stacked.pop("actor"), stacked.pop("raw_rewards")
     stacked["rewards"] = stacked["rewards"].double()
@@ -246,7 +256,7 @@ def _act(
     stacked |= _episode_sums(carry, raw_rewards, ends)
     on_host = _read(stacked, ends, carry.obs)
     stacked["next_values"] = _next_values(policy, normalize, successors, stacked, on_host.truncated)
-    yield Rollout(**stacked, initial_states=torch.stack(initial_states), on_host=on_host)
+    return {**stacked, "on_host": on_host}
 
 
 def _read(steps: dict[str, Tensor], episode_end: Tensor, next_obs: Tensor) -> OnHost:

@@ -30,8 +30,7 @@ from rl_dist.telemetry.metrics import NullWriter
 
 ROLLOUT, TRAINER = "agents/rollout.py", "agents/trainer.py"
 PHASES = {  # of the iteration; the innermost function counts
-    (ROLLOUT, "_next_values"): "end of rollout",
-    (ROLLOUT, "_read"): "end of rollout",
+    (ROLLOUT, "_complete"): "end of rollout",
     (ROLLOUT, "collect"): "vector step",
     (TRAINER, "collect"): "end of rollout",
     (ROLLOUT, "minibatches"): "gradient step",
@@ -46,6 +45,7 @@ SINGLE = {"dtype": torch.float32}
 CASES = {  # a job, its GPUs, how far it may be from the same job on the CPU; None: other numbers
     "trading": ({}, 1, 1e-10),
     "an environment of the host": ({"name": CARTPOLE}, 1, 1e-10),
+    "trading in fp32": (SINGLE, 1, 1e-4),
     "dp on two GPUs": ({"strategy": {"mode": "dp", "device_ids": (0, 1)}}, 2, 1e-10),
     "bf16": ({"strategy": {"precision": "bf16"}} | SINGLE, 1, None),
     "fp16": ({"strategy": {"precision": "fp16"}} | SINGLE, 1, None),
