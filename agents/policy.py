@@ -116,6 +116,7 @@ class Policy(nn.Module):
     """
 
     low_precision: torch.dtype | None = None
+    zero: Tensor  # on the policy's device
     BATCH_AXES = (1, 1, 0, 1)  # of the sequences, in the inputs of `forward`; 1 in its outputs
 
     def __init__(
@@ -155,6 +156,7 @@ class Policy(nn.Module):
             width = size
         self.actor_core: Any = self._core(width) if own_cores else PassThrough()
         self.critic_core: Any = self._core(width) if own_cores else PassThrough()
+        self.register_buffer("zero", torch.zeros(()), persistent=False)
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
@@ -343,7 +345,8 @@ class Policy(nn.Module):
         self, obs: Tensor, state: Tensor, episode_start: Tensor, push: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`act` by `pushes`, with actor outputs [B, A] in place of log-probabilities."""
-        (actor, values), new_state = self.network(obs[None], state * ~episode_start[:, None, None])
+        state = torch.where(episode_start[:, None, None], self.zero, state)
+        (actor, values), new_state = self.network(obs[None], state)
         actor = actor[0]  # [B, A]
         pushed = actor if push is None else actor + push
         if self.discrete:
