@@ -206,17 +206,18 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """
         assert self._keys is not None, "reset the environment before its first step"
         # Trade, and account for it
-        cash, shares, position_usd, value, solvent, credit, info = self._trade_one_day(actions)
+        cash, shares, position_usd, value, solvent, lost_usd, info = self._trade_one_day(actions)
         rewards = (value - self._value).squeeze(1).mul_(REWARD_SCALE)
         if self.evaluation:
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
         else:
             info["raw_rewards"] = raw_rewards = rewards
-            rewards = self._rewards.shape(raw_rewards, credit, self._row)
+            rewards = self._rewards.shape(raw_rewards, lost_usd, self._row)
             if self.config.risk_aversion:
                 before = self._risk
-                self._risk = self._rewards.risk(self._place[2], position_usd, value, solvent)
-                rewards += before - self._risk
+                self._risk = self._rewards.risk(self._place[2], position_usd, value)
+                # there is no risk after ruin; a factor of 0 or 1 makes no rounding
+                rewards += torch.addcmul(before, self._risk, solvent.squeeze(1), value=-1.0)
         # The market's features with the portfolio written into their gaps
         self._place = self._place + self._one_day
         info["final_obs"] = final_obs = self._features.index_select(0, self._row)
@@ -247,7 +248,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         """Fill the orders and move on to the next close.
 
         Returns cash [B, 1], shares [B, n], positions [B, n] and value [B, 1] in USD, whether that
-        is above ruin [B, 1], the change of potential [B] in USD, and what evaluation reports.
+        is above ruin [B, 1], the fall of potential [B] in USD, and what evaluation reports.
         """
         prices = self._prices.index_select(0, self._row)
         close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
@@ -277,9 +278,9 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
                 "exposure": (1.0 - cash / value).squeeze(1),
             }
         solvent = value >= self._ruin_usd
-        next_gains = next_gains * solvent  # nothing is gained after ruin
-        credit = (shares * next_gains).sub_(self._shares * gains).sum(1)
-        return cash, shares, position_usd, value, solvent, credit, info
+        # nothing is gained after ruin
+        lost_usd = torch.addcmul(self._shares * gains, shares * next_gains, solvent, value=-1.0)
+        return cash, shares, position_usd, value, solvent, lost_usd.sum(1), info
 
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
         """Start the next episode where `ended` [B]; returns observations [B, F]."""

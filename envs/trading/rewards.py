@@ -45,21 +45,20 @@ class TrainingRewards:
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(device)  # [M, n, n]
 
-    def shape(self, plain: Tensor, credit: Tensor, row: Tensor) -> Tensor:
-        """Return rewards [B] from plain ones, the potential's change in USD and rows."""
+    def shape(self, plain: Tensor, lost_usd: Tensor, row: Tensor) -> Tensor:
+        """Return rewards [B] from plain ones, the potential's fall in USD and rows."""
         if self.form == "plain":
             return plain.clone()
         if self.form == "excess":
             return plain - self._baseline.index_select(0, row)
-        return torch.add(plain, credit, alpha=REWARD_SCALE)
+        return torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
 
-    def risk(self, market: Tensor, position_usd: Tensor, value: Tensor, solvent: Tensor) -> Tensor:
+    def risk(self, market: Tensor, position_usd: Tensor, value: Tensor) -> Tensor:
         """Return the price [B] of the risk held for ever; its change is charged.
 
         A day's risk is risk_aversion / 2 * value * variance of the portfolio's return, by the
         covariance of the span; for all days to come it is 1 / (1 - discount) of it. Takes positions
-        [B, n] and values [B, 1] in USD after the step, and each one's market [B]; without being
-        solvent [B, 1] there is none.
+        [B, n] and values [B, 1] in USD after the step, and each one's market [B].
         """
         if len(self._covariance) == 1:
             spread = position_usd @ self._covariance[0]
@@ -67,4 +66,4 @@ class TrainingRewards:
             covariance = self._covariance.index_select(0, market)  # [B, n, n]
             spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
         variance_usd = (spread * position_usd).sum(1) / value.squeeze(1)
-        return variance_usd * self._risk_scale * solvent.squeeze(1)
+        return variance_usd * self._risk_scale
