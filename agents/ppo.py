@@ -211,9 +211,10 @@ class Tally:
     ) -> None:
         """Count a gradient step; a skipped one by its number alone."""
         row = torch.stack([part.double() for part in (*parts, grad_norm)])
-        self.losses += torch.where(stepped, row, 0.0)
-        approx_kl = torch.where(stepped, parts.approx_kl, 0.0)
-        self.epoch_kl += torch.stack([approx_kl.double(), stepped.double()])
+        row = torch.where(stepped, row, 0.0)
+        self.losses += row
+        approx_kl = row[LossParts._fields.index("approx_kl")]
+        self.epoch_kl += torch.stack([approx_kl, stepped.double()])
         # an overflow is part of the search for a loss scale
         bad = ~stepped if isinstance(overflowed, bool) else ~stepped & ~overflowed
         own = bad & ~torch.isfinite(parts.total)
@@ -365,6 +366,8 @@ class PPO:
                 with self.strategy.backward_context(scaled) as loss:
                     loss.backward()
             self.clock.mark("backward")
+        if len(losses) == 1:
+            return losses[0]
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     @section("forward")

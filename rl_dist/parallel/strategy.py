@@ -171,10 +171,10 @@ class Strategy:
 
         A loss that is not finite makes the gradient NaN, which all ranks see.
         """
-        one = torch.ones_like(loss)
+        one = loss.detach() * 0.0 + 1.0  # NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
             scaled = self.scaler.scale(loss) if self.scaler else loss
-            yield scaled * torch.where(torch.isfinite(loss.detach()), one, one * torch.nan)
+            yield scaled * one
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's loss, reduced over ranks."""
