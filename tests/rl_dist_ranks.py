@@ -42,6 +42,7 @@ def exercise(out_dir):
     variables = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     results = {"size": world.size, "pid": os.getpid(), "threads": torch.get_num_threads()}
     results["environment"] = {name: os.environ.get(name) for name in variables}
+    results["store"] = os.path.realpath(f"{os.environ['RL_DIST_JOB_DIR']}/store_0")
     results |= use_collectives(world) | use_ddp(world)
     results["sync_seconds"] = world.sync_seconds
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))

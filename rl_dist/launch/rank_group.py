@@ -91,8 +91,9 @@ class RankGroup:
         self.pages = []
         self.first_dead = []
         try:
-            self._start()
-            self._wait()
+            with store_in_memory(f"{self.job_dir}/store_{self.restarts}"):
+                self._start()
+                self._wait()
         except OSError as error:  # no memory, no more processes or descriptors
             problem = f"the ranks cannot be started: {error}"
             return RankReport(1, failed=True, summary=problem, by_user=True)
@@ -245,6 +246,22 @@ def _prepared_for_starts(variables: dict[str, str]) -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def store_in_memory(path: str) -> Iterator[None]:
+    """Keep the file in which ranks will meet in memory, where the system can.
+
+    A full disk could cut a record short, and torch's FileStore reads on for ever for the rest.
+    """
+    with ExitStack() as held:
+        with suppress(AttributeError, OSError):  # else it will be a file on the disk
+            memory = os.memfd_create("store")
+            held.callback(os.close, memory)
+            target = Path(f"/proc/{os.getpid()}/fd/{memory}")
+            target.stat()  # an error where /proc is missing
+            Path(path).symlink_to(target)
+        yield
 
 
 @contextmanager
