@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from rl_dist.hardware.addresses import check_address
 
 GREETING_EVERY_S = 0.05
+NOTICE_AFTER_S = 15.0
 
 
 def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
@@ -38,6 +41,14 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
     hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     check_address(host, port, hosted_here=hosted_here)
     deadline_s = time.monotonic() + timeout_s
+    meeting = f"all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port}"
+    limit = f"{timeout_s:g} s (--startup_timeout)"
+    words = f"rank {rank} waits for {meeting}: {limit}"
+    to_user = {"file": sys.stderr, "flush": True}
+    notice = threading.Timer(NOTICE_AFTER_S, print, [words], to_user)
+    notice.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine
+        notice.start()
     try:
         if not hosted_here:
             _wait_for_listener(host, port, deadline_s)
@@ -48,10 +59,11 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
     except (dist.DistError, TimeoutError) as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
-            f"within {timeout_s:g} s (--startup_timeout): check both on every machine, that {size} "
-            f"ranks were started, and the firewall ({cause})"
+            f"rank {rank} did not meet {meeting} within {limit}: check both on every machine, that "
+            f"{size} ranks were started, and the firewall ({cause})"
         ) from None
+    finally:
+        notice.cancel()
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:

@@ -20,7 +20,7 @@ from train_runs import RECALL, REPO, only_error, start, train_here
 from rl_dist import errors as console
 from rl_dist.hardware.addresses import COPIES, check_address, check_variables, free_port
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve, restart_count
-from rl_dist.process_group import world
+from rl_dist.process_group import rendezvous, world
 from rl_dist.process_group.rendezvous import _own_part, open_store
 
 BOUND = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -233,7 +233,9 @@ def test_our_own_launcher_looks_at_the_address_before_it_starts_ranks(environmen
     assert f"MASTER_PORT {port}, an open port" in message
 
 
-def test_a_rank_that_meets_nobody_says_where_it_looked(environment, taken_port, capfd):
+def test_a_rank_that_meets_nobody_says_where_it_looks_and_looked(
+    environment, taken_port, capfd, monkeypatch
+):
     free = str(free_port())
     for rank, port, expected in (
         (1, free, f"rank 1 did not meet all 2 ranks at MASTER_ADDR 127.0.0.1, MASTER_PORT {free}"),
@@ -249,6 +251,13 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, taken_port, 
         with pytest.raises(ValueError, match=expected):
             open_store(rank, 2, "", 1.0)
     assert capfd.readouterr().err == ""  # nor does torch add pages of its own
+    monkeypatch.setattr(rendezvous, "NOTICE_AFTER_S", 0.2)
+    environment(**TORCHRUN | {"RANK": "1", "LOCAL_RANK": "0", "MASTER_PORT": free})
+    with pytest.raises(ValueError, match="did not meet"):
+        open_store(1, 2, "", 1.0)
+    where = f"MASTER_ADDR 127.0.0.1, MASTER_PORT {free}"
+    notice = f"rank 1 waits for all 2 ranks at {where}: 1 s (--startup_timeout)\n"
+    assert capfd.readouterr().err == notice
 
 
 def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):
