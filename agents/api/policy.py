@@ -97,6 +97,8 @@ class LoadedPolicy:
                 if isinstance(error, KeyError)
                 else one_line(error, named=False)
             )
+            if isinstance(observation, tuple) and isinstance(self.observation_space, spaces.Box):
+                why = "it is a tuple: of what reset and step return, take the first"
             space = " ".join(str(self.observation_space).split())[:300]
             raise UserError(f"observation does not fit {space}: {why}") from None
         if not np.isfinite(rows).all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from agents.api.policy import LoadedPolicy, load_policy
 from agents.api.rank import check_weights, run_rank
 from agents.run.config import SUMMARY
 from agents.run.start import Start, prepare
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.launch.launcher import launch
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.launch.training_process import as_flags
@@ -82,6 +83,8 @@ def train(
         start = _prepare(held, as_flags(_flat(named)))
         args = start.config, start.resolved, start.run_dir, start.resume_from, start.lock
         restarts = start.config.launch.max_restarts
+        if start.resolved.num_ranks > 1 or restarts:
+            _check_importable(callbacks, start)
         try:
             code = launch(
                 run_rank,
@@ -111,6 +114,18 @@ def _prepare(held: ExitStack, words: list[str]) -> Start:
     if isinstance(start, int):
         raise UserError("the settings do not fit: the line above says why", exit_code=start)
     return start
+
+
+def _check_importable(callbacks: Callbacks, start: Start) -> None:
+    """Refuse callbacks that new processes cannot import."""
+    try:
+        pickle.dumps(callbacks)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        start.discard(2)
+        raise UserError(
+            f"on_iteration, on_evaluation and on_checkpoint must be functions of a module, for "
+            f"ranks are new processes that import them: {one_line(error, named=False)}"
+        ) from None
 
 
 def _flat(named: Mapping[str, Any]) -> dict[str, Any]:

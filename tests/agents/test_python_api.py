@@ -74,7 +74,15 @@ def test_a_bad_setting_is_an_error_in_python_and_leaves_nothing(tmp_path, capsys
         with pytest.raises(UserError, match=r"learning_rat|line above"):
             train(**settings, run_dir=tmp_path / "run")
         assert capsys.readouterr().err.startswith("error: ")
+    with pytest.raises(UserError, match="must be functions of a module"):
+        own = {"num_ranks": 2, "on_iteration": lambda moment: True}
+        train("CartPole-v1", run_dir=tmp_path / "run", **own, **TINY)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_reset_returns_is_no_observation(pendulum):
+    with pytest.raises(UserError, match="does not fit Box.*take the first"):
+        load_policy(pendulum.run_dir).predict((np.zeros(3, np.float32), {}))
 
 
 @pytest.mark.parametrize("batched", [True, False])
