@@ -99,6 +99,8 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _checked_step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._check(obs, info, reward)
+        if not isinstance(reward, float):  # numpy no longer takes arrays of one for a number
+            reward = np.asarray(reward, np.float64).item()
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
             if not (isinstance(flag, bool | np.bool_) or (np.size(flag) == 1 and are_flags(flag))):
                 shown = " ".join(repr(flag).split())[:40]

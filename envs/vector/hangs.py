@@ -140,7 +140,10 @@ class HangWatch:
 
 
 def _place_of(error: BaseException) -> str:
-    """Return file and line where an environment raised: its own, rather than a library's."""
+    """Return file and line where an environment raised: its own, rather than a library's.
+
+    Where a library could not unpack what it returned, what that should have been.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (str(Path(__file__).parent), str(Path(os.__file__).parent))
     own = [
@@ -148,6 +151,9 @@ def _place_of(error: BaseException) -> str:
         for frame in frames
         if not frame.filename.startswith((*libraries, "<")) and "-packages" not in frame.filename
     ]
+    if not own and "values to unpack" in str(error):
+        step = "observation, reward, terminated, truncated, info"
+        return f": reset has to return observation, info, and step {step}"
     last = (own or frames)[-1] if frames else None
     return f" ({Path(last.filename).name}:{last.lineno})" if last else ""
 

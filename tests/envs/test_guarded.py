@@ -85,7 +85,7 @@ def test_an_environment_is_made_again_as_often_as_allowed():
         (lambda step: {}["no such\n price"], r"raised KeyError: 'no such\\n price'"),
         (lambda step: (np.full(1, np.nan), *step[1:]), "observation is nan"),
         (lambda step: (np.zeros(3), *step[1:]), r"observation has shape \(3,\), not \(1,\)"),
-        (lambda step: step[:4], "raised ValueError: not enough values"),
+        (lambda step: step[:4], "raised ValueError: not enough values .* reset has to return"),
         (lambda step: (step[0], "much", *step[2:]), "raised ValueError: could not convert"),
         (lambda step: (step[0], None, *step[2:]), "reward is nan"),
         (lambda step: ([0.0, [1.0, 2.0]], *step[1:]), "raised ValueError: setting an array"),
@@ -108,9 +108,11 @@ def test_a_step_that_is_none_is_named_by_its_environment_and_begins_again(third,
 
 
 @pytest.mark.parametrize("flag", [np.False_, 0, np.zeros(1, bool)])
-def test_truth_values_may_be_numbers_and_infos_differ_from_step_to_step(flag):
+def test_truth_values_may_be_numbers_rewards_arrays_of_one_and_infos_differ(flag):
     infos = iter([{}, {"a": "text"}, {"a": np.zeros(2), 3: None}])
-    play(ticking(lambda: Ticking(lambda step: (*step[:2], flag, flag, next(infos)))), 3)
+    one = np.full(1, 0.5, np.float32)
+    env = ticking(lambda: Ticking(lambda step: (step[0], one, flag, flag, next(infos))))
+    assert play(env, 3)[1].tolist() == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.5]]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
