@@ -1,5 +1,6 @@
 """README and docs/: short, without dead links, with commands that exist, and a site that builds."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -178,6 +179,24 @@ def test_guarantees_name_tests_that_exist():
     paths = list(ROOT.glob("tests/**/*.py"))
     known = set(re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in paths)))
     assert sorted(named - known - {path.stem for path in paths}) == []
+
+
+def literals():
+    """All texts of the source, with a gap where a value is put in."""
+    folders = ("rl_dist", "agents", "envs")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant | ast.JoinedStr):
+                parts = getattr(node, "values", [node])
+                yield "".join(str(getattr(part, "value", "...")) for part in parts)
+
+
+def test_messages_that_troubleshooting_quotes_exist():
+    rows = (ROOT / "docs/troubleshooting.md").read_text().split("\n| `")[1:]
+    quoted = [each for row in rows for each in re.findall("`([^`]+)`", "`" + row.split(" | ")[0])]
+    texts = "\n".join(literals())
+    parts = {part.strip() for each in quoted for part in each.split("...")}
+    assert len(quoted) > 30 and [part for part in sorted(parts) if part not in texts] == []
 
 
 @pytest.mark.slow
