@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from train_runs import REPO, SIZES
+from train_runs import RECALL, REPO
 
 MOST_MODULES = 70
 OURS = ("agents", "envs", "rl_dist")
@@ -38,7 +38,7 @@ def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("imports")
     path = [str(REPO), str(REPO / "tests/noting_imports")]
     variables = {"PYTHONPATH": os.pathsep.join(path), "NOTED_IMPORTS": str(folder)}
-    flags = ["--env", "Acrobot-v1", "--device", "cpu", "--num_gpus", "2", *SIZES]
+    flags = [*RECALL, "--env", "Acrobot-v1", "--num_gpus", "2", "--total_steps", "128"]
     flags += ["--eval_episodes", "2"]
     command = [sys.executable, REPO / "train_distributed.py", *flags, "--run_dir", folder / "run"]
     environment = os.environ | variables | {"OMP_NUM_THREADS": "1"}

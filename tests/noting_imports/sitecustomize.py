@@ -4,16 +4,17 @@ import os
 import sys
 from pathlib import Path
 
-
-def note(event, args):
-    if event == "import" and (
-        args[0].split(".")[0] in ("agents", "envs", "rl_dist", *FOREIGN)
-        or args[0] == "torch._dynamo"
-    ):
-        with Path(FOLDER, str(os.getpid())).open("a") as file:
-            file.write(f"{args[0]}\n")
+PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib", "tensorboard")
 
 
-FOLDER = os.environ["NOTED_IMPORTS"]
-FOREIGN = ("matplotlib", "pandas", "talib", "tensorboard")
-sys.addaudithook(note)
+class Noting:
+    """Finds no module, but is asked for every one first."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in PACKAGES or name == "torch._dynamo":
+            with Path(os.environ["NOTED_IMPORTS"], str(os.getpid())).open("a") as file:
+                file.write(f"{name}\n")
+
+
+sys.meta_path.insert(0, Noting)
