@@ -122,7 +122,8 @@ class _Messenger:
         if running := self.running:
             with suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.killpg(running.pid, signal.SIGKILL)
-            running.wait(1.0)
+            with suppress(subprocess.TimeoutExpired):  # a busy machine
+                running.wait(1.0)
             self.running = None
 
 
