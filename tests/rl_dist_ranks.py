@@ -26,9 +26,13 @@ from rl_dist.process_group.collectives import (
     gather_dicts,
     parameter_hash,
 )
+from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.process_group.world import close_world, end_at_signals, open_world, stop_flag
 from rl_dist.telemetry.metrics import setup_logging
+
+# while this is imported, before it is known what the rank will do
+BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def make_module(seed):
@@ -101,6 +105,7 @@ def error_of(call, *args):
 
 def loop(out_dir, raising="", victim=1):
     """Iterate until all ranks agree to stop; one may fail or die in its first life."""
+    assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
     note_pid(out_dir)
@@ -158,6 +163,7 @@ def live_twice(out_dir, way, victim):
 def close_slowly(out_dir):
     """Rank 1 fails; what it closes on its way takes longer than rank 0 needs to miss it."""
     world = open_world("cpu", timeout_s=30)
+    setup_logging(out_dir, world.rank)
     all_gather_json(world.rank, world)
     if world.rank == 1:
         try:
@@ -177,7 +183,7 @@ def hang(out_dir, failing=-1):
         while not Path(out_dir, f"pid_{1 - rank}").exists():
             time.sleep(0.05)
         fail()
-    time.sleep(60)
+    time.sleep(1000)
     return 0
 
 

@@ -19,6 +19,7 @@ from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
+PATIENCE_S = 120.0  # for what takes a moment, on a machine that may be very busy
 RECALL = shlex.split(
     "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 "
     "--device cpu"
@@ -114,20 +115,35 @@ def daily_bars(num_stocks=5, num_days=400, seed=0):
     )
 
 
+def lives(pid):
+    """Whether a process has not ended; one that waits for its parent's `wait` has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def session(leader):
     """Living processes that a job of `start` has started, itself included."""
 
     def inside(process):
         try:
-            return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
-        except (ProcessLookupError, psutil.NoSuchProcess):
+            return os.getsid(process.pid) == leader and lives(process.pid)
+        except ProcessLookupError:
             return False
 
     return [process for process in psutil.process_iter() if inside(process)]
 
 
-def assert_nobody_left(leader, within_s=30.0):
+def assert_nobody_left(leader):
+    wait_until(lambda: not session(leader))
+
+
+def wait_until(true, job=None, within_s=PATIENCE_S):
+    """Wait for a condition while a job runs; returns what is true."""
     deadline_s = time.monotonic() + within_s
-    while left := session(leader):
-        assert time.monotonic() < deadline_s, f"still running: {left}"
-        time.sleep(0.1)
+    while not (found := true()):
+        assert job is None or job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)
+    return found

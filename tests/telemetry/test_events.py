@@ -2,11 +2,9 @@
 
 import json
 import logging
-import os
-import time
 
-import psutil
 import pytest
+from train_runs import assert_nobody_left, wait_until
 
 from rl_dist.telemetry import events
 
@@ -15,12 +13,12 @@ from rl_dist.telemetry import events
 def call(tmp_path, caplog):
     """Calls a command for events; returns the warnings that its calls left behind."""
 
-    def call_for(command, *found, wait_s=30.0):
+    def call_for(command, *found):
         caplog.set_level(logging.WARNING, logger="rl_dist.telemetry.events")
         events.configure(command, tmp_path / "run")
         for kind, message, facts in found:
             events.notify(kind, message, **facts)
-        events.close(wait_s)
+        events.close(100.0)
         return caplog.messages
 
     yield call_for
@@ -55,37 +53,35 @@ def test_a_command_that_fails_is_one_warning(call, command, expected):
     assert expected in warning and "\n" not in warning
 
 
-def test_a_command_that_hangs_neither_blocks_nor_stays(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(events, "LIMIT_S", 2.0)
-    started_s = time.monotonic()
-    events.configure(f"echo $$ > {tmp_path}/pid; sleep 60 & wait", tmp_path)
+def test_a_command_that_takes_long_does_not_block(call, tmp_path):
+    events.configure(f"until [ -e {tmp_path}/go ]; do sleep 0.05; done", tmp_path)
     events.notify("failed")
-    assert time.monotonic() - started_s < 1.5
+    (tmp_path / "go").touch()
+    assert call("") == []
+
+
+def session_of_command(file):
+    """The id of the session of a command that writes it to a file."""
+    return int(wait_until(lambda: file.exists() and file.read_text()))
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_started(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "LIMIT_S", 1.5)
+    events.configure(f"echo $$ > {tmp_path}/pid; sleep 1000 & wait", tmp_path)
+    events.notify("failed")
+    session = session_of_command(tmp_path / "pid")
     (warning,) = call("")
-    assert "was ended: it took more than 2 s" in warning
-    assert not left_in_session(int((tmp_path / "pid").read_text()))
+    assert "was ended: it took more than 1.5 s" in warning
+    assert_nobody_left(session)
 
 
-def left_in_session(session):
-    """Wait for the end of all processes of a session; return those that do not end."""
-
-    def inside(process):
-        try:
-            return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return False
-
-    deadline_s = time.monotonic() + 5
-    while (left := list(filter(inside, psutil.process_iter()))) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return left
-
-
-def test_the_end_of_a_run_does_not_wait_for_ever(call, tmp_path):
-    started_s = time.monotonic()
-    call(f"echo $$ > {tmp_path}/pid; sleep 60", *[("finished", "", {})] * 2, wait_s=1.0)
-    assert time.monotonic() - started_s < 20
-    assert not left_in_session(int((tmp_path / "pid").read_text()))
+def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path):
+    events.configure(f"echo $$ > {tmp_path}/pid; sleep 1000", tmp_path)
+    for _ in range(2):
+        events.notify("finished")
+    session = session_of_command(tmp_path / "pid")
+    events.close(0.3)
+    assert_nobody_left(session)
 
 
 def test_without_a_command_nothing_is_called_and_no_thread_runs(call, tmp_path):
