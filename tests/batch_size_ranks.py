@@ -4,10 +4,12 @@ Spawned processes must be able to import it.
 """
 
 import errno
-import time
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
+from rl_dist.parallel import batch_size
 from rl_dist.parallel.batch_size import fastest_batch_size, largest_batch_size
 from rl_dist.process_group.world import close_world, open_world
 
@@ -42,13 +44,15 @@ def search(folder):
     step, tried = limited(10**9 if world.is_main_process else 300)
     largest = largest_batch_size(step, range(1, 4097), world)
 
+    now = [0.0]
+
     def timed(size):
         step(size)
-        until = time.perf_counter() + (0.02 if world.is_main_process else 0.001)
-        while time.perf_counter() < until:
-            pass
+        now[0] += 0.02 if world.is_main_process else 0.001
 
-    choice = fastest_batch_size(timed, [16, 64, 256, 512], world)
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    with mock.patch.object(batch_size, "time", clock):
+        choice = fastest_batch_size(timed, [16, 64, 256, 512], world)
     paces = [point.samples_per_s for point in choice.points]
     torch.save(
         {"largest": largest, "size": choice.size, "paces": paces, "tried": tried},

@@ -16,6 +16,8 @@ from filelock import FileLock
 # busy. The trainings that tests start see the variable.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What one process has compiled serves the next ones: 0.2 s of each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell starts background jobs with SIGINT ignored, and every training of a test would inherit
 # that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,10 +25,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest first: so both processes of pytest-xdist, which take a file at a time, end together.
 LONGEST = (
-    *("world_size", "restarts", "batch_size", "rl_dist_launch", "faults"),
-    *("check_gpu_setup", "train_command", "evaluate", "resume_check", "python_api", "imports"),
-    *("supervisor", "short_run", "export", "foreign_runs", "state_schema", "workers"),
-    *("rl_dist_launch_environment", "all_reduce_bench", "unequal_devices", "first_steps"),
+    *("batch_size", "world_size", "rl_dist_launch", "train_command", "check_gpu_setup"),
+    *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
+    *("short_run", "supervisor", "export", "faults", "imports", "workers", "watchdog"),
+    *("foreign_runs", "state_schema", "all_reduce_bench", "supervised", "memory"),
 )
 
 

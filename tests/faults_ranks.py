@@ -4,19 +4,23 @@ import functools
 import os
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from agents_ranks import Recording, make_job
 
 import agents.ppo
+from agents import trainer
 from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
+from rl_dist.process_group import timing
 from rl_dist.process_group.collectives import (
     DesyncError,
     all_gather_json,
@@ -141,30 +145,38 @@ def kl_stop(world, folder):
     return {"error": error, "steps": steps, "hashes": training.hashes}
 
 
-def slow_collect(world, folder):
-    """Rank 1 takes ten times as long to collect."""
-    job = make_job(JOB, folder, iterations=4)
+@contextmanager
+def clock_of_its_own():
+    """By which this rank measures how long its work takes; `clock[0] += 10` puts it forward."""
+    ahead_s = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
+    with mock.patch.object(trainer, "time", clock), mock.patch.object(timing, "time", clock):
+        yield ahead_s
 
-    class Slow(Recording):
-        def collect(self, lifetime_step):
-            step = functools.partial(slowly, self.env.step, world.rank == 1)
-            with mock.patch.object(self.env, "step", step):
+
+def slow_collect(world, folder):
+    """Rank 1 takes 10 s longer to collect."""
+    with clock_of_its_own() as ahead_s:
+
+        class Slow(Recording):
+            def collect(self, lifetime_step):
+                ahead_s[0] += 10.0 * (world.rank == 1)
                 return super().collect(lifetime_step)
 
-    return {"error": run(job, world, Slow)[2]}
-
-
-def slowly(call, slow, *args):
-    time.sleep(0.04 * slow)
-    return call(*args)
+        return {"error": run(make_job(JOB, folder, iterations=4), world, Slow)[2]}
 
 
 def slow_update(world, folder):
-    """Rank 0 takes ten times as long for its part of the update; both wait for the reduction."""
-    job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
-    loss = functools.partial(slowly, ppo_loss, 12 * (world.rank == 0))
-    with mock.patch.object(agents.ppo, "ppo_loss", loss):
-        return {"error": run(job, world)[2]}
+    """Rank 0 takes 10 s longer for its part of a step; both wait for the reduction."""
+    with clock_of_its_own() as ahead_s:
+
+        def loss(*args):
+            ahead_s[0] += 10.0 * (world.rank == 0)
+            return ppo_loss(*args)
+
+        job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
+        with mock.patch.object(agents.ppo, "ppo_loss", loss):
+            return {"error": run(job, world)[2]}
 
 
 def other_call(world, folder, before="update"):

@@ -1,8 +1,6 @@
 """What a process does that was given a lock; a light module, for it is imported there."""
 
-import time
 
-
-def keep(lock, seconds):
-    """Hold a lock."""
-    time.sleep(seconds)
+def keep(lock, done):
+    """Hold a lock until it is done."""
+    done.wait()

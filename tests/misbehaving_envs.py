@@ -13,6 +13,7 @@ from functools import partial
 import gymnasium
 import numpy as np
 
+from envs.vector import hangs
 from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist import seeding
 
@@ -119,6 +120,7 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
+            hangs.GRACE_S = 0.5  # of this process, which it ends
             lock_twice(ctypes.CDLL(None))  # lets other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))

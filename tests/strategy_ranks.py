@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import time
 from pathlib import Path
 from unittest import mock
@@ -83,16 +82,15 @@ def norm_of_another_device(*args):
 
 def train_on_unequal_devices(out_dir):
     """Clip by a norm that is another one on rank 1, whose kernels are of a lesser CPU."""
-    rank = int(os.environ["RANK"])
-    if rank == 1:
-        os.environ["ATEN_CPU_CAPABILITY"] = "default"  # read by torch's first kernel
     world = open_world("cpu", timeout_s=30)
-    hashes = {}
+    rank, hashes = world.rank, {}
+    name = f"the CPU of rank {rank}"
     for mode in ("ddp", "hybrid"):
         for agreed in (True, False):
             strategy = Strategy(StrategyConfig(mode=mode), world)
             module = make_module(seed=0).float()
-            wrapped = strategy.wrap(module)
+            with mock.patch("torch.backends.cpu.get_cpu_capability", lambda: name):
+                wrapped = strategy.wrap(module)
             assert strategy.unequal_devices
             strategy.unequal_devices = agreed
             optimizer = torch.optim.SGD(strategy.parameters, lr=1.0)

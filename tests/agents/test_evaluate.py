@@ -8,6 +8,7 @@ import pytest
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, train_here
 
 from agents.evaluate import evaluation
+from envs.trading import task
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
 
@@ -32,6 +33,7 @@ def runs(tmp_path_factory):
         "walk": walk,
     }
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(task, "NUM_TEST_WORLDS", 4)
         for name, flags in jobs.items():
             assert train_here(monkeypatch, *flags, "--run_dir", folder / name) == 0, name
     return folder
@@ -77,7 +79,7 @@ def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(run
 
 
 def test_the_command_repeats_the_figures_at_the_end_of_training(runs, evaluated):
-    for run, flags in (("csv", []), ("simulated", ["--num_worlds", "50"])):
+    for run, flags in (("csv", []), ("simulated", ["--num_worlds", "4"])):
         summary = json.loads((runs / run / "summary.json").read_text())["test"]
         assert evaluated(run, *flags)[1] == summary
 

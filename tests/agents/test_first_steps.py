@@ -13,7 +13,6 @@ from train_runs import (
     only_error,
     records,
     run_here,
-    start_training,
     train_here,
 )
 
@@ -27,19 +26,6 @@ from rl_dist.config import parse_flags
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"
 CUE = [*TINY.split(), "--env", "own_environment:Cue-v0", "--eval_episodes", "2"]
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_an_environment_in_the_current_directory_is_found_by_all_ranks(ranks, tmp_path):
-    (tmp_path / "own_environment.py").write_text((REPO / "examples/own_environment.py").read_text())
-    flags = [*CUE, "--total_steps", 64, "--num_gpus", ranks, "--run_dir", "run"]
-    job = start_training(*flags, cwd=tmp_path)
-    _, err = job.communicate(timeout=120)
-    assert job.returncode == 0, err
-    lines = records(tmp_path / "run")
-    assert len(lines[-1]["ranks"]) == ranks
-    for line in lines:  # of all ranks; an answer of this task is an episode
-        assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 
 def test_a_refused_run_announces_no_directory(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,12 @@
 """A plain training loads little: the rest is imported when it is asked for."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
-from train_runs import RECALL, REPO
+from train_runs import RECALL, REPO, records
 
 MOST_MODULES = 70
 OURS = ("agents", "envs", "rl_dist")
@@ -33,20 +34,35 @@ AT_THE_END = "agents.evaluate.final"
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory):
-    """Names of modules in the order of their import, by process of a training."""
-    folder = tmp_path_factory.mktemp("imports")
+def trained(tmp_path_factory):
+    """A folder where two ranks have trained on an environment that lies in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copy(REPO / "examples/own_environment.py", folder)
+    flags = [*RECALL, "--env", "own_environment:Cue-v0", "--num_gpus", "2", "--total_steps", "128"]
+    command = [REPO / "train_distributed.py", *flags, "--eval_episodes", "2", "--run_dir", "run"]
     path = [str(REPO), str(REPO / "tests/noting_imports")]
     variables = {"PYTHONPATH": os.pathsep.join(path), "NOTED_IMPORTS": str(folder)}
-    flags = [*RECALL, "--env", "Acrobot-v1", "--num_gpus", "2", "--total_steps", "128"]
-    flags += ["--eval_episodes", "2"]
-    command = [sys.executable, REPO / "train_distributed.py", *flags, "--run_dir", folder / "run"]
-    environment = os.environ | variables | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=folder,
+        env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lists = [each.read_text().split() for each in sorted(folder.glob("[0-9]*"))]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(trained):
+    """Names of modules in the order of their import, by process of the training."""
+    lists = [each.read_text().split() for each in sorted(trained.glob("[0-9]*"))]
     supervisor = min(lists, key=len)  # the others are forked from it
     return [list(dict.fromkeys(supervisor + each)) for each in lists if each is not supervisor]
+
+
+def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
+    for line in records(trained / "run"):
+        assert len(line["ranks"]) == 2
+        # of all ranks; an answer of this task is an episode
+        assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 
 def test_a_plain_training_loads_at_most_70_modules_of_ours(imported):

@@ -4,26 +4,28 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from statistics import harmonic_mean
 
-import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_runs import (
+    PATIENCE_S,
     SIZES,
     SMALL,
+    assert_nobody_left,
     only_error,
     output_in,
     records,
     start,
     start_training,
     train_here,
+    wait_until,
 )
 
 from agents.run.config import SECTIONS
+from agents.run.metric_table import METRICS, MONITORED, OTHER_TASKS, TRADING
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
@@ -103,6 +105,17 @@ def test_metrics_are_written_once_per_iteration_with_every_rank_in_them(finished
     assert f"rank_{ranks - 1}/episode/count" in board.Tags()["scalars"]
 
 
+def test_a_run_writes_exactly_the_metrics_of_the_table(finished, tmp_path, monkeypatch):
+    flags = ["--env", "CartPole-v1", "--total_steps", "256", "--eval_episodes", "2", *SIZES[2:]]
+    assert train_here(monkeypatch, *flags, "--run_dir", tmp_path / "run") == 0
+    for run_dir, task in ((tmp_path / "run", OTHER_TASKS), (finished[1][0], TRADING)):
+        last = records(run_dir)[-1]
+        kept = ("", task, MONITORED)
+        written = {name: metric for name, metric in METRICS.items() if metric.when in kept}
+        assert set(last) == {name for name, metric in written.items() if metric.overall}
+        assert set(last["ranks"][0]) == {name for name in written if written[name].per_rank}
+
+
 def numbers(nested, path=""):
     """Flatten dictionaries and lists: {path: value}."""
     if isinstance(nested, list):
@@ -160,14 +173,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert (whole / "summary.json").read_text() == (again / "summary.json").read_text()
 
 
-def wait_for_lines(job, run_dir, count):
-    deadline_s = time.monotonic() + 90
-    path = Path(run_dir, "metrics.jsonl")
-    while not path.exists() or path.read_text().count("\n") < count:
-        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("signum", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)]
 )
@@ -178,15 +183,14 @@ def test_a_stop_signal_saves_and_resume_goes_on_without_repeated_or_missing_iter
     run_dir = tmp_path / "run"
     flags = [*SMALL, *FOREVER.split(), "--num_gpus", 2, "--device", "cpu"]
     job = start_training(*flags, "--run_dir", run_dir)
-    wait_for_lines(job, run_dir, 2)
-    launcher = psutil.Process(job.pid)
-    everyone = [launcher, *launcher.children(recursive=True)]
+    path = run_dir / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= 2, job)
     send(job.pid, signum)
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 128 + signum, err
     assert "Traceback" not in err and "error" not in err, err
     assert f"go on with --resume {run_dir}" in out
-    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    assert_nobody_left(job.pid)
     saved = load_checkpoint(latest_checkpoint(run_dir))
     assert records(run_dir)[-1]["iteration"] == saved["iteration"] >= 2
     budget = saved["episodes"] + 4

@@ -2,14 +2,21 @@
 
 import os
 import resource
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from agents_ranks import make_job, world_of_one
-from train_runs import RECALL, only_error, records, start_training
+from agents_ranks import make_job
+from train_runs import (
+    PATIENCE_S,
+    RECALL,
+    assert_nobody_left,
+    only_error,
+    records,
+    start_training,
+    wait_until,
+)
 
 from agents.sizes import TrainConfig
 from agents.trainer import Training, train
@@ -22,12 +29,6 @@ from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, open_writer
 
 FOREVER = [*RECALL, "--checkpoint_every", 1, "--num_gpus", 2, "--total_steps", 10**9]
 FOREVER += ["--keep_checkpoints", 2, "--validate_every", 0]
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 class Acting(NullWriter):
@@ -232,13 +233,6 @@ def test_the_last_save_must_succeed_in_any_case(world, tmp_path, limits):
     limits(None)  # before pytest writes its next dot, perhaps to a file
 
 
-def wait_for(path, job, seconds=90):
-    deadline_s = time.monotonic() + seconds
-    while not Path(path).exists():
-        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
-        time.sleep(0.05)
-
-
 def limit_tree(pid, num_bytes):
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
@@ -248,16 +242,15 @@ def limit_tree(pid, num_bytes):
 def test_two_ranks_stop_together_when_the_disk_refuses(tmp_path):
     run_dir = tmp_path / "run"
     job = start_training(*FOREVER, "--checkpoint_every", 5, "--run_dir", run_dir)
-    wait_for(run_dir / "checkpoints" / "iteration_00000005.pt", job)
-    everyone = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    wait_until((run_dir / "checkpoints" / "iteration_00000005.pt").exists, job)
     limit_tree(job.pid, 40_000)
-    err = job.communicate(timeout=90)[1]
+    err = job.communicate(timeout=PATIENCE_S)[1]
     lines = [line for line in err.splitlines() if not line.startswith("iteration ")]
     assert job.returncode == 1 and "Traceback" not in err, err
     line = only_error("\n".join(lines))
     assert f"error: cannot write checkpoint {run_dir}/checkpoints/iteration_" in line
     assert "bytes): File too large" in line and f"--resume {run_dir} goes on from it" in line
-    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    assert_nobody_left(job.pid)
     assert all(name.endswith(".pt") for name in names(run_dir))
     saved = load_checkpoint(latest_checkpoint(run_dir))["iteration"]
     assert records(run_dir)[-1]["iteration"] == saved + 5

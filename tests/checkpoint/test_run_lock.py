@@ -18,10 +18,13 @@ SMALL += ["--checkpoint_every", 1]
 
 def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
     lock = hold(tmp_path / "config.json")
-    child = multiprocessing.get_context("spawn").Process(target=keep, args=(lock, 0.5))
+    spawn = multiprocessing.get_context("spawn")
+    done = spawn.Event()
+    child = spawn.Process(target=keep, args=(lock, done))
     child.start()
     lock.close()
     assert is_locked(tmp_path)
+    done.set()
     child.join()
     assert child.exitcode == 0 and not is_locked(tmp_path)
 

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from train_runs import lives, start, wait_until
 
 from envs import make_vector_env
 from envs.task import TaskConfig
@@ -63,22 +60,8 @@ def same(one, other):
     )
 
 
-def lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def pids(env):
     return [worker.process.pid for worker in env._workers]
-
-
-def wait_until(true, timeout_s=30.0):
-    until_s = time.monotonic() + timeout_s
-    while not true() and time.monotonic() < until_s:
-        time.sleep(0.05)
-    return true()
 
 
 @pytest.mark.parametrize(
@@ -171,8 +154,7 @@ def test_environments_of_a_worker_that_ends_begin_again_and_others_go_on(misdeed
     misdeeds = {5: misdeed}  # of the second worker; in two groups of the third, with 9
     env = misbehaving(3, misdeeds, groups, env_restarts=1)
     quiet = misbehaving(0, {})
-    start = env.reset(seed=SEEDS)[0]
-    assert torch.equal(start, quiet.reset(seed=SEEDS)[0])
+    assert torch.equal(env.reset(seed=SEEDS)[0], quiet.reset(seed=SEEDS)[0])
     assert same(play(env, 2), play(quiet, 2))
     found, undisturbed = play(env, 1, 2)[0], play(quiet, 1, 2)[0]
     again = torch.tensor([False, False, True, groups == 1, False, groups == 2, groups == 2])
@@ -261,18 +243,12 @@ def test_a_call_that_hangs_in_c_is_ended_and_its_environments_begin_again(misdee
 
 def test_workers_end_with_their_rank_however_that_ends():
     code = (
-        "import signal, time; from envs.workers.env import WorkerEnv\n"
+        "import time; from envs.workers.env import WorkerEnv\n"
         f"env = WorkerEnv('{MISBEHAVING}', 2, 2, env_kwargs={{'misdeeds': {{}}}})\n"
         "print(*[worker.process.pid for worker in env._workers], flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(1000)"
     )
-    paths = os.pathsep.join(sys.path)
-    rank = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
+    rank = start("-c", code)
     workers = [int(pid) for pid in rank.stdout.readline().split()]
     assert len(workers) == 2
     for pid in workers:
@@ -280,9 +256,8 @@ def test_workers_end_with_their_rank_however_that_ends():
             os.kill(pid, signum)  # as schedulers send to all processes: only the rank decides
     assert all(map(lives, workers))
     rank.kill()
-    rank.wait()
-    assert wait_until(lambda: not any(map(lives, workers)))
-    rank.stdout.close()
+    rank.communicate()
+    wait_until(lambda: not any(map(lives, workers)))
 
 
 def test_what_cannot_be_made_is_an_error_of_one_line():

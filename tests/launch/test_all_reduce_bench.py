@@ -3,11 +3,11 @@
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
 
 import psutil
 import pytest
+from train_runs import lives, wait_until
 
 from rl_dist.launch.all_reduce_bench import BenchError, time_reductions
 
@@ -39,8 +39,7 @@ def test_an_error_of_the_caller_meanwhile_ends_the_ranks():
 
     with pytest.raises(KeyError, match="mine"):
         time_reductions(2, [4], meanwhile=fail)
-    _, left = psutil.wait_procs(jobs(), timeout=20)
-    assert not left
+    wait_until(lambda: not jobs())
 
 
 @pytest.mark.slow
@@ -52,16 +51,13 @@ def test_a_failure_of_the_backend_is_reported_in_its_words(monkeypatch):
 
 def stop_one_rank(seen):
     """Stop (SIGSTOP) the first rank of ours that appears, and remember all processes of the job."""
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        job = jobs()
-        family = [q for p in job for q in p.children(recursive=True)]
-        ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
-        if ranks:
-            os.kill(ranks[0].pid, signal.SIGSTOP)
-            seen += [*job, *family]
-            return
-        time.sleep(0.05)
+
+    def ranks():
+        family = [q for p in jobs() for q in p.children(recursive=True)]
+        seen[:] = [*jobs(), *family]
+        return [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+
+    os.kill(wait_until(ranks)[0].pid, signal.SIGSTOP)
 
 
 @pytest.mark.slow
@@ -73,5 +69,4 @@ def test_a_rank_that_hangs_ends_the_measurement_with_an_error_and_leaves_no_proc
         time_reductions(2, [4], timeout_s=25)
     stopper.join()
     assert seen
-    psutil.wait_procs(seen, timeout=20)
-    assert not [p for p in seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not any(lives(process.pid) for process in seen))

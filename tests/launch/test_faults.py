@@ -19,12 +19,12 @@ from train_runs import (
     start,
     start_training,
     train_here,
+    wait_until,
 )
 
 from agents.trainer import Training, train
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
-from rl_dist.launch.launcher import launch
 from rl_dist.process_group.world import StopFlag
 
 SCRIPT = REPO / "tests" / "faults_ranks.py"
@@ -40,35 +40,25 @@ def error_line(stderr):
 
 
 def finish(job):
-    """Wait until a job and all its processes have ended; (code, stdout, stderr, seconds)."""
-    started_s = time.monotonic()
+    """Wait until a job and all its processes have ended; (code, stdout, stderr)."""
     out, err = job.communicate(timeout=240)
     assert_nobody_left(job.pid)
-    return job.returncode, out, err, time.monotonic() - started_s
+    return job.returncode, out, err
 
 
 # ---- faults that a rank survives, in one job
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("survived")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        assert launch(faults_ranks.survived, (str(directory),), num_ranks=2) == 0
-    return directory
-
-
-@pytest.fixture(scope="module")
-def ranks(folder):
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+def ranks(ranks_folder):
+    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def log(folder, scenario, rank=0):
     return (folder / scenario / "logs" / f"rank_{rank}.log").read_text()
 
 
-def test_environments_that_misbehave_begin_again_with_the_step_truncated(ranks, folder):
+def test_environments_that_misbehave_begin_again_with_the_step_truncated(ranks, ranks_folder):
     for rank, own in enumerate(rank["restarts"] for rank in ranks):
         assert own["error"] == "" and own["counts"] == [0, 5, 0]
         for column in range(4):
@@ -82,7 +72,7 @@ def test_environments_that_misbehave_begin_again_with_the_step_truncated(ranks, 
             assert own["plain rewards"][3, column] == (0.0 if faulty else 1.0)
         assert not own["terminated"].any()
         assert torch.isfinite(own["obs"]).all()
-    assert log(folder, "restarts", 1).count("made again, 1 of 1") == 3
+    assert log(ranks_folder, "restarts", 1).count("made again, 1 of 1") == 3
 
 
 def test_restarts_are_the_same_on_one_rank_as_on_two(ranks, tmp_path):
@@ -111,17 +101,17 @@ def test_restarts_are_counted_once_from_the_warm_up_on_and_not_again_after_a_res
     assert [record["env/restarts"] for record in writer.records] == [0]
 
 
-def test_a_bad_step_of_one_rank_is_skipped_and_counted_by_all(ranks, folder):
+def test_a_bad_step_of_one_rank_is_skipped_and_counted_by_all(ranks, ranks_folder):
     for rank, own in enumerate(rank["one_bad_step"] for rank in ranks):
         assert own["error"] == "" and own["skipped"] == [0, 1, 0] and own["finite"]
         assert len(own["hashes"]) == len(set(own["hashes"])) == 3 * 4 - 1  # the optimizer's steps
-        assert log(folder, "one_bad_step", rank).count("step skipped") == 1
+        assert log(ranks_folder, "one_bad_step", rank).count("step skipped") == 1
     assert ranks[0]["one_bad_step"]["hashes"] == ranks[1]["one_bad_step"]["hashes"]
-    assert "loss of this rank: nan" in log(folder, "one_bad_step", 1)
+    assert "loss of this rank: nan" in log(ranks_folder, "one_bad_step", 1)
 
 
-def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ranks, folder):
-    path = latest_checkpoint(folder / "bad_steps")
+def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ranks, ranks_folder):
+    path = latest_checkpoint(ranks_folder / "bad_steps")
     assert path.name == "iteration_00000002.pt"
     for own in (rank["bad_steps"] for rank in ranks):
         assert "in 4 steps in a row, more than --max_bad_steps 3" in own["error"]
@@ -141,12 +131,12 @@ def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ra
     ],
 )
 def test_whatever_drifts_is_found_at_the_next_check_by_rank_and_name(
-    ranks, folder, scenario, iteration, what
+    ranks, ranks_folder, scenario, iteration, what
 ):
     for own in (rank[scenario] for rank in ranks):
         assert own["iteration"] == iteration
         assert f"drifted apart: rank 1 in {what} (against rank 0)" in own["error"]
-    assert not (folder / scenario / "checkpoints").exists()
+    assert not (ranks_folder / scenario / "checkpoints").exists()
 
 
 def test_all_ranks_stop_at_the_kl_of_the_steps_they_took(ranks):
@@ -155,11 +145,12 @@ def test_all_ranks_stop_at_the_kl_of_the_steps_they_took(ranks):
     assert ranks[0]["kl_stop"]["hashes"] == ranks[1]["kl_stop"]["hashes"]
 
 
-def test_a_slow_rank_is_named_once_with_the_phase(ranks, folder):
+def test_a_slow_rank_is_named_once_with_the_phase(ranks, ranks_folder):
     for scenario, rank, phase in (("slow_collect", 1, "collect"), ("slow_update", 0, "update")):
         assert ranks[0][scenario]["error"] == ""
-        lines = [line for line in log(folder, scenario).splitlines() if "straggler" in line]
-        assert len(lines) == 1 and f"straggler: rank {rank} is slow in {phase}: " in lines[0], lines
+        assert (
+            log(ranks_folder, scenario).count(f"straggler: rank {rank} is slow in {phase}: ") == 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,16 +202,17 @@ def misbehaving(run_dir, misdeeds, at, *flags, stream="environment", ranks=2):
     return [*env, "--run_dir", run_dir, *SMALL, "--num_gpus", ranks, *flags]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("misdeed", "problem"),
-    [CLOSES, *(pytest.param(*one, marks=pytest.mark.slow) for one in SEVERE.items())],
+    [CLOSES, *SEVERE.items()],
 )
 def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
     misdeed, problem, tmp_path
 ):
     run_dir = tmp_path / "run"
     flags = ["--env_timeout", 1, "--total_steps", 100_000, "--validate_every", 0]
-    code, _, err, _ = finish(start_training(*misbehaving(run_dir, {3: misdeed}, 20, *flags)))
+    code, _, err = finish(start_training(*misbehaving(run_dir, {3: misdeed}, 20, *flags)))
     assert code == 1
     line = error_line(err)
     where = "rank 1: environment misbehaving_envs:Misbehaving-v0 number 3 at its step 20: "
@@ -232,27 +224,24 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
         assert "in step\n" in (run_dir / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("misdeed", "ranks"),
-    [
-        ("close descriptor 1", 1),
-        pytest.param("close stdout", 1, marks=pytest.mark.slow),
-        pytest.param("set the clock", 2, marks=pytest.mark.slow),
-        pytest.param("end a thread", 1, marks=pytest.mark.slow),
-    ],
+    [("close descriptor 1", 1), ("close stdout", 1), ("set the clock", 2), ("end a thread", 1)],
 )
 def test_an_environment_that_closes_the_output_costs_lines_but_no_training(
     misdeed, ranks, tmp_path
 ):
     run_dir = tmp_path / "run"
     job = start_training(*misbehaving(run_dir, {3: misdeed}, 20, *THREE_ITERATIONS, ranks=ranks))
-    _, err = job.communicate(timeout=100)
-    assert job.returncode == 0 and "Traceback" not in err and "error: " not in err, err
+    code, _, err = finish(job)
+    assert code == 0 and "Traceback" not in err and "error: " not in err, err
     assert (run_dir / "summary.json").exists()
     assert [record["iteration"] for record in records(run_dir)] == [1, 2, 3]
     assert all(0 < record["time/sps"] < 1e6 for record in records(run_dir))
 
 
+@pytest.mark.slow
 def test_an_environment_that_leaves_no_descriptor_to_open_files_with_is_one_line(tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -260,9 +249,8 @@ def test_an_environment_that_leaves_no_descriptor_to_open_files_with_is_one_line
     run_dir = tmp_path / "run"
     flags = [*THREE_ITERATIONS, "--checkpoint_every", 1]
     words = misbehaving(run_dir, {3: "use up descriptors"}, 20, *flags, ranks=1)
-    job = start_training(*words, preexec_fn=limit)
-    _, err = job.communicate(timeout=100)
-    assert job.returncode == 1, err
+    code, _, err = finish(start_training(*words, preexec_fn=limit))
+    assert code == 1, err
     line = error_line(err)
     assert "256 open files (ulimit -n)" in line and f"--resume {run_dir}" in line
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
@@ -276,8 +264,8 @@ def test_with_env_restarts_a_run_goes_on_even_if_many_hang_longer_than_a_rank_is
     misdeeds = {1: "raise", 2: "nan", 4: "hang", 5: "hang", 6: "reward", 7: "shape"}
     flags = ["--env_timeout", 6, "--collective_timeout", 5, "--env_restarts", 1, "--num_envs", 8]
     flags += ["--total_steps", 3 * 8 * 16, "--validate_every", 0]
-    code, _, err, seconds = finish(start_training(*misbehaving(run_dir, misdeeds, 20, *flags)))
-    assert code == 0 and seconds > 12, err
+    code, _, err = finish(start_training(*misbehaving(run_dir, misdeeds, 20, *flags)))
+    assert code == 0, err
     assert [line["env/restarts"] for line in records(run_dir)] == [0, 6, 0]
     logs = "".join((run_dir / "logs" / f"rank_{rank}.log").read_text() for rank in range(2))
     for number in misdeeds:
@@ -291,7 +279,7 @@ def test_a_fault_of_an_evaluated_environment_is_named_like_one_in_training(
 ):
     flags = ["--env_timeout", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2]
     words = misbehaving(tmp_path / "run", {3: misdeed}, 5, *flags, stream="evaluation")
-    code, _, err, _ = finish(start_training(*words))
+    code, _, err = finish(start_training(*words))
     line = error_line(err)
     assert code == 1 and line.startswith("error: rank 1: ") and problem in line
     assert "environment misbehaving_envs:Misbehaving-v0 number 3 at its step 5: " in line
@@ -305,7 +293,7 @@ def test_with_env_restarts_evaluated_episodes_are_whole_and_their_restarts_count
     flags = ["--env_timeout", 1, "--env_restarts", 1, "--total_steps", 4 * 4 * 16]
     flags += ["--validate_every", 2]
     job = start_training(*misbehaving(run_dir, misdeeds, 5, *flags, stream="evaluation"))
-    code, out, err, _ = finish(job)
+    code, out, err = finish(job)
     assert code == 0, err
     found = records(run_dir)
     assert [line["env/restarts"] for line in found] == [0] * 4  # of training
@@ -333,24 +321,20 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     words = misbehaving(run_dir, {3: "hang"}, 5, *more, *flags, stream="evaluation", ranks=ranks)
     job = start_training(*words)
     log = run_dir / "logs" / "rank_0.log"
-    deadline_s = time.monotonic() + 120
-    while not log.exists() or "trained to iteration 1" not in log.read_text():
-        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
-        time.sleep(0.05)
-    time.sleep(1.0)
+    wait_until(lambda: log.exists() and "trained to iteration 1" in log.read_text(), job)
+    time.sleep(0.5)  # in the evaluation; earlier, the end is the same
     rank = psutil.Process(job.pid).children(recursive=True)[-1]
     (job if to == "launcher" else rank).send_signal(signum)
-    out, err = job.communicate(timeout=60)
-    assert job.returncode == 128 + signum, (out, err)
+    code, out, err = finish(job)
+    assert code == 128 + signum, (out, err)
     assert (tmp_path / "events").read_text() == f"stopped {128 + signum}\n"
     assert "Traceback" not in err
-    assert_nobody_left(job.pid)
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
 
 
 @pytest.mark.slow
 def test_ranks_that_wait_for_each_other_in_different_collectives_end_soon_and_say_so(tmp_path):
-    code, _, err, _ = finish(start(SCRIPT, tmp_path))
+    code, _, err = finish(start(SCRIPT, tmp_path))
     assert code == 1
     line = only_error(err)
     assert "the ranks made different collective calls and wait for each other" in line

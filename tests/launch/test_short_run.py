@@ -1,18 +1,16 @@
 """Short runs side by side: what they measure, what they refuse, and that none is left behind."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
-from train_runs import RECALL, REPO
+from train_runs import RECALL, REPO, lives, wait_until
 
 from rl_dist.errors import UnknownFlagError, UserError
 from rl_dist.launch import short_run
-from rl_dist.launch.short_run import ShortRunError, measure_short_runs, without
+from rl_dist.launch.short_run import ShortRunError, SideBySide, measure_short_runs, without
 
 TINY = RECALL[:-2]  # without --device
 
@@ -64,14 +62,12 @@ def test_short_runs_do_not_resume():
         measure_short_runs([*TINY, "--resume", "runs/x"], copies=1, threads=1, iterations=1)
 
 
-def test_a_run_without_progress_is_given_up():
-    with pytest.raises(ShortRunError, match="took too long"):
-        measure_short_runs(TINY, copies=1, threads=1, iterations=10**6, timeout_s=1.0)
-
-
-def test_when_the_time_is_used_up_one_iteration_is_enough():
-    found = measure_short_runs(TINY, 1, 1, 10**6, warm_up=0, timeout_s=120.0, enough_s=0.0)
-    assert len(found.records[0]) >= 1
+def test_a_run_without_progress_is_given_up_and_when_the_time_is_used_up_one_iteration_is_enough():
+    with SideBySide(TINY, copies=1, threads=1) as together:
+        with pytest.raises(ShortRunError, match="took too long"):
+            together.measure(10**6, timeout_s=0.0)
+        found = together.measure(10**6, enough_s=0.0)
+    assert len(found[0]) >= 1
 
 
 @pytest.mark.parametrize("flag", ["--num_episodes 5", "--num-episodes=5", "--no-num_episodes"])
@@ -104,23 +100,20 @@ with SideBySide({TINY!r}, 2, 1) as copies:
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [TRAINING, HALTED], ids=["training", "halted"])
 def test_copies_die_with_their_caller(code, tmp_path):
-    def ready(children):
-        if code is HALTED:
-            return all(child.status() == psutil.STATUS_STOPPED for child in children)
-        return len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) == 2
-
     environment = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
+
+    def ready():
+        children = psutil.Process(caller.pid).children()
+        if code is HALTED:
+            halted = [child.status() == psutil.STATUS_STOPPED for child in children]
+        else:
+            halted = list(tmp_path.glob("*/copy_*/metrics.jsonl"))
+        return len(children) == len(halted) == 2 and all(halted) and children
+
     try:
-        children = []
-        deadline_s = time.monotonic() + 120
-        while len(children) < 2 or not ready(children):
-            children = psutil.Process(caller.pid).children()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-        caller.send_signal(signal.SIGKILL)
-        gone, alive = psutil.wait_procs(children, timeout=60)
-        assert len(gone) == 2 and not alive
+        children = wait_until(ready)
     finally:
         caller.kill()
         caller.wait()
+    wait_until(lambda: not any(lives(child.pid) for child in children))

@@ -2,16 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from tensorboard_readers import seen
-from train_runs import REPO, only_error, output_in, records, start
+from train_runs import PATIENCE_S, REPO, only_error, output_in, records, start, wait_until
 
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
@@ -59,7 +59,7 @@ def test_a_killed_run_of_a_users_environment_is_bit_identical_to_a_straight_one(
     out, straight, killed = proof
     assert "bit-identical: all " in out
     assert f"parameters SHA-256 {parameter_sha256(straight)}" in out
-    assert "killed after iteration 4" in out  # metrics had to be cut
+    assert re.search("killed after iteration [45]", out)  # metrics had to be cut
     assert parameter_sha256(straight) == parameter_sha256(killed)
     environments = load_checkpoint(latest_checkpoint(killed))["environments"]
     assert {"position", "age", "generator", "time_limit/0"} <= set(environments)
@@ -155,16 +155,13 @@ def test_what_training_refuses_is_passed_on_in_one_line(tmp_path):
 @pytest.mark.slow
 def test_a_check_that_is_stopped_leaves_no_process_and_no_file(tmp_path):
     job = begin(tmp_path, "--env", "Recall-v0", "--num_gpus", "2")
-    deadline_s = time.monotonic() + 100
-    while not list(tmp_path.glob("resume_check_*/straight/metrics.jsonl")):
-        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob("resume_check_*/straight/metrics.jsonl")), job)
     everyone = psutil.Process(job.pid).children(recursive=True)
     assert len(everyone) >= 3
     os.kill(job.pid, signal.SIGTERM)
-    job.communicate(timeout=60)
+    job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 128 + signal.SIGTERM
-    assert not psutil.wait_procs(everyone, timeout=30)[1]
+    assert not psutil.wait_procs(everyone, timeout=PATIENCE_S)[1]
     assert not list(Path(tmp_path).iterdir())
 
 

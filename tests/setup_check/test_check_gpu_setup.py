@@ -13,7 +13,17 @@ import jsonschema
 import psutil
 import pytest
 import torch
-from train_runs import REPO, only_error, output_in, records, run_here, start
+from train_runs import (
+    PATIENCE_S,
+    REPO,
+    lives,
+    only_error,
+    output_in,
+    records,
+    run_here,
+    start,
+    wait_until,
+)
 
 import check_gpu_setup
 from agents.dry_run import measure as dry_run
@@ -234,19 +244,15 @@ def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_pat
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = start(REPO / "check_gpu_setup.py", *TINY, "--num_gpus", "2", "--device", "cpu")
     process = psutil.Process(job.pid)
-    deadline_s = time.monotonic() + 120
-    while not (list(tmp_path.glob(moment + "*")) and process.children()):
-        assert time.monotonic() < deadline_s and job.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: list(tmp_path.glob(moment + "*")) and process.children(), job)
     time.sleep(0.5)
     family = process.children(recursive=True)
     os.kill(job.pid, signum)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=PATIENCE_S)
     assert (job.returncode, err) == (128 + signum, f"stopped by {signum.name}\n")
     # torch's cache
     assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []
-    psutil.wait_procs(family, timeout=20)
-    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not any(lives(process.pid) for process in family))
 
 
 @pytest.mark.slow

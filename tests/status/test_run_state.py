@@ -129,7 +129,7 @@ def test_looking_lets_the_lock_go_and_changes_nothing(run):
         ("starting", {}, "starting", ""),
         ("restarting", {"restarts": 2}, "restarting", "restart 2"),
         ("validation", {}, "running", "validation"),
-        ("training", {}, "running", "no iteration has ended for 1000 s"),
+        ("training", {}, "running", "no iteration has ended for 10"),
     ],
 )
 def test_a_locked_one_says_what_it_does(phase, changes, state, reason, run):

@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_run_state import Run, message, record
-from train_runs import RECALL, REPO, only_error, records, start_training
+from train_runs import PATIENCE_S, RECALL, REPO, only_error, records, start_training, wait_until
 
 from rl_dist.checkpoint.run_lock import hold
 from rl_dist.status import command as status
@@ -102,13 +101,6 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch, ter
     assert "state       finished" in out
 
 
-def wait_for(condition, patience_s=150.0):
-    deadline_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
 def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
     run_dir = tmp_path / "run"
@@ -116,10 +108,10 @@ def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
     flags += ["--validate_every", 0, "--checkpoint_every", 2]
     job = start_training(*flags, "--run_dir", run_dir)
     try:
-        wait_for((run_dir / "state.json").exists)
+        wait_until((run_dir / "state.json").exists, job)
         command = [sys.executable, "-m", "rl_dist.status", run_dir, "--follow", *FAST]
         follower = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
-        wait_for(lambda: read_run(run_dir).iteration >= 6 and read_run(run_dir).checkpoint)
+        wait_until(lambda: read_run(run_dir).iteration >= 6 and read_run(run_dir).checkpoint)
         found = read_run(run_dir)
         assert (found.state, found.num_ranks, found.device) == ("running", 2, "cpu")
         assert found.strategy == "ddp"
@@ -127,7 +119,7 @@ def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
     finally:
         os.killpg(job.pid, signal.SIGKILL)
         job.communicate()
-    out, _ = follower.communicate(timeout=60)
+    out, _ = follower.communicate(timeout=PATIENCE_S)
     assert follower.returncode == 1
     assert " | running | iteration " in out and "state       dead: it ended during " in out
     assert read_run(run_dir).state == "dead"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from agents_ranks import make_job, world_of_one
+from agents_ranks import make_job
 from train_runs import RECALL, start_training
 
 from agents.ppo import PPOConfig
@@ -54,12 +54,6 @@ def trained(world, run_dir, profile):
     training, writer = Training(replace(job, explain=bottleneck), world), Keeping()
     train(training, writer, StopFlag())
     return training, writer
-
-
-@pytest.fixture(scope="module")
-def world():
-    with world_of_one() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

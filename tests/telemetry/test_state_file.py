@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from train_runs import RECALL, start_training, train_here
+from train_runs import PATIENCE_S, RECALL, start_training, train_here, wait_until
 
 from rl_dist.process_group.world import World
 from rl_dist.telemetry import state_file
@@ -187,7 +187,7 @@ def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim):
     run = tmp_path / "run"
     job = start_training(*TINY, "--num_gpus", 2, "--total_steps", 10**8, "--run_dir", run)
     try:
-        wait_for(lambda: (keeper := open_state(run)) and keeper.state.checkpoint)
+        wait_until(lambda: (keeper := open_state(run)) and keeper.state.checkpoint)
         state = read_state(run)
         assert len({rank.pid for rank in state.ranks}) == 2 and state.phase in state_file.WORKING
         if victim == "all":
@@ -197,10 +197,10 @@ def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim):
         else:
             pid = state.ranks[1].pid if victim == "rank" else state.launcher_pid
             os.kill(pid, signal.SIGKILL)
-        job.communicate(timeout=60)
+        job.communicate(timeout=PATIENCE_S)
         # ranks of a dead launcher still save
         phase = {"rank": "failed", "stopped": "stopped", "launcher": "stopped"}.get(victim)
-        wait_for(lambda: not phase or read_state(run).phase == phase)
+        wait_until(lambda: not phase or read_state(run).phase == phase)
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
@@ -212,10 +212,3 @@ def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim):
     elif victim == "stopped":
         assert (ended.exit.code, ended.exit.signal) == (143, "SIGTERM")
         assert ended.checkpoint.iteration == ended.iteration
-
-
-def wait_for(condition):
-    deadline_s = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
