@@ -27,7 +27,7 @@ CURVES = {
     "fp32": ("cartpole, clstm, fp32", {}),
     "accumulation": ("recall, clstm", {"grad_accumulation": 2}),
 }
-BRIEFLY = ["resets inside slots", "KL stop", "accumulation"]
+BRIEFLY = ["resets inside slots", "accumulation"]
 REST = [label for label in CURVES if label not in BRIEFLY]
 UNCLIPPED = PPOConfig(max_grad_norm=1e6, update_epochs=1, norm_adv=False)
 

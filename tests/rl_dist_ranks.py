@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import launch, restart_count
+from rl_dist.launch.launcher import launch
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import (
@@ -104,14 +104,14 @@ def error_of(call, *args):
 
 
 def loop(out_dir, raising="", victim=1):
-    """Iterate until all ranks agree to stop; one may fail or die in its first life."""
+    """Iterate until all ranks agree to stop; one may fail or die."""
     assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
     note_pid(out_dir)
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
-        if raising and world.rank == victim and not restart_count():
+        if raising and world.rank == victim:
             die(raising)
         time.sleep(0.02)
         signum = all_reduce_max(stop_flag.signum, world)
@@ -151,13 +151,6 @@ def die(way):
         os._exit(int(way))
     else:
         {"error": fail, "user": mistake}[way]()
-
-
-def live_twice(out_dir, way, victim):
-    """One rank dies in its first life; in their second all end well."""
-    if restart_count():
-        return 0
-    return loop(out_dir, way, victim)
 
 
 def close_slowly(out_dir):

@@ -124,21 +124,6 @@ def test_a_rank_that_dies_without_a_report_is_named(tmp_path, capfd):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "victim", "ranks"),
-    [("code 0", 0, 1), ("code 0", 0, 3), ("code 77", 1, 2), ("SIGKILL", 2, 3)],
-)
-def test_a_rank_that_dies_without_a_report_is_started_again_if_asked(
-    way, victim, ranks, tmp_path, capfd
-):
-    args = (str(tmp_path), way.removeprefix("code "), victim)
-    assert launch(rl_dist_ranks.live_twice, args, ranks, max_restarts=1) == 0
-    died = rf"rank {victim} \(process \d+\) .*{way}.*"
-    err = capfd.readouterr().err
-    assert re.search(rf"^{died}: restart 1 of 1$", err, re.MULTILINE)
-
-
 def test_a_failure_with_a_giant_message_fits_on_the_page_of_a_report():
     page = ReportPage()
     page.write(**vars(run_guarded(rl_dist_ranks.fail_at_length, ())))
