@@ -10,6 +10,7 @@ from train_runs import lives, start, wait_until
 from envs import make_vector_env
 from envs.task import TaskConfig
 from envs.vector.faults import EnvironmentFaultError
+from envs.workers import choice
 from envs.workers.choice import choose_workers
 from envs.workers.env import WorkerEnv
 from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
@@ -292,6 +293,9 @@ def test_auto_takes_workers_for_slow_environments_and_says_why(monkeypatch):
     assert workers == 0 and "they step in place, as workers on 4 core(s) would save" in reason
     workers, reason = choose_workers("benchmarks.slow_env:SlowSteps-v0", 64, env_kwargs={})
     assert workers == 4 and "4 workers on each rank, for 4 core(s)" in reason
-    workers, _ = choose_workers("benchmarks.slow_env:Waiting-v0", 64, env_kwargs={})
-    assert 8 < workers <= 32  # more the less the machine has to do
-    assert choose_workers("benchmarks.slow_env:Waiting-v0", 6, env_kwargs={})[0] == 6
+    step_s, busy_share = choice._measure("benchmarks.slow_env:Waiting-v0", "{}")
+    assert step_s >= 2e-3 and busy_share > 0.0  # more where others want the core, too
+    for busy_share, workers in ((1.0, 4), (0.25, 16), (0.0, 32)):
+        monkeypatch.setattr(choice, "_measure", lambda *_, share=busy_share: (2e-3, share))
+        assert choose_workers("Waiting-v0", 64, env_kwargs={})[0] == workers
+        assert choose_workers("Waiting-v0", 6, env_kwargs={})[0] == min(6, workers)
