@@ -145,5 +145,5 @@ def wait_until(true, job=None, within_s=PATIENCE_S):
     while not (found := true()):
         assert job is None or job.poll() is None, job.communicate()
         assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return found
