@@ -16,10 +16,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
-from agents.lstm import Plan, run_sequence
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough, State
 from agents.network.encoders import Encoder
+from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError

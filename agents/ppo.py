@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.lstm import Network, Plan, state_after
+from agents.network.sequences import Network, Plan, state_after
 from agents.noise import sequence_orders
 from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches, make_schedule
+from agents.rollout import Minibatch, make_schedule
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
@@ -358,7 +358,7 @@ class PPO:
 
         # every other strategy reduces the gradients over ranks during the last backward
         losses = []
-        for number, microbatch in enumerate(into_microbatches(minibatch, self.num_microbatches), 1):
+        for number, microbatch in enumerate(minibatch.into_microbatches(self.num_microbatches), 1):
             with self.strategy.accumulating(last=number == self.num_microbatches):
                 losses.append(self._loss(microbatch, *plans[number - 1 : number]))
                 self.clock.mark("forward")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from agents.gae import running_sums
-from agents.lstm import Plan, plan_pieces, plans_to_device, to_device, to_host
-from agents.normalize import Normalizer
+from agents.network.normalize import Normalizer
+from agents.network.sequences import Plan, plan_pieces, plans_to_device, to_device, to_host
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.timing import section
@@ -331,12 +331,11 @@ class Minibatch:
         picked = {name: how(getattr(self, name), axis, *which) for name, axis in axes.items()}
         return Minibatch(**picked)
 
-
-def into_microbatches(minibatch: Minibatch, count: int) -> Iterator[Minibatch]:
-    """Split a minibatch into `count` microbatches of equally many sequences: views."""
-    size = minibatch.obs.shape[1] // count
-    for first in range(0, size * count, size):
-        yield minibatch.pick(Tensor.narrow, first, size)
+    def into_microbatches(self, count: int) -> Iterator[Minibatch]:
+        """Split into `count` microbatches of equally many sequences: views."""
+        size = self.obs.shape[1] // count
+        for first in range(0, size * count, size):
+            yield self.pick(Tensor.narrow, first, size)
 
 
 def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:

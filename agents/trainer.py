@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from agents.gae import gae, running_sums
+from agents.network.normalize import Normalizer, observation_normalizer
 from agents.noise import GENERATOR, action_noise, note_generator
-from agents.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import (
     PPO,
@@ -87,7 +87,7 @@ def make_strategy(config: StrategyConfig, world: World) -> Strategy:
     """Return the strategy that is asked for, the pipeline of the cascade included."""
     if not config.pipelined:
         return Strategy(config, world)
-    from agents.pipeline import PipelineStrategy
+    from agents.network.pipeline import PipelineStrategy
 
     return PipelineStrategy(config, world)
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.lstm import plan_pieces, plans_to_device
+from agents.network.sequences import plan_pieces, plans_to_device
 from agents.noise import action_noise, sequence_orders
 
 NUM_STEPS, BPTT_STEPS, EPOCHS, MINIBATCHES, EPISODE = 128, 32, 4, 2, 250

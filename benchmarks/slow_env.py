@@ -64,7 +64,7 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     """Print steps/s of rollouts in all ways: medians of rounds in which they take turns."""
     import torch
 
-    from agents.normalize import Normalizer
+    from agents.network.normalize import Normalizer
     from agents.policy import Policy, PolicyConfig
     from agents.rollout import collect, fresh_carry
     from envs import make_vector_env

@@ -13,7 +13,6 @@ import torch
 from agents.dry_run.batch_size import random_minibatch, saved_section
 from agents.policy import Policy
 from agents.ppo import PPO, ppo_loss
-from agents.rollout import into_microbatches
 from agents.run.config import RunConfig, probe_env, save_config
 from agents.run.memory import Shapes, compute_memory
 from agents.sizes import shard_sizes
@@ -88,7 +87,7 @@ def gradient_steps(
             yield
             ppo = PPO(policy, one_epoch, strategy, train.grad_accumulation, config.speed)
             yield
-            for part in into_microbatches(minibatch, sizes.num_microbatches):
+            for part in minibatch.into_microbatches(sizes.num_microbatches):
                 with strategy.accumulating(last=False):
                     given = part.obs, part.actions, part.lstm_state, part.episode_start
                     stored = part.logprobs, part.values, part.advantages, part.returns

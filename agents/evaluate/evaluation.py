@@ -10,8 +10,8 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
+from agents.network.normalize import Normalizer
 from agents.noise import action_noise
-from agents.normalize import Normalizer
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
 from envs.task import GymTask

@@ -13,7 +13,7 @@ from torch import Tensor
 from agents.evaluate.comparison import EQUAL_WEIGHT, LIMITED, ZEROED, summarize, text_table
 from agents.evaluate.evaluation import Controller, PolicyController, shard
 from agents.evaluate.statistics import Record, performance
-from agents.normalize import Normalizer
+from agents.network.normalize import Normalizer
 from agents.policy import Policy
 from envs.trading.baselines import EqualWeight, MemorylessRule, ReferencePolicy
 from envs.trading.market_data import Market, Span

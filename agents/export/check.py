@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agents.export.formats import Runner
 from agents.export.step import ExportedStep
-from agents.normalize import Normalizer
+from agents.network.normalize import Normalizer
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent

@@ -1,1 +1,1 @@
-"""Parts of the policy: encoders of observations, cores, heads of actions."""
+"""Parts of policies: normaliser, encoders, cores, heads, sequences, stages."""

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from agents.normalize import Normalizer
+from agents.network.normalize import Normalizer
 from agents.policy import Policy
 from agents.run.config import RunConfig, probe_env
 from envs.task import GymTask

@@ -70,7 +70,7 @@ class RunConfig:
         if self.ppo.refresh_states and self.policy.stateless:
             raise UserError("refresh_states does nothing for a policy without memory: drop it")
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
-            from agents.pipeline import NO_CASCADE
+            from agents.network.pipeline import NO_CASCADE
 
             raise UserError(NO_CASCADE)
 

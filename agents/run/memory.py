@@ -24,7 +24,7 @@ from gymnasium import spaces
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agents.lstm import plan_pieces
+from agents.network.sequences import plan_pieces
 from agents.noise import CELLS
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.normalize import Normalizer, observation_normalizer
+from agents.network.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe_env

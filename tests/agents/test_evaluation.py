@@ -12,7 +12,7 @@ from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 from agents.evaluate import evaluation, markets
 from agents.evaluate.evaluation import PolicyController, evaluate_episodes
 from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
-from agents.normalize import Normalizer
+from agents.network.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from rl_dist.process_group.world import World
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds

@@ -23,7 +23,7 @@ from agents.export.command import export
 from agents.export.formats import run_safetensors
 from agents.export.numpy_policy import NumpyPolicy
 from agents.export.step import ExportedStep
-from agents.normalize import observation_normalizer
+from agents.network.normalize import observation_normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent

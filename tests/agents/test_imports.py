@@ -18,7 +18,7 @@ ADVISERS = (
     "agents.run.memory",
     "agents.run.resumed",
     "agents.run.saved",
-    "agents.pipeline",
+    "agents.network.pipeline",
     "envs.trading.",
     "envs.memory_tasks",
     "rl_dist.launch.all_reduce_bench",

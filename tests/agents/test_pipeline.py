@@ -9,7 +9,7 @@ from pipeline_ranks import BRIEFLY, FORMS, REST, UNCLIPPED, exercise, first_mini
 from torch import nn
 from train_runs import SMALL, records, start_training
 
-from agents.pipeline import stage_of
+from agents.network.pipeline import stage_of
 from agents.run.config import SECTIONS, RunConfig
 from agents.run.resumed import resumed_config
 from agents.trainer import make_strategy

@@ -5,7 +5,7 @@ import torch
 from policies import BOX, DISCRETE, FORMS, NUM_OBS, make_inputs, make_policy, run_stepwise
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.normalize import Normalizer
+from agents.network.normalize import Normalizer
 from agents.policy import PolicyConfig
 from agents.rollout import collect, fresh_carry
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
+from agents.network.normalize import Normalizer
 from agents.noise import sequence_orders
-from agents.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect, fresh_carry, to_sequences
 

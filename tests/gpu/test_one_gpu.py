@@ -25,7 +25,7 @@ from policies import run_stepwise
 from torch import nn
 from train_runs import REPO, only_error, records, start, train_here
 
-from agents.lstm import run_sequence
+from agents.network.sequences import run_sequence
 from agents.noise import action_noise
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
-from agents.lstm import run_sequence
-from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, into_microbatches
+from agents.network.sequences import run_sequence
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.mesh import make_mesh
@@ -33,6 +31,9 @@ from rl_dist.process_group.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
+
+    from agents.policy import Evaluation, Policy
+    from agents.rollout import Minibatch
 
 STAGES = 2
 FEATURES, DECISIONS = range(STAGES)
@@ -44,7 +45,8 @@ NEEDED = (
 NO_CASCADE = (
     "hybrid_form pipeline cuts a cascade of LSTMs in two: use --policy clstm, or --strategy ddp"
 )
-LossOf = Callable[[Evaluation, Minibatch], tuple[Tensor, ...]]  # the first is the one to minimise
+# the first is the one to minimise
+LossOf = Callable[["Evaluation", "Minibatch"], tuple[Tensor, ...]]
 logger = logging.getLogger(__name__)
 
 
@@ -122,9 +124,9 @@ class PipelineStrategy(Strategy):
         self._schedules: dict[tuple[int, ...], Schedule1F1B] = {}
         self._grad_norm = torch.zeros(())
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: Policy) -> Policy:  # type: ignore[override]
         """Return the policy itself, whose stages now train together."""
-        if not isinstance(module, Policy) or module.config.policy != "clstm":
+        if module.config.policy != "clstm":
             raise UserError(NO_CASCADE)
         if module.mask_columns:
             raise UserError("hybrid_form pipeline knows no masks of actions: use --strategy ddp")
@@ -158,9 +160,7 @@ class PipelineStrategy(Strategy):
         assert self.half is not None
         theirs = self._exchange(minibatch)
         whole = (minibatch, theirs) if self.stage == FEATURES else (theirs, minibatch)
-        microbatches = [
-            part for each in whole for part in into_microbatches(each, num_microbatches)
-        ]
+        microbatches = [part for each in whole for part in each.into_microbatches(num_microbatches)]
         self.half.microbatches = microbatches
         self.half.loss_of = loss_of
         numbers = torch.arange(len(microbatches))

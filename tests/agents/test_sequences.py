@@ -8,7 +8,13 @@ import torch
 from policies import run_stepwise
 from torch import nn
 
-from agents.lstm import cheapest_splits, plan_pieces, plans_to_device, run_sequence, state_after
+from agents.network.sequences import (
+    cheapest_splits,
+    plan_pieces,
+    plans_to_device,
+    run_sequence,
+    state_after,
+)
 
 FEATURES, HIDDEN = 3, 5
 SHAPES = [(1, 1), (1, 7), (2, 1), (2, 3), (3, 2), (5, 4), (8, 1), (16, 6), (17, 3), (32, 5)]
