@@ -26,30 +26,19 @@ TRADING_ID = "StockTrading-v0"
 OWN_BATCHES = {"CartPole-v1": "envs.memory_tasks.cartpole_positions:CartPoleVectorEnv"}
 
 _LOGGER = logging.getLogger(__name__)
-for _env_id, _single, _batch in (
-    (TRADING_ID, "trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
-    ("Recall-v0", "memory_tasks.recall:RecallEnv", "memory_tasks.recall:RecallVectorEnv"),
-    (
-        "CartPolePositions-v1",
-        "memory_tasks.cartpole_positions:CartPolePositionsEnv",
-        "memory_tasks.cartpole_positions:CartPolePositionsVectorEnv",
-    ),
-    (
-        "PocMemory-v0",
-        "memory_tasks.poc_memory:PocMemoryEnv",
-        "memory_tasks.poc_memory:PocMemoryVectorEnv",
-    ),
-    (
-        "MemoryLength-v0",
-        "memory_tasks.memory_length:MemoryLengthEnv",
-        "memory_tasks.memory_length:MemoryLengthVectorEnv",
-    ),
-    (
-        "MountainCarPositions-v0",
-        "memory_tasks.mountain_car_positions:MountainCarPositionsEnv",
-        "memory_tasks.mountain_car_positions:MountainCarPositionsVectorEnv",
-    ),
+_ENTRY_POINTS = {
+    TRADING_ID: ("trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
+}
+for _env_id, _module in (
+    ("Recall-v0", "recall"),
+    ("CartPolePositions-v1", "cartpole_positions"),
+    ("PocMemory-v0", "poc_memory"),
+    ("MemoryLength-v0", "memory_length"),
+    ("MountainCarPositions-v0", "mountain_car_positions"),
 ):
+    _name = f"memory_tasks.{_module}:{_env_id.partition('-')[0]}"
+    _ENTRY_POINTS[_env_id] = (f"{_name}Env", f"{_name}VectorEnv")
+for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
     if _env_id not in gymnasium.registry:
         gymnasium.register(
             _env_id, entry_point=f"envs.{_single}", vector_entry_point=f"envs.{_batch}"

@@ -8,6 +8,8 @@ Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutto
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
@@ -72,7 +74,4 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
     observed = (0, 2)
 
 
-class CartPolePositionsEnv(SingleEnv):
-    """The single environment."""
-
-    batch_type = CartPolePositionsVectorEnv
+CartPolePositionsEnv = partial(SingleEnv, CartPolePositionsVectorEnv)

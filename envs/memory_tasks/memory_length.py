@@ -8,6 +8,8 @@ Source of the rules: google-deepmind/bsuite, bsuite/environments/memory_chain.py
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from gymnasium import spaces
 
@@ -53,7 +55,4 @@ class MemoryLengthVectorEnv(BatchedEnv):
         return rewards, over, np.zeros(self.num_envs, dtype=bool)
 
 
-class MemoryLengthEnv(SingleEnv):
-    """The single environment."""
-
-    batch_type = MemoryLengthVectorEnv
+MemoryLengthEnv = partial(SingleEnv, MemoryLengthVectorEnv)

@@ -8,6 +8,8 @@ Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.p
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_MountainCarEnv
@@ -63,7 +65,4 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         return rewards, terminated, self.elapsed >= self.max_episode_steps
 
 
-class MountainCarPositionsEnv(SingleEnv):
-    """The single environment."""
-
-    batch_type = MountainCarPositionsVectorEnv
+MountainCarPositionsEnv = partial(SingleEnv, MountainCarPositionsVectorEnv)

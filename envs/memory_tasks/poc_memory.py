@@ -10,6 +10,8 @@ freeze=True as that project trains it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from gymnasium import spaces
 
@@ -58,7 +60,4 @@ class PocMemoryVectorEnv(BatchedEnv):
         return rewards, over, np.zeros(self.num_envs, dtype=bool)
 
 
-class PocMemoryEnv(SingleEnv):
-    """The single environment."""
-
-    batch_type = PocMemoryVectorEnv
+PocMemoryEnv = partial(SingleEnv, PocMemoryVectorEnv)

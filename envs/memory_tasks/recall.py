@@ -7,6 +7,8 @@ memory the best is 1 / num_cues.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from gymnasium import spaces
 
@@ -66,7 +68,4 @@ class RecallVectorEnv(BatchedEnv):
         return rewards, asked, np.zeros(self.num_envs, dtype=bool)
 
 
-class RecallEnv(SingleEnv):
-    """The single environment."""
-
-    batch_type = RecallVectorEnv
+RecallEnv = partial(SingleEnv, RecallVectorEnv)

@@ -121,11 +121,10 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
     """One environment of a batched kind: a batch of one; takes its keyword arguments."""
 
-    batch_type: type[Any]
     metadata: dict[str, Any] = {"render_modes": []}
 
-    def __init__(self, **kwargs: Any) -> None:
-        self._batch: BatchedEnv = self.batch_type(1, **kwargs)
+    def __init__(self, batch_type: type[Any], **kwargs: Any) -> None:
+        self._batch: BatchedEnv = batch_type(1, **kwargs)
         self.observation_space = self._batch.single_observation_space
         self.action_space = self._batch.single_action_space
 
