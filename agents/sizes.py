@@ -157,6 +157,12 @@ class TrainConfig:
         return self.batch_size * self.grad_accumulation
 
     @property
+    def named_metrics(self) -> dict[str, str]:
+        """The metrics that flags name, by flag."""
+        found = {"stop_at": self.stop_at.split(" ")[0], "keep_best": self.keep_best}
+        return {flag: name for flag, name in found.items() if name not in ("", "auto", "off")}
+
+    @property
     def best_metrics(self) -> tuple[str, ...]:
         """The metrics of which the first that a run reports chooses best.pt."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(

@@ -50,7 +50,7 @@ from rl_dist.process_group.collectives import (
 from rl_dist.process_group.timing import NullProfiler, Stragglers
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.seeding import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
-from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
+from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, warn_if_absent
 from rl_dist.telemetry.monitor import Monitor
 from rl_dist.telemetry.state_file import SavedCheckpoint
 
@@ -379,8 +379,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.obs_normalizer)
-        validated = not job.validate or any(key.startswith("valid/") for key in metrics)
-        best.check(metrics, validated)
+        warn_of_absent(job, metrics)
         improved = best.update(metrics)
         done = training.global_step if config.total_steps else training.episodes
         writer.write(metrics, done=done)
@@ -400,6 +399,13 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         name = config.keep_best
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", name)
     return signal or all_reduce_max(stop.signum, world)  # it may have come during the last save
+
+
+def warn_of_absent(job: Job, metrics: Mapping[str, Any]) -> None:
+    """Name env/ metrics of flags that are still unknown at the first validation."""
+    if not job.validate or any(key.startswith("valid/") for key in metrics):
+        for flag, name in job.train.named_metrics.items():
+            warn_if_absent(flag, name, metrics)
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault
-from rl_dist.errors import check_one_copy, one_line
+from rl_dist.errors import check_one_copy, did_you_mean, one_line
 
 check_one_copy(__file__)
 # torch and pandas are loaded when a factory is called, not when ids are registered
@@ -113,8 +112,7 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
         if module:
             known = [one for one in known if f"{_module_of(one)}.".startswith(f"{module}.")]
             fix = f"{module} registers {', '.join(known[:5]) or 'none, see gymnasium.register'}"
-        if close := difflib.get_close_matches(name, known, n=3):
-            fix = f"did you mean {' or '.join(close)}?"
+        fix = did_you_mean(name, known) or fix
         raise ValueError(f"unknown environment {env_id!r}: {fix}") from error
     except BaseException as error:
         if not is_own_fault(error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import functools
 import hashlib
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,6 +79,12 @@ def explained(error: ValueError | OSError) -> tuple[str, int]:
     fix = (_USER_FIXES | _MACHINE_FIXES).get(error.errno or 0)
     parts = [f"{path}: " if path else "", error.strerror or str(error), f"; {fix}" if fix else ""]
     return " ".join("".join(parts).split()), 2 if error.errno in _USER_FIXES else 1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Ask for the known names that are like this one; "" where none is."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:

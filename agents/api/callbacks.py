@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
-from rl_dist.telemetry.metrics import check_named, without_nan
+from rl_dist.telemetry.metrics import without_nan
 
 if TYPE_CHECKING:
     from agents.policy import Policy
@@ -53,18 +53,13 @@ class Watch:
     world: World
     stop_at: str = ""  # a metric and the value that ends the run
     wants_end: bool = field(default=False, init=False)
-    is_certain: bool = field(default=False, init=False)  # the metric has been looked for
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
         """Take an iteration's metrics; return why to stop, if so, the same on all ranks."""
         metrics = without_nan(metrics)  # as in metrics.jsonl, such as losses of no step at all
         self._call("iteration", training, metrics)
-        evaluated = any(name.startswith("valid/") for name in metrics)
-        if evaluated:
+        if any(name.startswith("valid/") for name in metrics):
             self._call("evaluation", training, metrics)
-        if self.stop_at and not self.is_certain:
-            self.is_certain = evaluated or not training.job.validate
-            check_named("stop_at", self.stop_at.split(" ")[0], metrics, self.is_certain)
         own = "a callback asked for it" if self.wants_end else self._reached(metrics)
         return next(filter(None, all_gather_json(own, self.world)), "")
 

@@ -5,12 +5,11 @@ The reference page of docs/ is made from this table; a test compares it with wha
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, did_you_mean
 from rl_dist.telemetry.profiler import GRADIENTS, WAITING
 
 
@@ -122,8 +121,7 @@ def check_metric(flag: str, name: str, is_trading: bool) -> None:
     known = [key for key, one in METRICS.items() if one.overall and one.when != other]
     known.remove("ranks")
     if name not in known and not name.startswith("env/"):
-        near = difflib.get_close_matches(name, known, n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"name one of {', '.join(known)}"
+        fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"
         raise UserError(f"{flag} {name} is no metric of this run: {fix}")
 
 

@@ -194,11 +194,10 @@ def announce(
         ValueError, OSError: data, environment, sizes, memory or a checkpoint stand against it.
     """
     train = config.train
-    for flag, value in (("stop_at", train.stop_at), ("keep_best", train.keep_best)):
-        if value not in ("", "auto", "off"):
-            from agents.run.metric_table import check_metric
+    for flag, name in train.named_metrics.items():
+        from agents.run.metric_table import check_metric
 
-            check_metric(flag, value.split(" ")[0], config.task.is_trading)
+        check_metric(flag, name, config.task.is_trading)
     sizes: Sizes | None = None
     if train.batch_size != AUTO:  # else the ranks measure it, and then print the table
         saved_num_envs = len(found.state["carry"]["obs"]) if found else 0

@@ -15,7 +15,6 @@ from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import log_once, remove
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
-from rl_dist.telemetry.metrics import check_named
 
 logger = logging.getLogger(__name__)
 
@@ -153,24 +152,10 @@ class Best:
         self.world = world
         self.measured: dict[str, float] = {}  # at this iteration
         self.improved = False
-        self.is_certain = False  # the metric has been looked for
         found = None
         if names and world.is_main_process:
             found = _value_of_best(names, directory / BEST_FILE)
         self.value = all_gather_json(found, world)[0]
-
-    def check(self, metrics: Mapping[str, Any], complete: bool) -> None:
-        """Refuse a metric that this run does not report, once that is certain.
-
-        Args:
-            complete: every kind of metric has been reported by now.
-
-        Raises:
-            UserError: names the metrics there are.
-        """
-        if len(self.names) == 1 and not self.is_certain:  # of several the run has one
-            check_named("keep_best", self.names[0], metrics, complete)
-            self.is_certain = complete
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
         """Take in these metrics; True if they beat all before. All ranks must call.

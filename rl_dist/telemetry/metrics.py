@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from rl_dist.errors import UserError, unwritable
+from rl_dist.errors import UserError, did_you_mean, unwritable
 from rl_dist.hardware.plain_files import leads_to, log_once, plain_file, read_plain
 from rl_dist.process_group.world import World
 from rl_dist.telemetry.loggers import Board, Guarded, flat_settings, open_logger
@@ -206,28 +205,12 @@ def check_in_place(path: Path, file: IO[Any]) -> None:
         raise UserError(f"{what}: nothing more is saved there", exit_code=1)
 
 
-def check_named(flag: str, name: str, record: Mapping[str, Any], complete: bool) -> None:
-    """Say so where records lack the metric that a flag names, once that is certain.
-
-    An environment may give one of env/ later: that is a warning, once.
-
-    Args:
-        complete: every kind of metric has been reported by now.
-
-    Raises:
-        UserError: names the metrics there are.
-    """
-    own = name.startswith("env/")
-    if name in record or (not complete and (own or name.startswith("valid/"))):
-        return
-    known = sorted(
-        key for key in record if key != "ranks" and key.startswith("env/" if own else "")
-    )
-    near = difflib.get_close_matches(name, known, n=1)
-    fix = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
-    if not own:
-        raise UserError(f"{flag} {name} is no metric of this run: {fix}")
-    log_once(f"{flag} {name}: no environment has given it so far: {fix}")
+def warn_if_absent(flag: str, name: str, record: Mapping[str, Any]) -> None:
+    """Say once that no environment has given the env/ metric that a flag names."""
+    if name.startswith("env/") and name not in record:
+        known = sorted(key for key in record if key.startswith("env/"))
+        fix = did_you_mean(name, known) or f"there is {', '.join(known) or 'none'}"
+        log_once(f"{flag} {name}: no environment has given it so far: {fix}")
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
