@@ -8,10 +8,7 @@ operations make it on the CPU and on a GPU alike, for all environments at once. 
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +17,6 @@ from torch import Tensor
 
 from rl_dist.seeding import NOISE_STREAM, SHUFFLE_STREAM
 
-logger = logging.getLogger(__name__)
-GENERATOR = 2  # raised when a run draws other numbers; 1 was numpy's Philox 4x64 and PCG64
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -78,15 +73,6 @@ def random_words(
         low[rows] = torch.stack(others, -1).flatten(-2)[:, :, :num_words]
         del first, second, others
     return high, low
-
-
-def note_generator(state: Mapping[str, Any]) -> None:
-    """Say so where a checkpoint's run drew other random numbers than this one."""
-    if state.get("generator", 1) != GENERATOR:
-        logger.warning(
-            "the checkpoint is of an older version, which drew other random numbers: the run goes "
-            "on, but not as it would have there"
-        )
 
 
 def action_noise(

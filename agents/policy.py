@@ -382,19 +382,15 @@ class Policy(nn.Module):
 
 
 def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
-    """Return the layout of observations and the space of actions of a checkpoint.
-
-    Older checkpoints say nothing of layouts: theirs are vectors.
-    """
-    layout = Layout.from_json(state["layout"]) if "layout" in state else None
-    layout = layout or Layout.vector(state["num_obs"])
+    """Return the layout of observations and the space of actions of a checkpoint."""
+    layout = Layout.from_json(state["layout"])
     if layout.size != state["num_obs"]:
         raise UserError(
             f"the checkpoint is damaged: its layout has {layout.size} numbers, not num_obs "
             f"{state['num_obs']}"
         )
     number = state["num_actions"]
-    if sizes := state.get("action_sizes"):
+    if sizes := state["action_sizes"]:
         return layout, spaces.MultiDiscrete(sizes)
     return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agents.gae import gae, running_sums
 from agents.network.normalize import Normalizer, observation_normalizer
-from agents.noise import GENERATOR, action_noise, note_generator
+from agents.noise import action_noise
 from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import (
     PPO,
@@ -277,23 +277,21 @@ class Training:
             "strategy": self.ppo.strategy.state_dict(),
             "obs_normalizer": self.obs_normalizer.state_dict(),
             "reward_normalizer": self.reward_normalizer.state_dict(),
-            "generator": GENERATOR,
             "carry": carry,
             "environments": environments,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's state, whatever number of ranks made it."""
-        # what all ranks hold alike; older checkpoints have neither strategy nor bad_in_a_row
-        note_generator(state)
+        # what all ranks hold alike
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]
         check_weights(self.policy, state["policy"])
         saved = keep_options(self.ppo.optimizer, state["optimizer"])
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, saved)
-        self.ppo.strategy.load_state_dict(state.get("strategy", {}))
-        self.ppo.bad_in_a_row = state.get("bad_in_a_row", 0)
+        self.ppo.strategy.load_state_dict(state["strategy"])
+        self.ppo.bad_in_a_row = state["bad_in_a_row"]
         self.obs_normalizer.load_state_dict(state["obs_normalizer"])
         self.reward_normalizer.load_state_dict(state["reward_normalizer"])
 

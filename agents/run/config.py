@@ -81,11 +81,6 @@ class RunConfig:
     @staticmethod
     def from_dict(saved: Any) -> RunConfig:
         """Invert `to_dict`, but for what is not stored; see `read_sections`."""
-        launch = saved.get("launch") if isinstance(saved, dict) else None
-        # the default strategy was called auto once
-        older = isinstance(launch, dict) and "chosen_strategy" not in launch
-        if launch and older and launch.get("strategy") == "auto":
-            saved = saved | {"launch": launch | {"strategy": "default"}}
         return RunConfig(**read_sections(SECTIONS, saved))
 
     def job(

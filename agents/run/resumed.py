@@ -136,10 +136,9 @@ def check_resumable(
     compared = {
         "observation size": (now.num_obs, state["num_obs"]),
         "actions": (_actions(now.shapes()), _actions(state)),
+        "observations": (_parts(now.layout), _parts(spaces_of(state)[0])),
         f"environments on {num_ranks} rank(s)": (num_envs, saved),
     }
-    if "layout" in state:  # older checkpoints have none
-        compared["observations"] = (_parts(now.layout), _parts(spaces_of(state)[0]))
     if state["environments"] is not None and not getattr(env, "can_snapshot", False):
         compared["snapshots of environments"] = ("none", "some")
     env.close()
@@ -154,7 +153,7 @@ def _parts(layout: Layout) -> str:
 
 def _actions(shapes: dict[str, Any]) -> str:
     kind = "discrete" if shapes["discrete"] else "continuous"
-    several = f" {shapes['action_sizes']}" if shapes.get("action_sizes") else ""
+    several = f" {shapes['action_sizes']}" if shapes["action_sizes"] else ""
     return f"{shapes['num_actions']} {kind}{several}"
 
 

@@ -67,14 +67,14 @@ def _any(state: State) -> Checks:
 
 
 def _run(state: State) -> Checks:
-    for name in ("iteration", "global_step", "episodes", "config"):
+    for name in ("iteration", "global_step", "episodes", "config", "bad_in_a_row", "strategy"):
         state[name]
     num_obs, num_actions = state["num_obs"], state["num_actions"]
     yield "num_obs", _is_count(num_obs, 1)
     yield "num_actions", _is_count(num_actions, 1)
     yield "discrete", type(state["discrete"]) is bool
-    yield "layout", type(state.get("layout", "")) is str  # older checkpoints have none
-    sizes = state.get("action_sizes", [])
+    yield "layout", type(state["layout"]) is str
+    sizes = state["action_sizes"]
     yield "action_sizes", type(sizes) is list and all(_is_count(size, 1) for size in sizes)
     yield "action_sizes", not sizes or (state["discrete"] and sum(sizes) == num_actions)
 
