@@ -56,7 +56,6 @@ from rl_dist.telemetry.state_file import SavedCheckpoint
 
 if TYPE_CHECKING:
     from agents.api.callbacks import Watch
-    from agents.pretrain.weights import Pretrained
     from agents.run.saved import InitialWeights
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class Job:
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     watch: Watch | None = None  # callbacks, and when to stop early
-    pretrained: Pretrained | InitialWeights | None = None
+    pretrained: InitialWeights | None = None
     explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # names the bottleneck
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
 

@@ -153,7 +153,7 @@ def initial_weights(config: RunConfig) -> Any:
     if config.train.pretrained:
         from agents.pretrain.weights import load_pretrained
 
-        return load_pretrained(config.train.pretrained)
+        return load_pretrained(config.train.pretrained)[0]
     if config.train.init_from:
         from agents.run.saved import load_initial
 

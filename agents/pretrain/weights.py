@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
 from agents.run.config import RunConfig, probe_env
+from agents.run.saved import InitialWeights
 from envs.task import GymTask
 from envs.trading.task import TradingTask
 from rl_dist.checkpoint.file import load_checkpoint
@@ -49,31 +49,13 @@ class FeatureTraining(nn.Module):
         return self.head(features).transpose(0, 1).unflatten(2, (2, -1))
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """A trained feature LSTM, and the statistics of the observations it saw."""
+def load_pretrained(path: str | Path) -> tuple[InitialWeights, dict[str, Any]]:
+    """Read a checkpoint file of pre-training, or the best one of its run directory.
 
-    path: Path
-    weights: dict[str, Tensor]  # by their names in the policy
-    mean: Tensor  # [F]
-    variance: Tensor  # [F]
-    extra: dict[str, Any]  # observation, num_obs and hidden_size
-
-    def load_into(self, policy: Policy) -> None:
-        """Give a fresh policy the weights; its others stay."""
-        policy.load_state_dict(policy.state_dict() | self.weights)
-
-    def set_moments(self, normalizer: Normalizer, rewards: Normalizer) -> None:
-        """Set the statistics of observations under which the weights were learned.
-
-        They weigh as much as what the normaliser has seen so far, and move on from there.
-        """
-        normalizer.moments.mean.copy_(self.mean)
-        normalizer.moments.variance.copy_(self.variance)
-
-
-def load_pretrained(path: str | Path) -> Pretrained:
-    """Read a checkpoint file of pre-training, or the best one of its run directory."""
+    Returns:
+        The weights, with statistics of observations that weigh as much as what the normaliser has
+        seen so far; and observation, num_obs and hidden_size.
+    """
     file: Path | None = Path(path)
     if Path(path).is_dir():
         best = Path(path, CHECKPOINT_DIR, BEST_FILE)
@@ -88,15 +70,15 @@ def load_pretrained(path: str | Path) -> Pretrained:
             f"--pretrained {path} is no feature LSTM: python -m agents.pretrain writes one"
         )
     weights = {name: value for name, value in module.items() if name.startswith(PARTS)}
-    mean, variance = (module[name] for name in MOMENTS)
-    return Pretrained(file, weights, mean, variance, extra)
+    moments = {name.removeprefix("normalizer."): module[name] for name in MOMENTS}
+    return InitialWeights(file, weights, moments, {}), extra
 
 
 def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
     """Compare --pretrained with the run, before anything is written."""
     if not isinstance(task, TradingTask):
         raise UserError(f"--pretrained is of markets and does nothing with --env {config.task.env}")
-    found = load_pretrained(config.train.pretrained)
+    found, extra = load_pretrained(config.train.pretrained)
     if config.policy.stateless:
         raise UserError("--pretrained is a feature LSTM: a policy without memory has no use for it")
     if not config.train.normalize_obs:
@@ -107,17 +89,16 @@ def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
     here = {"observation": config.trading.observation, "num_obs": num_obs}
     here["hidden_size"] = config.policy.hidden_size
     for name, value in here.items():
-        if value != found.extra.get(name):
+        if value != extra.get(name):
             raise UserError(
                 f"--pretrained {found.path} does not fit: {name} {value} "
-                f"(it has {found.extra.get(name)}); use what it has"
+                f"(it has {extra.get(name)}); use what it has"
             )
 
     # the file may say one thing and hold another
     with torch.device("meta"):
         own = Policy(config.policy, num_obs, spaces.Discrete(1)).state_dict()
     expected = {name: value.shape for name, value in own.items() if name.startswith(PARTS)}
-    expected |= {"mean": torch.Size([num_obs]), "variance": torch.Size([num_obs])}
-    held = found.weights | {"mean": found.mean, "variance": found.variance}
-    if {name: value.shape for name, value in held.items()} != expected:
+    expected |= {name: torch.Size([num_obs]) for name in found.obs}
+    if {name: value.shape for name, value in (found.weights | found.obs).items()} != expected:
         raise UserError(f"--pretrained {found.path} is damaged: its weights have other shapes")

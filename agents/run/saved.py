@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from agents.network.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
@@ -85,25 +86,28 @@ def load_agent(
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights and statistics of an earlier run, for a new one of the same shapes."""
+    """Weights that a new run begins with, and statistics that belong to them."""
 
     path: Path
-    state: dict[str, Any]
+    weights: dict[str, Tensor]  # by their names in the policy, whose others stay
+    obs: dict[str, Tensor]  # of normalisers' states; what is missing stays
+    rewards: dict[str, Tensor]
 
     def load_into(self, policy: Policy) -> None:
-        """Give a fresh policy all weights."""
-        check_weights(policy, self.state["policy"])
-        policy.load_state_dict(self.state["policy"])
+        """Give a fresh policy the weights."""
+        policy.load_state_dict(policy.state_dict() | self.weights)
 
     def set_moments(self, obs: Normalizer, rewards: Normalizer) -> None:
-        """Set the statistics under which the weights were learned, and their weight."""
-        for name, normalizer in (("obs_normalizer", obs), ("reward_normalizer", rewards)):
-            normalizer.load_state_dict(self.state[name])
+        """Set the statistics, which move on from there."""
+        obs.load_state_dict(obs.state_dict() | self.obs)
+        rewards.load_state_dict(rewards.state_dict() | self.rewards)
 
 
 def load_initial(path: str) -> InitialWeights:
     """Read the checkpoint that --init_from names, of a run directory the best one."""
-    return InitialWeights(*load_saved(path, ""))
+    file, state = load_saved(path, "")
+    moments = state["obs_normalizer"], state["reward_normalizer"]
+    return InitialWeights(file, state["policy"], *moments)
 
 
 def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
@@ -119,7 +123,7 @@ def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
         policy = Policy(config.policy, layout, env.single_action_space).to(config.launch.dtype)
     env.close()
     try:
-        check_weights(policy, initial.state["policy"])
+        check_weights(policy, initial.weights)
     except UserError as error:
         raise UserError(f"--init_from {config.train.init_from}: {error}") from None
 

@@ -128,10 +128,8 @@ def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
 
 
 def test_the_features_are_those_that_the_policy_will_have(trained):
-    found = load_pretrained(trained)
-    policy = Policy(
-        PolicyConfig(hidden_size=8), found.extra["num_obs"], spaces.Box(-1.0, 1.0, (2,))
-    )
+    found, extra = load_pretrained(trained)
+    policy = Policy(PolicyConfig(hidden_size=8), extra["num_obs"], spaces.Box(-1.0, 1.0, (2,)))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     found.load_into(policy)
     best_epoch = json.loads((trained / "summary.json").read_text())["best_epoch"]
@@ -143,7 +141,7 @@ def test_the_features_are_those_that_the_policy_will_have(trained):
 
 
 def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_path):
-    found, world = load_pretrained(trained), open_world("cpu")
+    (found, _), world = load_pretrained(trained), open_world("cpu")
     market = SimulatedMarketConfig(num_worlds=2, num_stocks=2)
     task = prepare_task(DataConfig(), market, TradingConfig(episode_days=60))
     job = Job(
@@ -160,7 +158,8 @@ def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_p
         each.warm_up_normalizers()
     close_world(world)
     moments = training.obs_normalizer.moments
-    assert torch.equal(moments.mean, found.mean) and torch.equal(moments.variance, found.variance)
+    assert torch.equal(moments.mean, found.obs["moments.mean"])
+    assert torch.equal(moments.variance, found.obs["moments.variance"])
     assert float(moments.count) == float(plain.obs_normalizer.moments.count) == 4 * 32
     for name, value in plain.policy.state_dict().items():
         assert name.startswith("feature") or torch.equal(value, training.policy.state_dict()[name])
