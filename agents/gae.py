@@ -14,10 +14,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and value targets of a rollout.
-
-    Returns:
-        advantages [T, B] and returns [T, B] = advantages + values.
+    """Advantages [T, B] of a rollout, and returns [T, B] = advantages + values.
 
     Source: Schulman et al., "High-dimensional continuous control using generalized advantage
     estimation", https://arxiv.org/abs/1506.02438, equation 16.

@@ -243,8 +243,7 @@ class Policy(nn.Module):
     def network(self, obs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Dense pass without resets: obs [L, N, F], state [N, S, H] before them.
 
-        Returns:
-            (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
+        Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
         # without memory every step is a sequence of its own
         if not self.config.memory and len(obs) > 1:
@@ -318,13 +317,9 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One step for B environments: obs [B, F] normalised, state [B, S, H].
 
-        Args:
-            episode_start: [B] bool, resets the state first.
-            noise: [B, A] from `agents.noise`; None takes the most likely action.
-
-        Returns:
-            actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), logprobs [B],
-            values [B] and the state [B, S, H].
+        `episode_start` [B] bool resets the state first; `noise` [B, A] is of `agents.noise`, None
+        takes the most likely action. Returns actions ([B, A], unclipped unless squashed, or [B] or
+        [B, D] int64), logprobs [B], values [B] and the state [B, S, H].
         """
         push = None if noise is None else self.pushes(noise)
         actions, actor, values, new_state = self.decide(obs, state, episode_start, push)
@@ -396,11 +391,7 @@ def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
 
 
 def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
-    """Compare a policy's shape with that of weights to be loaded.
-
-    Raises:
-        UserError: they differ; one line naming the first difference.
-    """
+    """Refuse weights of another shape than a policy's; name the first difference."""
     own = {name: tuple(value.shape) for name, value in policy.state_dict().items()}
     saved = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(own.keys() | saved.keys()):

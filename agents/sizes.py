@@ -190,14 +190,11 @@ def _nearest_multiple(value: int, of: int) -> int:
 
 
 def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
-    """This rank's share of environments and batch.
+    """This rank's share of environments and batch; an error names the nearest sizes.
 
     Args:
         saved_num_envs: environments of all ranks in the run to resume, 0 for a fresh one. With weak
             scaling it says how many ranks the run began with: their totals and rate are kept.
-
-    Raises:
-        UserError: names the nearest sizes that divide; or batch_size is still to be measured.
     """
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")

@@ -320,8 +320,7 @@ class Training:
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     """Train until the budget ends or a stop is agreed; always leaves a checkpoint.
 
-    Returns:
-        The signal number that ended the run, or 0.
+    Returns the number of the signal that ended the run, or 0.
     """
     job, world, config = training.job, training.world, training.job.train
     steps_per_iteration = training.sizes.global_num_envs * config.num_steps
@@ -415,12 +414,8 @@ def save(
 ) -> Path | None:
     """Gather the state of all ranks; the main process writes one checkpoint.
 
-    Returns:
-        Its path; None: it could not be written, and training goes on.
-
-    Raises:
-        DesyncError: the ranks differ, so no checkpoint could stand for the run.
-        UserError: on all ranks: it cannot be written, and training stops or has ended.
+    Returns its path, or None where it could not be written and training goes on. Raises on all
+    ranks: DesyncError where they differ, UserError where training stops without it.
     """
     train, world, run_dir = training.job.train, training.world, training.job.run_dir
     writer.flush()

@@ -96,11 +96,7 @@ class Watch:
 
 
 def make_watch(stop_at: str, named: str, callbacks: Callbacks | None, world: World) -> Watch | None:
-    """Return the watch of --stop_at and callbacks; None: there is nothing to do.
-
-    Raises:
-        UserError: the function that --callback names cannot be imported.
-    """
+    """Return the watch of --stop_at and callbacks; None: there is nothing to do."""
     if named:
         found = import_callback(named)
         callbacks = Callbacks(iteration=found, evaluation=found, checkpoint=found)

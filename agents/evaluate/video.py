@@ -52,11 +52,7 @@ class FilmingController(PolicyController):
 
 
 def draw(env: object, env_id: str) -> Image.Image:
-    """Return the picture of an environment, in 256 colors.
-
-    Raises:
-        UserError: it does not draw itself.
-    """
+    """Return the picture of an environment, in 256 colors; refuse one without."""
     try:
         pixels = np.asarray(env.render(), np.uint8)  # type: ignore[attr-defined]  # [H, W, 3]
         picture = Image.fromarray(pixels)

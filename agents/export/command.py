@@ -41,11 +41,8 @@ policy = NumpyPolicy("policy.safetensors")""",
 def export(agent: LoadedAgent, kind: str, folder: Path) -> tuple[Path, dict]:
     """Write a policy with its contract and its card, and check it in its runtime.
 
-    Returns:
-        The policy's file and the contract.
-
-    Raises:
-        UserError: what was written differs from the policy; it is removed.
+    Returns the policy's file and the contract. A file that differs from the policy is removed, and
+    refused.
     """
     if kind == "safetensors" and agent.config.policy.core:
         raise UserError(

@@ -114,11 +114,7 @@ FORMATS = {
 
 
 def _program(step: ExportedStep) -> torch.export.ExportedProgram:
-    """Trace the step for any number of environments.
-
-    Raises:
-        UserError: a core of the user's own cannot be traced.
-    """
+    """Trace the step for any number of environments; refuse one that cannot be."""
     rows = 3  # neither 0 nor 1, which torch takes for constants
     inputs = (
         torch.zeros(rows, step.policy.num_obs),

@@ -15,14 +15,7 @@ CONTRACT = "docs/own_environment.md has the contract of a core"
 
 
 def make_core(name: str, *sizes: int) -> nn.Module:
-    """Make the core that `module:Class` names.
-
-    Args:
-        sizes: num_inputs, hidden_size and num_layers.
-
-    Raises:
-        UserError: it cannot be imported or made, or lacks num_states.
-    """
+    """Make the core `module:Class` of num_inputs, hidden_size and num_layers."""
     module, _, attribute = name.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)(*sizes)
@@ -39,11 +32,7 @@ def make_core(name: str, *sizes: int) -> nn.Module:
 
 @torch.no_grad()
 def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
-    """Run a core on random numbers, at once and step by step.
-
-    Raises:
-        UserError: it does not keep the contract; one line says what it does instead.
-    """
+    """Refuse a core that breaks the contract: run it at once and step by step."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
 

@@ -131,13 +131,10 @@ def probe_env(task: TradingTask | GymTask) -> Any:
 
 
 def load_saved(path: str | Path, which: Which = "last") -> Found:
-    """Load a checkpoint file, or one of a run directory.
+    """Load a checkpoint file, or one of a run directory; refuse where there is none.
 
     Args:
         which: the newest valid one, or the best; "": the best if there is one, else the newest.
-
-    Raises:
-        UserError, CheckpointError: there is none.
     """
     path = Path(path)
     if path.is_dir() and which != "last":
@@ -161,8 +158,7 @@ def load_saved(path: str | Path, which: Which = "last") -> Found:
 def load_newest(run_dir: Path) -> Found | None:
     """Load the newest valid checkpoint of a run; None where there are none at all.
 
-    Raises:
-        UserError: there are some, but none is valid: a fresh start would overwrite them.
+    Checkpoints of which none is valid are refused: a fresh start would overwrite them.
     """
     newest = load_latest(run_dir)
     if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):

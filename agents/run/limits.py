@@ -32,13 +32,9 @@ def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
 
 
 def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> str:
-    """Check, before environments are made, that the smallest rollouts can fit.
+    """Return a warning where the smallest rollouts may not fit, else "".
 
-    Returns:
-        A warning in one line; "" where they may fit.
-
-    Raises:
-        UserError: they need more than twice what is free, or the sizes do not divide.
+    Refuses, before environments are made, more than twice what is free.
     """
     free = free_for_each_rank(device, num_ranks)
     steps = shard_sizes(config.train, 0, num_ranks).num_envs * config.train.num_steps

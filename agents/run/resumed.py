@@ -63,11 +63,7 @@ def print_dropped_flags(
 
 
 def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
-    """Return the saved configuration, with the flags that a resumed run may change.
-
-    Raises:
-        UserError: names all other flags that were repeated with other values.
-    """
+    """Return the saved configuration with flags that may change; refuse all others."""
     sections: dict[str, Any] = {}
     differing: list[str] = []
     changeable = CHANGEABLE | _same_step(saved.train, parsed)

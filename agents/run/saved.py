@@ -111,11 +111,7 @@ def load_initial(path: str) -> InitialWeights:
 
 
 def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
-    """Compare --init_from with the run, before anything is written.
-
-    Raises:
-        UserError: names the first difference.
-    """
+    """Refuse --init_from of other shapes, before anything is written."""
     initial = load_initial(config.train.init_from)
     env = probe_env(task)
     layout = Layout.of(env)
@@ -129,11 +125,7 @@ def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
 
 
 def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype) -> None:
-    """Compare a checkpoint's tensors with its configuration; takes no memory.
-
-    Raises:
-        UserError: names the first that differs.
-    """
+    """Refuse a checkpoint of other shapes than its configuration has."""
     with torch.device("meta"):
         policy = Policy(config, *spaces_of(state)).to(dtype)
     check_weights(policy, state["policy"])

@@ -188,11 +188,7 @@ def _refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path
 def announce(
     config: RunConfig, resolved: ResolvedLaunch, found: Found | None, check_weights: CheckWeights
 ) -> None:
-    """Check what can be checked before ranks start, and print what will happen.
-
-    Raises:
-        ValueError, OSError: data, environment, sizes, memory or a checkpoint stand against it.
-    """
+    """Check what can be checked before ranks start, and print what will happen."""
     train = config.train
     for flag, name in train.named_metrics.items():
         from agents.run.metric_table import check_metric

@@ -75,17 +75,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         previous_action: bool = False,
         previous_reward: bool = False,
     ) -> None:
-        """Wrap `env`, a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
+        """Wrap a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
+
+        Options that are not of this class are fields of `envs.task.TaskConfig`.
 
         Args:
-            env_timeout: seconds after which a call into an environment hangs; 0 = never.
-            env_restarts: how often each environment is made again after a fault.
             end: ends the process if a call that hangs cannot be interrupted.
             heartbeat: reports that work goes on: at every call and, from a thread, during one.
             kind: what messages call it.
-            info_mask: info["action_mask"] says which actions are allowed.
-            previous_action: the observation ends with the action before it, zeros at a start.
-            previous_reward: the observation ends with the reward before it.
         """
         self.env = env
         self.env_id = env_id
@@ -211,12 +208,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         seed: int | Sequence[int] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments; one seed for each begins new lives at step 0.
-
-        Raises:
-            ValueError: not one seed per environment.
-            EnvironmentFaultError: an environment raised, or returned what no learner can use.
-        """
+        """Start all environments; one seed for each begins new lives at step 0."""
         if seed is not None:
             if isinstance(seed, int) or len(seed) != self.num_envs:
                 raise ValueError(
@@ -251,10 +243,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Step all environments; those that end start again within the same step.
 
-        Returns:
-            obs [B, F] float32, rewards [B] float64, terminated [B] bool, truncated [B] bool, and
-            info with `final_obs` [B, F]: the last observation of episodes that ended, elsewhere
-            obs. All are fresh.
+        Returns obs [B, F] float32, rewards [B] float64, terminated [B] and truncated [B] bool, and
+        info with `final_obs` [B, F]: of episodes that ended the last observation, elsewhere obs.
+        All are fresh.
         """
         numpy_actions = self._decoder(actions, self.num_envs)
         self._lifetime_step += 1

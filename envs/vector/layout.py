@@ -77,11 +77,7 @@ class Layout:
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Invert `to_json`.
-
-        Raises:
-            UserError: it is no layout.
-        """
+        """Invert `to_json`; refuse what is no layout."""
         try:
             layout = Layout(
                 tuple(Part(str(name), kind, tuple(shape)) for name, kind, shape in json.loads(text))

@@ -175,10 +175,9 @@ class ObservationEncoder:
         self.shapes = {leaf.path: leaf.space.shape or () for leaf in self._leaves}
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
-        """Return a fresh array [count, F] float32 of a batch, or of a list of single ones.
+        """Return a fresh array [count, F] float32 of a batch, or a list of single ones.
 
-        Raises:
-            ValueError: a wrong shape, or a category outside its space.
+        A wrong shape, or a category outside its space, is a ValueError.
         """
         encoded = []
         for leaf in self._leaves:
@@ -249,11 +248,7 @@ class ActionDecoder:
         return np.clip(given, self.low, self.high).astype(np.float32)
 
     def __call__(self, actions: Tensor, count: int) -> Any:
-        """Return [count, ...] actions in the environment's own structure, type and bounds.
-
-        Raises:
-            ValueError: a wrong shape, or actions that are not finite.
-        """
+        """Return [count, ...] finite actions in the environment's structure and bounds."""
         wanted = (count, *(self.space.shape or ()))
         if tuple(actions.shape) != wanted:
             raise ValueError(f"actions must have shape {wanted}, got {tuple(actions.shape)}")
@@ -312,11 +307,7 @@ def to_json(observation: spaces.Space[Any], action: spaces.Space[Any]) -> str:
 
 
 def from_json(text: str) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-    """Invert `to_json`.
-
-    Raises:
-        ValueError: the text is no such form.
-    """
+    """Invert `to_json`; refuse what is no such text."""
     try:
         observation, action = map(_space, json.loads(text))
     except (ValueError, TypeError, KeyError, AssertionError) as error:
