@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agents.policy import Policy
 
 Callback = Callable[["Moment"], Any]  # returns False: stop
+Callbacks = Mapping[str, Callback | None]  # by kind: iteration, evaluation, checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +35,6 @@ class Moment:
     def is_main_process(self) -> bool:
         """Return whether this is the rank that writes: others had better not."""
         return self.rank == 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Callbacks:
-    """The callbacks of a training; ranks that are new processes import them by name."""
-
-    iteration: Callback | None = None
-    evaluation: Callback | None = None
-    checkpoint: Callback | None = None
 
 
 @dataclass
@@ -70,7 +62,7 @@ class Watch:
     def _call(
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
-        callback = getattr(self.callbacks, kind)
+        callback = self.callbacks.get(kind)
         if callback is None:
             return
         moment = Moment(
@@ -95,14 +87,11 @@ class Watch:
         return f"{name} is {value:.6g}, at least {float(wanted):g}" if reached else ""
 
 
-def make_watch(stop_at: str, named: str, callbacks: Callbacks | None, world: World) -> Watch | None:
+def make_watch(stop_at: str, named: str, callbacks: Callbacks, world: World) -> Watch | None:
     """Return the watch of --stop_at and callbacks; None: there is nothing to do."""
     if named:
-        found = import_callback(named)
-        callbacks = Callbacks(iteration=found, evaluation=found, checkpoint=found)
-    if not stop_at and (callbacks is None or callbacks == Callbacks()):
-        return None
-    return Watch(callbacks or Callbacks(), world, stop_at)
+        callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), import_callback(named))
+    return Watch(callbacks, world, stop_at) if stop_at or any(callbacks.values()) else None
 
 
 def import_callback(named: str) -> Callback:

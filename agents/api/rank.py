@@ -8,6 +8,7 @@ import signal
 import socket
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agents.run.config import RunConfig, load_newest, open_run_writer, set_results_aside
@@ -40,7 +41,7 @@ def run_rank(
     run_dir: Path,
     resume_from: str,
     lock: RunLock | None,
-    callbacks: Callbacks | None = None,
+    callbacks: Callbacks = MappingProxyType({}),
 ) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
     timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout

@@ -76,9 +76,8 @@ def train(
         UserError: the settings do not fit, or training failed; the reason was printed.
     """
     named = {"env": env, "num_gpus": num_ranks} | settings
-    callbacks = Callbacks(
-        iteration=on_iteration, evaluation=on_evaluation, checkpoint=on_checkpoint
-    )
+    callbacks = {"iteration": on_iteration, "evaluation": on_evaluation}
+    callbacks["checkpoint"] = on_checkpoint
     with ExitStack() as held:
         start = _prepare(held, as_flags(_flat(named)))
         args = start.config, start.resolved, start.run_dir, start.resume_from, start.lock

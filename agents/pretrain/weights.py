@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
-from agents.run.config import RunConfig, probe_env
+from agents.run.config import RunConfig, load_saved, probe_env
 from agents.run.saved import InitialWeights
 from envs.task import GymTask
 from envs.trading.task import TradingTask
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, latest_checkpoint
-from rl_dist.checkpoint.schema import FIT, kind_of
+from rl_dist.checkpoint.schema import FIT
 from rl_dist.errors import UserError
 
 KIND = "feature LSTM"  # in a checkpoint's "extra": what was trained
@@ -56,16 +54,9 @@ def load_pretrained(path: str | Path) -> tuple[InitialWeights, dict[str, Any]]:
         The weights, with statistics of observations that weigh as much as what the normaliser has
         seen so far; and observation, num_obs and hidden_size.
     """
-    file: Path | None = Path(path)
-    if Path(path).is_dir():
-        best = Path(path, CHECKPOINT_DIR, BEST_FILE)
-        file = best if best.exists() else latest_checkpoint(path)
-    if file is None or not file.exists():
-        raise UserError(f"--pretrained {path} holds no checkpoint: name a run of agents.pretrain")
-    state = load_checkpoint(file)
-    module = state.get("module", {})
-    extra = state.get("extra", {})
-    if kind_of(state) != FIT or extra.get("kind") != KIND or not module.keys() >= set(MOMENTS):
+    file, state = load_saved(path, "", FIT)
+    module, extra = state["module"], state["extra"]
+    if extra.get("kind") != KIND or not module.keys() >= set(MOMENTS):
         raise UserError(
             f"--pretrained {path} is no feature LSTM: python -m agents.pretrain writes one"
         )

@@ -130,7 +130,7 @@ def probe_env(task: TradingTask | GymTask) -> Any:
 # ---- the run directory and its checkpoints
 
 
-def load_saved(path: str | Path, which: Which = "last") -> Found:
+def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
     """Load a checkpoint file, or one of a run directory; refuse where there is none.
 
     Args:
@@ -140,7 +140,7 @@ def load_saved(path: str | Path, which: Which = "last") -> Found:
     if path.is_dir() and which != "last":
         best = checkpoint_folder(path) / BEST_FILE
         if best.exists():
-            return _of_training(Found(best, load_checkpoint(best)))
+            return _of_kind(Found(best, load_checkpoint(best)), kind)
         if which == "best":
             raise UserError(f"{path} has no best checkpoint: take --which last, the newest")
     if path.is_dir():
@@ -152,7 +152,7 @@ def load_saved(path: str | Path, which: Which = "last") -> Found:
         found = Found(path, load_checkpoint(path))
     else:
         raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
-    return _of_training(found)
+    return _of_kind(found, kind)
 
 
 def load_newest(run_dir: Path) -> Found | None:
@@ -166,12 +166,12 @@ def load_newest(run_dir: Path) -> Found | None:
             f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint "
             f"verify {run_dir}; move them away to begin again"
         )
-    return newest and _of_training(newest)
+    return newest and _of_kind(newest, RUN)
 
 
-def _of_training(found: Found) -> Found:
-    if kind_of(found.state) != RUN:
-        raise UserError(f"{found.path} is no checkpoint of {RUN}: name one, or its run directory")
+def _of_kind(found: Found, kind: str) -> Found:
+    if kind_of(found.state) != kind:
+        raise UserError(f"{found.path} is no checkpoint of {kind}: name one, or its run directory")
     return found
 
 

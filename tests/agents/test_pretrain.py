@@ -188,7 +188,7 @@ def test_a_run_that_the_features_do_not_fit_is_refused_in_one_line(
 def test_what_is_no_pre_training_is_refused(trained, tmp_path, monkeypatch, capfd):
     recall = ["--env", "Recall-v0", "--total_steps", "99"]
     for main, argv, words in (
-        (train_distributed.main, [*PPO, "--pretrained", tmp_path], "holds no checkpoint"),
+        (train_distributed.main, [*PPO, "--pretrained", tmp_path], "holds no valid checkpoint"),
         (train_distributed.main, [*recall, "--pretrained", trained], "does nothing with --env"),
         (train_distributed.main, ["--resume", tmp_path, "--pretrained", trained], "with --resume"),
         (pretrain.main, ["--resume", trained, "--window", "30"], "--window 30 (it has 20)"),

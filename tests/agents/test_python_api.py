@@ -18,7 +18,7 @@ from train_runs import REPO, only_error, records, run_here, train_here
 import agents
 import train_distributed
 from agents import load_policy, train
-from agents.api.callbacks import Callbacks, Watch
+from agents.api.callbacks import Watch
 from agents.evaluate import command as evaluate
 from agents.evaluate.evaluation import PolicyController
 from agents.evaluate.statistics import interquartile_mean, score_intervals
@@ -285,7 +285,7 @@ def test_an_update_without_a_gradient_step_has_no_losses_to_watch():
     seen = []
     training = SimpleNamespace(job=SimpleNamespace(run_dir=None, validate=None), policy=None)
     with world_of_one() as world:
-        watch = Watch(Callbacks(iteration=seen.append), world, "loss/policy 0")
+        watch = Watch({"iteration": seen.append}, world, "loss/policy 0")
         assert watch(training, {"loss/policy": math.nan, "iteration": 1}) == ""
         assert seen[0].metrics == {"loss/policy": None, "iteration": 1}
         assert watch(training, {"loss/policy": 0.5}) == "loss/policy is 0.5, at least 0"
