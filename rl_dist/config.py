@@ -103,7 +103,7 @@ class Declaration:
 
     def value_of(self, text: str) -> Any:
         """Return the value of a word of a command line; what is no value stays as it is."""
-        words = _ON_OFF if self.kind is bool else self.words
+        words = {**_ON_OFF, **self.words} if self.kind is bool else self.words
         if text.lower() in words:
             return words[text.lower()]
         if self.kind in (int, float):
@@ -360,7 +360,11 @@ def read_sections(sections: Mapping[str, type[Any]], saved: Any) -> dict[str, An
                 raise ValueError(f"{heading!r:.80} is no section of it")
             cls = sections[heading]
             ignored = REMOVED | _not_stored(cls).keys()
-            built[heading] = cls(**{n: v for n, v in values.items() if n not in ignored})
+            values = {n: v for n, v in values.items() if n not in ignored}
+            for name, item in declarations(cls).items():
+                if isinstance(values.get(name), str):  # as words of a command line
+                    values[name] = item.words.get(values[name], values[name])
+            built[heading] = cls(**values)
     except ValueError as error:
         raise ValueError(f"the saved configuration does not fit this version: {error}") from None
     return built

@@ -63,7 +63,7 @@ def make_env_on(device, task, num_envs, env_offset=0):
     return make_vector_env("CartPole-v1", num_envs, env_offset=env_offset, device=device)
 
 
-def job_on(device, name=TRADING, run_dir="", *, fused_adam="auto", strategy=None, **options):
+def job_on(device, name=TRADING, run_dir="", *, fused_adam=True, strategy=None, **options):
     """A job of `agents_ranks` whose environments are on a device.
 
     Args:

@@ -24,7 +24,7 @@ NAME = "brief, clstm"  # actions in a box, episodes shorter than slots
 def job_of(
     name=NAME,
     *,
-    fused_adam="auto",
+    fused_adam=True,
     precision="auto",
     compression="none",
     backend="",

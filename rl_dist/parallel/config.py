@@ -79,12 +79,15 @@ class StrategyConfig:
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
 
+SWITCH_WORDS = {"auto": True, "on": True, "off": False}  # of older runs
+
+
 @configuration
 class SpeedConfig:
     """Faster ways to the same numbers, up to rounding."""
 
-    fused_adam: Literal["auto", "on", "off"] = setting("auto")
-    """Take Adam's step in one kernel; auto: on."""
+    fused_adam: bool = setting(True, words=SWITCH_WORDS)
+    """Take Adam's step in one kernel."""
 
 
 def parameter_dtype(precision: str) -> torch.dtype:

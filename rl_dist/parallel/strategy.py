@@ -345,9 +345,9 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def make_adam(parameters: Iterable[nn.Parameter], lr: float, fused: str) -> torch.optim.Adam:
+def make_adam(parameters: Iterable[nn.Parameter], lr: float, fused: bool) -> torch.optim.Adam:
     """Return Adam with the step that `SpeedConfig.fused_adam` asks for."""
-    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=fused != "off")
+    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=fused)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

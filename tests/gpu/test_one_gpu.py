@@ -121,8 +121,10 @@ def test_fp32_means_fp32_and_tf32_means_tf32(record_property):
 
 def test_fused_adam_takes_the_same_steps(world, tmp_path):
     found = [
-        parameters_on_cpu(trained(world, run_dir=tmp_path / fused, fused_adam=fused, iterations=1))
-        for fused in ("on", "off")
+        parameters_on_cpu(
+            trained(world, run_dir=tmp_path / str(fused), fused_adam=fused, iterations=1)
+        )
+        for fused in (True, False)
     ]
     torch.testing.assert_close(*found, **CLOSE)
 

@@ -30,6 +30,7 @@ def test_flags_that_are_gone_are_ignored_in_older_runs_and_named_if_they_were_se
 ):
     older = RunConfig().to_dict()
     older["launch"]["cudnn_autotune"] = older["speed"]["compile"] = False
+    older["speed"]["fused_adam"] = "auto"  # it was a word once
     assert RunConfig.from_dict(older) == RunConfig() and not removed_flags(older)
     older["speed"]["compile"] = True
     assert RunConfig.from_dict(older) == RunConfig() and removed_flags(older) == {"compile"}
@@ -49,11 +50,11 @@ def test_a_run_in_bf16_is_evaluated_and_goes_on_in_bf16(monkeypatch, capsys, tmp
     run_dir = tmp_path / "run"
     begun = ["--total_steps", "256", "--precision", "bf16", "--run_dir", run_dir]
     assert train_here(monkeypatch, *RECALL, *begun) == 0
-    resumed = ["--resume", run_dir, "--total_steps", "512", "--fused_adam", "on"]
+    resumed = ["--resume", run_dir, "--total_steps", "512", "--no-fused_adam"]
     assert train_here(monkeypatch, *resumed) == 0
     assert all(math.isfinite(record["loss/value"]) for record in records(run_dir))
     agent = load_agent(run_dir)
-    assert agent.policy.low_precision == torch.bfloat16 and agent.config.speed.fused_adam == "on"
+    assert agent.policy.low_precision == torch.bfloat16 and not agent.config.speed.fused_adam
     assert evaluate_here(monkeypatch, run_dir) == 0
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, "--precision", "fp32") == 2
