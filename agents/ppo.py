@@ -6,16 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from agents.network.minibatches import Minibatch, make_schedule
 from agents.network.sequences import Network, Plan, state_after
 from agents.noise import sequence_orders
-from agents.policy import Evaluation, Policy
-from agents.rollout import Minibatch, make_schedule
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import SpeedConfig, autocast_dtype
@@ -23,6 +22,9 @@ from rl_dist.parallel.strategy import Strategy, make_adam
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.process_group.timing import StepClock, section
 from rl_dist.telemetry import events
+
+if TYPE_CHECKING:
+    from agents.policy import Evaluation, Policy
 
 # how `update` reports the fields of LossParts, and the gradient's norm
 METRICS = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agents.gae import gae, running_sums
+from agents.network.minibatches import to_sequences
 from agents.network.normalize import Normalizer, observation_normalizer
 from agents.noise import action_noise
 from agents.policy import Policy, PolicyConfig, check_weights
@@ -33,7 +34,6 @@ from agents.rollout import (
     cut_rollout,
     episode_metrics,
     fresh_carry,
-    to_sequences,
 )
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from envs.vector.layout import Layout

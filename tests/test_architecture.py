@@ -33,7 +33,7 @@ PRINTERS = {  # parts of rl_dist that may print
     *("status/command", "telemetry/progress"),
 }
 # units, imports between them, layers
-MAX_UNITS = {"rl_dist": (14, 45, 6), "envs": (14, 45, 6), "agents": (14, 50, 7)}
+MAX_UNITS = {"rl_dist": (14, 45, 6), "envs": (14, 45, 6), "agents": (14, 50, 6)}
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {

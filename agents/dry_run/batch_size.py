@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agents.network.minibatches import Minibatch
 from agents.policy import Policy
 from agents.ppo import PPO
-from agents.rollout import Minibatch
 from agents.run.config import RunConfig, save_config
 from agents.run.limits import GIB, free_for_each_rank
 from agents.run.memory import MemoryNeed, compute_memory, observe_shapes

@@ -1,1 +1,1 @@
-"""Parts of policies: normaliser, encoders, cores, heads, sequences, stages."""
+"""Parts of policies: normaliser, encoders, cores, heads; sequences, minibatches."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
+from agents.network.minibatches import Minibatch
 from agents.network.sequences import run_sequence
 from rl_dist.errors import UserError
 from rl_dist.parallel.config import StrategyConfig
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
 
     from agents.policy import Evaluation, Policy
-    from agents.rollout import Minibatch
 
 STAGES = 2
 FEATURES, DECISIONS = range(STAGES)
@@ -46,7 +46,7 @@ NO_CASCADE = (
     "hybrid_form pipeline cuts a cascade of LSTMs in two: use --policy clstm, or --strategy ddp"
 )
 # the first is the one to minimise
-LossOf = Callable[["Evaluation", "Minibatch"], tuple[Tensor, ...]]
+LossOf = Callable[["Evaluation", Minibatch], tuple[Tensor, ...]]
 logger = logging.getLogger(__name__)
 
 

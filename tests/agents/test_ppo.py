@@ -7,6 +7,7 @@ import torch
 from agents_ranks import JOBS, Recording, make_job
 from torch import nn
 
+from agents.network.minibatches import Minibatch
 from agents.policy import Evaluation, PolicyConfig
 from agents.ppo import (
     PPO,
@@ -19,7 +20,6 @@ from agents.ppo import (
     refreshed_states,
     rollout_sums,
 )
-from agents.rollout import Minibatch
 from agents.trainer import train
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy

@@ -2,10 +2,11 @@ import pytest
 import torch
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
+from agents.network.minibatches import to_sequences
 from agents.network.normalize import Normalizer
 from agents.noise import sequence_orders
 from agents.policy import Policy, PolicyConfig
-from agents.rollout import collect, fresh_carry, to_sequences
+from agents.rollout import collect, fresh_carry
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],
