@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,14 +149,12 @@ class SideBySide:
         self,
         iterations: int,
         timeout_s: float = 600.0,
-        on_wait: Callable[[int], None] = lambda slowest: None,
         enough_s: float = math.inf,
     ) -> list[list[Record]]:
         """Return the records of the next iterations, so many of the slowest copy.
 
         Args:
             timeout_s: for everything.
-            on_wait: called over and over with the iterations that all have ended since their start.
             enough_s: of training, after which one iteration is enough, were it the first.
 
         Raises:
@@ -170,7 +168,6 @@ class SideBySide:
         while True:
             ended = [ended_lines(copy.run_dir) for copy in self.running]
             slowest = min(map(len, ended))
-            on_wait(slowest)
             if ready_s == math.inf and all(copy.config() for copy in self.running):
                 ready_s = time.monotonic()
             if slowest and time.monotonic() - ready_s > enough_s:
@@ -212,24 +209,17 @@ def measure_short_runs(
     timeout_s: float = 600.0,
     enough_s: float = math.inf,
     device_type: str = "cpu",
-    on_wait: Callable[[float], None] = lambda share: None,
 ) -> ShortRunResult:
     """Train copies and measure them while all of them train; see `SideBySide`.
 
     Args:
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
-        on_wait: called over and over with the share that is done; starting counts as one iteration.
     """
-    total = warm_up + iterations + 1
-
-    def waiting(slowest: int) -> None:
-        on_wait(min(1.0, (slowest + (slowest > 0)) / total))
-
     with SideBySide(flags, copies, threads, device_type=device_type) as together:
         if warm_up:
-            together.measure(warm_up - 1, timeout_s, waiting)
-        records = together.measure(iterations, timeout_s, waiting, enough_s)
+            together.measure(warm_up - 1, timeout_s)
+        records = together.measure(iterations, timeout_s, enough_s)
         first = together.running[0]
         return ShortRunResult(records, first.config(), first.gradient_bytes(), first.memory_bytes())
 

@@ -19,6 +19,7 @@ import torch
 
 from rl_dist.hardware import memory
 from rl_dist.hardware.memory import available_cores
+from rl_dist.hardware.report import duration
 from rl_dist.launch.all_reduce_bench import BenchTimeoutError, Reductions, time_reductions
 from rl_dist.launch.short_run import (
     ShortRunResult,
@@ -40,7 +41,6 @@ from rl_dist.speedup.model import (
     predict,
 )
 from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, steps_per_episode
-from rl_dist.telemetry.progress import Stages
 
 SCALINGS = ("strong", "weak")
 QUICK_S = 42.0  # of measuring; starting Python and torch comes on top
@@ -84,6 +84,9 @@ class Share(NamedTuple):
     threads: int
     copies: int
 
+    def __str__(self) -> str:
+        return f"{self.copies} x 1/{self.divisor} of the job, {self.threads} thread(s) each"
+
 
 @dataclass(kw_only=True)
 class Calibration:
@@ -96,7 +99,7 @@ class Calibration:
     ranks_per_machine: int = 1
     between: Link = LINKS[NETWORK]  # between machines
     thorough: bool = False  # measure every number of ranks, however long it takes
-    stages: Stages = field(default_factory=lambda: Stages(shown=False))
+    say: Callable[[str], None] = lambda line: None  # gets a line for each measurement
     deadline_s: float = math.inf
     cores: int = 1
     load: float = 0.0  # processes that wanted a core before anything was measured
@@ -147,8 +150,8 @@ class Calibration:
     def measure_one(self) -> None:
         """Train the whole job on one rank for a moment."""
         whole = self._share(1, "strong")
-        self.stages.expect(1.0)
         started_s = time.monotonic()
+        self.say(f"measuring 1: {whole}")
         first = self._train(whole, [], "default", math.inf if self.thorough else FIRST_S)
         self.first_s = time.monotonic() - started_s
         work = rank_cost_of(first.records)
@@ -166,10 +169,12 @@ class Calibration:
     def measure_shares(self) -> None:
         """Measure shares and reductions; the quick form stops in time."""
         plan = self._plan()
-        costs = [self._cost(item) for item in plan]
-        self.stages.expect(*costs)
+        costs_s = [self._cost(item) * self.first_s for item in plan]
         for number, item in enumerate(plan):
-            if time.monotonic() + costs[number] * self.first_s <= self.deadline_s:
+            if time.monotonic() + costs_s[number] <= self.deadline_s:
+                what = item if isinstance(item, Share) else f"reductions over {item} ranks"
+                left = f"about {duration(sum(costs_s[number:]))} left"
+                self.say(f"measuring {number + 2} of {len(plan) + 1}: {what}, {left}")
                 try:
                     if isinstance(item, Share):
                         flags, _ = self._share_flags(item.divisor)
@@ -179,7 +184,6 @@ class Calibration:
                 except (ShortRunTimeoutError, BenchTimeoutError):
                     if self.thorough:
                         raise
-            self.stages.expect(*costs[number + 1 :])
         self._conclude()
 
     def _plan(self) -> list[Share | int]:
@@ -207,8 +211,6 @@ class Calibration:
     def _train(
         self, share: Share, flags: list[str], strategy: str, enough_s: float = math.inf
     ) -> ShortRunResult:
-        sizes = " ".join(flags) or "sizes as given"
-        self.stages.begin(f"{share.copies} training(s) of {share.threads} thread(s), {sizes}")
         names = [flag[2:].partition("=")[0] for flag in flags]
         return measure_short_runs(
             [*without(self.flags, names), *flags, f"--strategy={strategy}"],
@@ -218,12 +220,10 @@ class Calibration:
             warm_up=2 if self.thorough else 0,
             timeout_s=min(600.0, self._left_s()) if self.works else 600.0,
             device_type=self.device_type,
-            on_wait=self.stages.advance,
             enough_s=enough_s,
         )
 
     def _measure_reductions(self, ranks: int) -> None:
-        self.stages.begin(f"reductions over {ranks} ranks")
         sizes = sorted({max(4, int(self.gradient_bytes * factor)) for factor in FIT_FACTORS})
         most_s = min(180.0, self._left_s())
         self.reductions[ranks] = time_reductions(ranks, sizes, self.device_type, timeout_s=most_s)

@@ -39,7 +39,6 @@ from rl_dist.speedup.job_of_run import budget_of, flags_of_run, read_config
 from rl_dist.speedup.machines import CARDS_PER_MACHINE, GPUS, LINKS, NETWORK, find
 from rl_dist.speedup.model import MODEL_ERROR
 from rl_dist.speedup.report import Budget, SpeedupReport, node_table, report_of, table
-from rl_dist.telemetry.progress import Stages
 
 DESCRIPTION = "Predict speedup, time and cost of training on more GPUs, within a minute."
 EPILOG = """Other flags are those of train_distributed.py; RUN_DIR stands for those of a run.
@@ -127,20 +126,16 @@ def estimate_training_speedup(
             found.calibration["failures"] = asdict(costs)
         return found
 
-    stages = Stages(shown=not quiet)
-    try:
-        calibration = calibrate(
-            [*base, *flags],
-            gpus,
-            device_type=device_type,
-            ranks_per_machine=gpus_per_machine,
-            between=network,
-            on_first=lambda first: on_first(report(first)),
-            stages=stages,
-            **measuring,
-        )
-    finally:
-        stages.close()
+    calibration = calibrate(
+        [*base, *flags],
+        gpus,
+        device_type=device_type,
+        ranks_per_machine=gpus_per_machine,
+        between=network,
+        on_first=lambda first: on_first(report(first)),
+        say=lambda line: None if quiet else print(line, file=sys.stderr, flush=True),
+        **measuring,
+    )
     return report(calibration)
 
 

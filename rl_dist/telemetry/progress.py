@@ -19,7 +19,6 @@ tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes
 
 LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | ETA {remaining}"
 PLAIN_LINE_EVERY_S = 5.0  # where stderr is no terminal
-STAGE_LINE_EVERY_S = 15.0  # within a part of a plan
 LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
 
 
@@ -69,74 +68,6 @@ class Progress:
         """End the display; the last line is printed in any case."""
         self._bar.close()
         self._print()
-
-
-class Stages:
-    """How far a plan of unequal parts is: which of how many, and the time left.
-
-        stages = Stages()
-        stages.expect(1.0, 0.5)  # of whatever unit
-        stages.begin("the long part")
-        stages.advance(0.25)
-
-    The time left follows from what the parts so far took and were expected to take.
-    """
-
-    def __init__(self, *, shown: bool = True) -> None:
-        self._shown = shown
-        self.number = 0  # of the part that is under way
-        self._expected: list[float] = []
-        self._share, self._what = 0.0, ""
-        self._started_s = self._printed_s = time.monotonic()
-
-    @property
-    def total(self) -> int:
-        """Number of parts."""
-        return len(self._expected)
-
-    def expect(self, *times: float) -> None:
-        """Set what follows the part that is under way."""
-        self._expected[self.number :] = times
-
-    def begin(self, what: str) -> None:
-        """Begin the next part; the one before is done."""
-        assert self.number < self.total, f"{what} was not expected"
-        self.number, self._share, self._what = self.number + 1, 0.0, what
-        self._print()
-
-    def advance(self, share: float) -> None:
-        """Set how much of this part is done; it may be called as often as one likes."""
-        self._share = share
-        every_s = 0.5 if sys.stderr.isatty() else STAGE_LINE_EVERY_S
-        if time.monotonic() - self._printed_s >= every_s:
-            self._print()
-
-    def close(self) -> None:
-        """End the display."""
-        if self._shown and sys.stderr.isatty():
-            print(file=sys.stderr, flush=True)
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds left; None: not known yet."""
-        before = self._expected[: self.number]
-        done = sum(before[:-1]) + self._share * sum(before[-1:])
-        left = sum(self._expected) - done
-        return (time.monotonic() - self._started_s) * left / done if done else None
-
-    def _print(self) -> None:
-        self._printed_s = time.monotonic()
-        left = "time left: not known yet"
-        if self.left_s is not None:
-            left = f"about {tqdm.format_interval(self.left_s)} left"
-        done = f" ({self._share:.0%})" if self._share else ""
-        line = f"measuring {self.number} of {self.total}: {self._what}{done}, {left}"
-        if not self._shown:
-            return
-        if sys.stderr.isatty():  # in place of the line before
-            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
 
 
 def _short(value: float) -> str:

@@ -16,7 +16,6 @@ from rl_dist.speedup import calibration
 from rl_dist.speedup.machines import LINKS
 from rl_dist.speedup.model import SMALL_COLLECTIVES, Communication
 from rl_dist.speedup.rank_cost import share_flags, steps_per_episode
-from rl_dist.telemetry.progress import Stages
 
 STRONG = {"scalings": ["strong"]}
 
@@ -59,12 +58,9 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
         self.device_type = "cuda" if gpus else "cpu"
 
-    def measure_short_runs(
-        self, flags, copies, threads, iterations, *, device_type, on_wait, **options
-    ):
+    def measure_short_runs(self, flags, copies, threads, iterations, *, device_type, **options):
         if self.asked and self.too_long:
             raise ShortRunTimeoutError("too long")
-        on_wait(0.5)
         sizes = [flag for flag in flags if "num_envs" in flag or "batch" in flag]
         self.asked.append((copies, threads))
         self.shares.append(sizes)
@@ -85,11 +81,11 @@ class Machine:
         return Reductions(ranks, device_type, "gloo", 1, gradients_s, 1e-4)
 
     def calibrate(self, gpus, flags=(), **options):
-        stages = Stages(shown=False)
-        options = {"device_type": self.device_type, "stages": stages} | options
+        lines = []
+        options = {"device_type": self.device_type, "say": lines.append} | options
         found = calibration.calibrate(flags, gpus, **options)
         if not self.too_long:
-            assert stages.number == stages.total == len(self.asked) + len(self.reduced)
+            assert len(lines) == len(self.asked) + len(self.reduced)
         return found
 
 
