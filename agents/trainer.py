@@ -355,7 +355,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         restarts = training.env_restarts
         metrics = episode_metrics(rollout, timing, restarts, use, world, own, stop.signum)
         training.restarts_reported += restarts
-        for line in stragglers.in_metrics(metrics["ranks"]):
+        for line in stragglers.observe(metrics["ranks"]):
             logger.warning(line)
 
         # count; all ranks stop at a signal to any of them

@@ -279,8 +279,6 @@ def parse_flags(
         usage="%(prog)s [--flag value ...]",
         description=description,
         epilog=epilog,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--help_all", action="help", help="show the other flags, too, by section")
     if extra:

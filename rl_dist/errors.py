@@ -196,6 +196,10 @@ def check_one_copy(init: str) -> None:
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, whatever their kind; exit code 2."""
 
+    def __init__(self, **options: Any) -> None:
+        as_written = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"allow_abbrev": False, "formatter_class": as_written, **options})
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words, all of which must be text."""
         words = sys.argv[1:] if args is None else list(args)

@@ -237,8 +237,6 @@ def parse_args() -> argparse.Namespace:
         description="Evaluate a trained policy: on trading data it never saw, beside equal weight "
         "at equal costs; of another task over whole episodes, without noise and with it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     which = "checkpoint of a run directory (default: the best one where there is one)"

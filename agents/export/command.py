@@ -94,8 +94,6 @@ def parse_args() -> argparse.Namespace:
         description="Export a trained policy without noise, as one step with its state going in "
         "and out, with normaliser, reset and bounds of actions inside.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     formats = "onnx: ONNX Runtime and others; pt2: torch.export; safetensors: numpy alone"

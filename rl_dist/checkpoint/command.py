@@ -120,8 +120,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m rl_dist.checkpoint",
         description="Look at checkpoints; nothing is changed, and nothing in them can run.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|inspect|list")
     for name, what in COMMANDS.items():

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, COPIES
@@ -21,6 +22,16 @@ from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
 RANK_VARIABLES |= {*ADDRESS_VARIABLES, *COPIES}
+
+
+def leave_at_signals() -> None:
+    """Let SIGINT and SIGTERM leave through all `finally`, which end children."""
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, leave)
 
 
 class Child:

@@ -160,18 +160,14 @@ class Stragglers:
         self._in_a_row: Counter[tuple[str, int]] = Counter()
         self._reported: set[tuple[str, int]] = set()
 
-    def in_metrics(self, ranks: Sequence[Mapping[str, float]]) -> list[str]:
-        """Return the lines of `observe` for an iteration's metrics of every rank."""
-        phases = {name: [rank[key] for rank in ranks] for name, key in self.KEYS.items()}
-        return self.observe(phases)
-
-    def observe(self, phases: Mapping[str, Sequence[float]]) -> list[str]:
-        """Take one iteration's seconds of every rank by phase, without waiting.
+    def observe(self, entries: Sequence[Mapping[str, float]]) -> list[str]:
+        """Take an iteration's metrics of every rank.
 
         Returns:
             A line for each rank that has just been slow for IN_A_ROW iterations, once.
         """
         lines = []
+        phases = {name: [entry[key] for entry in entries] for name, key in self.KEYS.items()}
         ordered = {phase: sorted(seconds) for phase, seconds in phases.items()}
         ranks = ((p, r, own_s) for p, seconds in phases.items() for r, own_s in enumerate(seconds))
         for phase, rank, own_s in ranks:

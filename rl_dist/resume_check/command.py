@@ -17,14 +17,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, latest_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.launch.child_process import SCRIPT, Child
+from rl_dist.launch.child_process import SCRIPT, Child, leave_at_signals
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.resume_check.comparison import differences, flatten, parameter_sha256, result_of
 
@@ -101,8 +100,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     what = "before the kill and after it (default: 5)"
@@ -229,17 +226,12 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _leave(signum: int, frame: Any) -> NoReturn:
-    raise SystemExit(128 + signum)  # through all `finally`: runs are ended, files removed
-
-
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     args, flags = parse(sys.argv[1:] if argv is None else argv)
     flags = training_flags(flags, args.iterations, args.num_gpus)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave)
+    leave_at_signals()
     plan = ResumePlan(
         iterations=args.iterations,
         num_gpus=args.num_gpus,

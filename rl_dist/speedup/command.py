@@ -189,8 +189,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [--thorough] [training flags]",
         description=DESCRIPTION,
         epilog=EPILOG.format(error=MODEL_ERROR, **names),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
     def add(name: str, what: str, **options: Any) -> None:

@@ -142,8 +142,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m rl_dist.status",
         description="Show a run's state, progress, speed, checkpoint, use of each rank, warnings.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     where = "default: the run below runs/ that was written last"
     interval = f"seconds between two looks of --follow (default: {EVERY_S:g})"

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import (
@@ -140,11 +139,15 @@ class Profiler:
         seconds = {name: total_s / len(TIMED) for name, total_s in spent.items()}
         name = f"rank_{self._world.rank}"
         timed = [self._first + number - 1 for number in TIMED]
+        kind = "device" if self._on_gpu else "cpu"
+        operators = self._trace.key_averages().table(
+            sort_by=f"self_{kind}_time_total", row_limit=NUM_OPERATORS, max_name_column_width=48
+        )
         text = (
             f"profile of rank {self._world.rank}, mean of iterations {timed[0]} to {timed[-1]}\n"
             f"{section_table(seconds, self._totals['whole'] / len(TIMED))}\n"
             f"operators of iteration {self._first + WINDOW - 1} by their own time, "
-            f"tracing included\n{_operator_table(self._trace, on_gpu=self._on_gpu)}\n"
+            f"tracing included\n{operators}\n"
             f"{self._explain(seconds)}"
         )
         try:
@@ -158,20 +161,6 @@ class Profiler:
         self._world.heartbeat()
         opened = "chrome://tracing, ui.perfetto.dev or TensorBoard with torch-tb-profiler"
         return f"{text}\nprofile: {self._folder} (rank_N.txt; traces for {opened})"
-
-
-def _operator_table(trace: profile, *, on_gpu: bool) -> str:
-    """Return the longest operators; on a GPU an operator's own time is that of its kernels."""
-    rows = []
-    for event in trace.key_averages():
-        self_us: Any = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if self_us and not event.is_user_annotation:
-            rows.append((self_us / 1e6, event.count, event.key))
-    total_s = sum(self_s for self_s, *_ in rows)
-    lines = [f"  {'operator':<50}{'calls':>9}{'seconds':>10}{'share':>8}"]
-    for self_s, calls, name in sorted(rows, reverse=True)[:NUM_OPERATORS]:
-        lines.append(f"  {name[:48]:<50}{calls:>9,}{self_s:>10.4f}{self_s / total_s:>8.1%}")
-    return "\n".join(lines)
 
 
 def section_table(seconds: Mapping[str, float], total_s: float) -> str:

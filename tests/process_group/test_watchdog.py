@@ -193,6 +193,12 @@ def test_what_ranks_tell_each_other_through_files_takes_no_more_room_with_time(t
         dog.close()
 
 
+def entries(collect, update):
+    """Metrics of every rank."""
+    pairs = zip(collect, update, strict=True)
+    return [{"time/collect_s": one, "time/update_own_s": other} for one, other in pairs]
+
+
 @pytest.mark.parametrize(
     ("slow", "lines"),
     [
@@ -209,7 +215,7 @@ def test_a_straggler_is_named_once_until_it_is_well_again(slow, lines):
     found = []
     for mark in slow:
         collect = [0.1, 1.0 if mark == "s" else 0.15, 0.12]
-        found += stragglers.observe({"collect": collect, "update": [1.0, 1.1, 0.9]})
+        found += stragglers.observe(entries(collect, [1.0, 1.1, 0.9]))
     assert len(found) == lines
     for line in found:
         assert "rank 1 is slow in collect: 1 s" in line and "0.11 s (median)" in line
@@ -218,7 +224,8 @@ def test_a_straggler_is_named_once_until_it_is_well_again(slow, lines):
 @pytest.mark.parametrize("seconds", [[1.0], [0.001, 0.015], [0.5, 1.0, 0.6]])
 def test_one_rank_tiny_times_and_small_differences_are_no_stragglers(seconds):
     stragglers = Stragglers()
-    assert not [line for _ in range(9) for line in stragglers.observe({"collect": seconds})]
+    ranks = entries(seconds, [1.0] * len(seconds))
+    assert not [line for _ in range(9) for line in stragglers.observe(ranks)]
 
 
 @pytest.mark.parametrize("seconds", [[3.0], [2.0, 1.0], [1.0, 1.0, 2.0], [4.0, 1.0, 3.0, 2.0]])
