@@ -7,7 +7,7 @@ from datetime import date
 from itertools import pairwise
 from typing import Literal
 
-from rl_dist.config import Text, configuration, setting
+from rl_dist.config import Text, configuration, recorded, setting
 
 SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
 
@@ -38,6 +38,8 @@ class DataConfig:
     """First test day; a day without trading moves inward."""
     test_end: Text = setting("", "YYYY-MM-DD", derived="last day of the data")
     """Last test day; a day without trading moves inward."""
+
+    data_digest: Text = recorded("")  # of the file as the run began
 
     def __post_init__(self) -> None:
         if self.data_missing == "drop" and self.data == "simulated":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 from contextlib import ExitStack
@@ -11,7 +12,15 @@ from typing import NamedTuple
 
 from gymnasium import spaces
 
-from agents.run.config import OWNERS, SECTIONS, RunConfig, is_unused, load_newest, load_saved
+from agents.run.config import (
+    OWNERS,
+    SECTIONS,
+    RunConfig,
+    data_digest,
+    is_unused,
+    load_newest,
+    load_saved,
+)
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
@@ -211,7 +220,10 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     config = RunConfig(**parsed.with_defaults(defaults).configs)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
-    return config
+    if not task.is_trading:
+        return config
+    data = dataclasses.replace(config.data, data_digest=data_digest(config.data))
+    return dataclasses.replace(config, data=data)
 
 
 @functools.cache

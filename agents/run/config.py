@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -118,6 +119,17 @@ class RunConfig:
 
 SECTIONS: dict[str, type] = {item.name: item.default_factory for item in fields(RunConfig)}  # type: ignore[misc]
 OWNERS = {item.name: name for name, section in SECTIONS.items() for item in fields(section)}
+
+
+def data_digest(config: DataConfig) -> str:
+    """Return what tells a file of prices from a changed one; "": there is none to read."""
+    if config.data == "simulated":
+        return ""
+    try:
+        content = read_plain(Path(config.data).expanduser(), most=None)
+    except (OSError, ValueError):  # whoever loads it says why
+        return ""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def probe_env(task: TradingTask | GymTask) -> Any:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agents.policy import Policy, spaces_of
-from agents.run.config import SECTIONS, RunConfig, probe_env
+from agents.run.config import SECTIONS, RunConfig, data_digest, probe_env
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
+from envs.trading_config import DataConfig
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.own_modules import check_core, check_module, import_from_here
@@ -42,6 +43,8 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
     """Return the configuration to go on with, and print flags to give again."""
     saved = json.loads(found.state["config"])
     config = resumed_config(RunConfig.from_dict(saved), parsed)
+    if config.task.is_trading:
+        _check_data(config.data, run_dir)
     named = parsed.configs["task"].env if "env" in parsed.given else None
     import_from_here(config.task.env)
     check_module(config.task.env, config.task.env_kwargs, run_dir, named)
@@ -60,6 +63,15 @@ def print_dropped_flags(
             print(f"this run had --{name}, which is not stored: give it again to have it now")
         for name in sorted(removed_flags(saved)):
             print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
+
+
+def _check_data(config: DataConfig, run_dir: Path) -> None:
+    """Refuse prices that have changed: other days would be those of training and test."""
+    if config.data_digest and data_digest(config) not in ("", config.data_digest):
+        raise UserError(
+            f"--data {config.data} has changed since this run began: bring the file back, or begin "
+            f"a run with --init_from {run_dir}"
+        )
 
 
 def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:

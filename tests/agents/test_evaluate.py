@@ -99,6 +99,19 @@ def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(run
     assert len(figures["policies"]["policy"]["against_equal_weight"]["sharpe"]) == 3
 
 
+def test_a_run_does_not_go_on_with_prices_that_have_changed(runs, monkeypatch, capsys):
+    """New bars would move the days of training, validation and test."""
+    prices = runs / "bars5.csv"
+    before = prices.read_text()
+    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # without the last day
+    try:
+        assert train_here(monkeypatch, "--resume", runs / "csv") == 2
+    finally:
+        prices.write_text(before)
+    assert f"{prices} has changed since this run began" in only_error(capsys.readouterr().err)
+    assert train_here(monkeypatch, "--resume", runs / "csv") == 0
+
+
 def test_other_bars_are_evaluated_on_every_tradable_day_and_the_own_on_the_test_span_alone(
     runs, evaluated
 ):
