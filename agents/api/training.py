@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def _prepare(held: ExitStack, words: list[str]) -> Start:
 def _check_importable(callbacks: Callbacks, start: Start) -> None:
     """Refuse callbacks that new processes cannot import."""
     try:
-        pickle.dumps(callbacks)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        ForkingPickler.dumps(callbacks)  # as a start of ranks will
+    except Exception as error:  # of several kinds
         start.discard(2)
         raise UserError(
             f"on_iteration, on_evaluation and on_checkpoint must be functions of a module, for "

@@ -122,7 +122,7 @@ OWNERS = {item.name: name for name, section in SECTIONS.items() for item in fiel
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return what tells a file of prices from a changed one; "": there is none to read."""
+    """Return what tells a file of prices from a changed one; "": there is none."""
     if config.data == "simulated":
         return ""
     try:
