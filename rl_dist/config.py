@@ -265,7 +265,6 @@ def parse_flags(
     Bad input prints one line and exits with 2.
 
     Args:
-        sections: sections by heading.
         argv: without the program's name; None is the process's own.
         extra: adds further flags to the parser, first in --help and returned in `.extra`.
         prog: the command's name in --help; by default the script's.

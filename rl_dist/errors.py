@@ -181,9 +181,6 @@ def check_one_copy(init: str) -> None:
     """Refuse a package of ours from another directory than this one.
 
     `init` is its __init__.py.
-
-    Raises:
-        ImportError: names both places.
     """
     package, own = Path(init).resolve().parent, Path(__file__).resolve().parent
     if package.parent != own.parent:

@@ -13,8 +13,7 @@ class FakeNvml:
     """Answers as pynvml does; a value that is an exception is raised.
 
     Args:
-        gpus: what they answer, by function name without `nvmlDeviceGet`, beside "UUID" and
-            "PciBusId"; one that is
+        gpus: what they answer, by function name without `nvmlDeviceGet`, beside "UUID"; one that is
             an exception is a GPU that does not answer at all.
         failing: raised by nvmlInit.
     """
@@ -42,9 +41,6 @@ class FakeNvml:
     def nvmlDeviceGetHandleByUUID(self, uuid):
         return self._handle(lambda number, gpu: gpu.get("UUID") == uuid)
 
-    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
-        return self._handle(lambda number, gpu: gpu.get("PciBusId") == bus_id)
-
     def _handle(self, matches):
         for number, gpu in enumerate(self.gpus):
             if matches(number, {} if isinstance(gpu, Exception) else gpu):
@@ -71,7 +67,7 @@ class FakeNvml:
 def gpu(number, **changes):
     """One GPU's answers."""
     return {
-        "UUID": f"GPU-{number}", "PciBusId": f"00000000:{number:02x}:00.0", "Name": b"Fake 9000",
+        "UUID": f"GPU-{number}", "Name": b"Fake 9000",
         "UtilizationRates": SimpleNamespace(gpu=50 + number, memory=10),
         "MemoryInfo": SimpleNamespace(total=80 * GIB, used=30 * GIB, free=50 * GIB),
         "Temperature": 60 + number, "PowerUsage": 250_500,

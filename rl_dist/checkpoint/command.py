@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_dist.checkpoint.file import read_checkpoint
+from rl_dist.checkpoint.file import CheckpointError, read_checkpoint
 from rl_dist.checkpoint.folder import (
     BEST_FILE,
     MEASURED,
@@ -26,7 +26,6 @@ from rl_dist.checkpoint.folder import (
     checkpoint_folder,
     latest_checkpoint,
 )
-from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.errors import CommandParser, explains_errors
 
 EPILOG = """PATH is a checkpoint file, a folder of checkpoints or a run directory.

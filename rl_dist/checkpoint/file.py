@@ -1,16 +1,24 @@
 """One checkpoint file: written whole or not at all, read without running code.
 
-A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too; seal.py describes its
-end.
+A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too. The comment of the
+archive is the end of the file:
+
+    rl_dist checkpoint, format 3, torch 2.13.0, sha256:<64 hexadecimal digits>
+
+The digits are the SHA-256 of every byte before the word sha256, the format version included. So any
+changed byte is refused before torch sees the file, and a file of a newer format is known by its
+version, not by a strange error.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import re
 import shutil
+import struct
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,19 +29,24 @@ import torch
 from torch import Tensor
 
 from rl_dist.checkpoint.schema import StateError, check_state
-from rl_dist.checkpoint.seal import (
-    FORMAT_VERSION,
-    CheckpointError,
-    NewerFormatError,
-    about,
-    read_sealed,
-    seal,
-)
-from rl_dist.hardware.plain_files import log_once, remove
+from rl_dist.hardware.plain_files import plain_file, read_open, remove
 
+FORMAT_VERSION = 3  # raised when an older program could not go on from what a newer one writes
+_MARK = b"sha256:"
+_SEAL_BYTES = len(_MARK) + 64
+_ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
+_ABOUT_BYTES = 200  # at most
 # file systems that cannot sync a folder: names there are as safe as they get
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _PLAIN_TYPES = (str, int, float, bool, type(None))
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or trusted; names the path and the cause."""
+
+
+class NewerFormatError(CheckpointError):
+    """A whole checkpoint, written by a newer version of this program."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class CheckpointFile:
     path: Path
     state: dict[str, Any]
     format_version: int
-    torch_version: str  # that wrote it; "unknown" in format 1
+    torch_version: str  # that wrote it
     num_bytes: int
     sha256: str  # of all but the digits themselves and the mark before them
 
@@ -61,7 +74,10 @@ def read_checkpoint(path: str | Path) -> CheckpointFile:
     """Read a checkpoint and facts about its file; raises like `load_checkpoint`."""
     path = Path(path)
     data = read_sealed(path)
-    version, torch_version = about(data)
+    found = _ABOUT.search(data[-_SEAL_BYTES - _ABOUT_BYTES : -_SEAL_BYTES])
+    if found is None:
+        raise CheckpointError(f"checkpoint {path} is not ours: it names no format")
+    version, torch_version = int(found[1]), found[2].decode()
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"checkpoint {path} has format version {version}, and this program reads up to "
@@ -97,53 +113,33 @@ def check_plain(value: Any, where: str) -> None:
         raise CheckpointError(f"{where} is a {kind}; make it a tensor or a plain value")
 
 
-def write_atomically(path: Path, data: bytes, *, second_name: Path | None = None) -> None:
-    """Make `path` hold `data` whole, or leave it as it was.
-
-    Args:
-        path: the file; its folder is made if missing.
-        second_name: gets the same content, just before `path` does: a hard link where the file
-            system knows them. A directory in its place stays, and is named once.
+def write_atomically(path: Path, data: bytes) -> None:
+    """Make `path` hold `data` whole, or leave it as it was; make its folder.
 
     Raises:
         CheckpointError: names path, bytes needed and cause. No half-written file stays.
     """
     # a leftover of another process cannot have this name
-    part, second = (path.with_name(f"{os.getpid()}.{number}.pt.part") for number in (1, 2))
+    part = path.with_name(f"{os.getpid()}.pt.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.part"):
             remove(leftover)
-        _write(part, data)
-        if second_name:
-            try:
-                os.link(part, second)
-            except OSError:  # no hard links here, or too many: a copy
-                _write(second, data)
-            try:
-                second.replace(second_name)
-            except IsADirectoryError:
-                log_once(f"{second_name} cannot be written, for it is a directory: move it away")
-                second.unlink()
+        with part.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         part.replace(path)
         _sync_names(path.parent)
     except OSError as error:
-        for leftover in (part, second):
-            with suppress(OSError):  # a folder that cannot be written holds nothing of ours
-                leftover.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that cannot be written holds nothing of ours
+            part.unlink(missing_ok=True)
         cause = str(error.strerror or error)
         with suppress(OSError):
             cause += f" ({shutil.disk_usage(path.parent).free:,} bytes are free there)"
         raise CheckpointError(
             f"cannot write checkpoint {path} ({len(data):,} bytes): {cause}"
         ) from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_names(directory: Path) -> None:
@@ -156,6 +152,45 @@ def _sync_names(directory: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
+    """Return a zip archive with the comment.
+
+    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE
+    4.3.16.
+    """
+    assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
+    words = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
+    data = archive[:-2] + struct.pack("<H", len(words) + _SEAL_BYTES) + words
+    return data + _MARK + hashlib.sha256(data).hexdigest().encode()
+
+
+def read_sealed(path: Path) -> bytes:
+    """Read a file, if its bytes are those that were written."""
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            # the ends first: a giant that is none is not read
+            start = file.read(4)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES))
+            wrong = ""
+            if not start:
+                wrong = "is empty"
+            elif start != b"PK\x03\x04":
+                wrong = "is damaged or no checkpoint: it does not start like one"
+            elif file.read(len(_MARK)) != _MARK:
+                wrong = "is truncated or not ours: its checksum is missing"
+            else:
+                file.seek(0)
+                data = read_open(file, None)
+                digest = hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest()
+                if data[-64:] != digest.encode():
+                    wrong = "is damaged: its bytes do not match its SHA-256 checksum"
+    except OSError as error:
+        wrong = f"cannot be read: {error.strerror or error}"
+    if wrong:
+        raise CheckpointError(f"checkpoint {path} {wrong}")
+    return data
 
 
 def _unpack(path: Path, data: bytes) -> dict[str, Any]:

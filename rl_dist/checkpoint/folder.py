@@ -9,8 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
-from rl_dist.checkpoint.seal import CheckpointError, NewerFormatError
+from rl_dist.checkpoint.file import (
+    CheckpointError,
+    NewerFormatError,
+    load_checkpoint,
+    pack,
+    write_atomically,
+)
 from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import log_once, remove
 from rl_dist.process_group.collectives import all_gather_json
@@ -43,10 +48,12 @@ def save_checkpoint(
     """
     assert keep >= 1
     path = Path(directory, f"iteration_{iteration:08d}.pt")
-    if path.is_dir():
-        _set_aside(path)
+    data = pack(state)
     # best.pt first: a run killed between the two repeats this iteration, and finds its best there.
-    write_atomically(path, pack(state), second_name=path.with_name(BEST_FILE) if best else None)
+    for file in ([path.with_name(BEST_FILE)] if best else []) + [path]:
+        if file.is_dir():
+            _set_aside(file)
+        write_atomically(file, data)
     known = checkpoint_files(path.parent)
     at = known.index(path)
     # a pipe or directory is none of those to keep
@@ -143,8 +150,6 @@ class Best:
 
     Args:
         names: the metric is the first of these that the run reports; none: no best.pt.
-        directory: of the checkpoints.
-        world: the ranks.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
@@ -158,11 +163,7 @@ class Best:
         self.value = all_gather_json(found, world)[0]
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Take in these metrics; True if they beat all before. All ranks must call.
-
-        Raises:
-            UserError: the metric is no number.
-        """
+        """Take in these metrics; True if they beat all before. All ranks must call."""
         self.measured = {}
         name = next((name for name in self.names if name in metrics), None)
         value = None if name is None else all_gather_json(metrics[name], self.world)[0]

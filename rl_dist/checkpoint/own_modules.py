@@ -19,8 +19,6 @@ from pathlib import Path
 from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import plain_file, read_open
 
-_Config = dict[str, dict[str, str]]
-
 
 def import_from_here(env: str) -> None:
     """Let the module of `module:id` lie in the current directory.
@@ -34,23 +32,30 @@ def import_from_here(env: str) -> None:
 
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
     """Refuse an environment of a run before its module is imported; see `_check`."""
-    _check("env", env, run_dir, named, {"task": {"env": env, "env_kwargs": kwargs}})
+    _check("env", env, run_dir, named, "task", {"env": env, "env_kwargs": kwargs})
 
 
 def check_core(core: str, run_dir: Path, named: str | None) -> None:
     """Refuse a policy's core of a run before its module is imported; see `_check`."""
     if core:
-        _check("core", core, run_dir, named, {"policy": {"core": core}})
+        _check("core", core, run_dir, named, "policy", {"core": core})
 
 
-def _check(field: str, value: str, run_dir: Path, named: str | None, wanted: _Config) -> None:
+def _check(
+    field: str,
+    value: str,
+    run_dir: Path,
+    named: str | None,
+    section: str,
+    wanted: dict[str, str],
+) -> None:
     """Refuse a run's `module:name` before the module is imported.
 
     From here on nothing at all is imported from the run directory, be it the current one.
 
     Args:
         named: the same field on the command line; None: it is not there.
-        wanted: what config.json holds of it, if it is the user's own.
+        section, wanted: what config.json holds of it, if it is the user's own.
 
     Raises:
         UserError: the module lies in the run directory; or the command line does not name it, and
@@ -65,26 +70,21 @@ def _check(field: str, value: str, run_dir: Path, named: str | None, wanted: _Co
     if any(_inside(place, run_dir) for place in _places(module)):
         why = f"lies in the run directory {run_dir}, from which nothing is run"
         raise UserError(f"{field} {value} {why}: move it elsewhere")
-    if value != named and not _is_own(run_dir / "config.json", wanted):
+    if value != named and not _is_own(run_dir / "config.json", section, wanted):
         why = f"{run_dir}/config.json is not yours or has another {field}"
         fix = f"if you trust the module {module}, add --{field} {shlex.quote(value)}"
         raise UserError(f"{field} {value} has code of its own, and {why}: {fix}")
 
 
-def _is_own(path: Path, wanted: _Config) -> bool:
+def _is_own(path: Path, section: str, wanted: dict[str, str]) -> bool:
     """Return True for a config.json of this user that holds this."""
     try:
         with open(path, "rb", opener=plain_file) as file:
             about = os.fstat(file.fileno())
             config = json.loads(read_open(file, 2**20))
             mine = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
-            fields = (
-                (config[part][name], value)
-                for part in wanted
-                for name, value in wanted[part].items()
-            )
-            return mine and all(found == value for found, value in fields)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return mine and wanted.items() <= config[section].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -78,11 +78,7 @@ def hold(path: Path, patience_s: float = PATIENCE_S) -> RunLock:
 
 
 def hold_new(path: Path) -> RunLock:
-    """Take the lock of a run that begins, in a directory that holds none.
-
-    Raises:
-        UserError: another one has begun there in the same moment.
-    """
+    """Take the lock of a run that begins, in a directory that holds none."""
     lock = hold(path, 0.0)
     if path.stat().st_size:  # it has ended since
         lock.close()
@@ -111,11 +107,7 @@ def _try_to_hold(path: Path) -> RunLock | None:
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse what cannot be written, or leads out of the run directory.
-
-    Raises:
-        UserError: names the first thing that is no plain file or no folder.
-    """
+    """Refuse what cannot be written, or leads out of the run directory."""
     wrong = []
     for name, patterns in OURS.items() if run_dir.is_dir() else ():
         folder = run_dir / name

@@ -31,11 +31,7 @@ class StateError(ValueError):
 
 
 def check_state(state: State) -> None:
-    """Check the entries of a checkpoint, as far as they are known.
-
-    Raises:
-        StateError: names the entry.
-    """
+    """Check the entries of a checkpoint, as far as they are known."""
     of_kind: dict[str, Callable[[State], Checks]] = {RUN: _run, FIT: _fit}
     name = ""
     try:

@@ -18,9 +18,8 @@ import psutil
 import torch
 
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, asked_for_address, check_address
-from rl_dist.hardware.gpus import Gpu, GpuInfo, read_gpus
+from rl_dist.hardware.gpus import Gpu, GpuInfo, Nvml, read_gpus
 from rl_dist.hardware.memory import available_cores, host_memory
-from rl_dist.hardware.nvml import Nvml
 
 VARIABLES = re.compile(
     r"(CUDA|NCCL|RCCL|HIP|ROCR|OMP|MKL|KMP|GLOO|TORCH|PYTORCH|MASTER|NVIDIA_VISIBLE)_?[A-Z0-9_]*|RANK|WORLD_SIZE|LOCAL_RANK"

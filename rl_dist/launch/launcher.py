@@ -175,11 +175,7 @@ class ResolvedLaunch:
 
 
 def resolve(config: LaunchConfig) -> ResolvedLaunch:
-    """Decide the number of ranks and their device on this machine.
-
-    Raises:
-        ValueError: flags, environment variables, GPUs and what torchrun started do not fit.
-    """
+    """Decide the number of ranks and their device on this machine."""
     check_variables()
     config.check_hybrid()
     adopted = "RANK" in os.environ
@@ -297,9 +293,6 @@ def launch(
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
-
-    Raises:
-        ValueError: variables of the environment are no counts or no port.
     """
     check_counts()
     restarts = restart_count()

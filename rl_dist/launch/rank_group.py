@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,6 +43,7 @@ POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
 
 
+@dataclass
 class RankGroup:
     """Ranks on this machine, each a new process.
 
@@ -50,29 +52,21 @@ class RankGroup:
     are set; `run` passes them on.
     """
 
-    def __init__(
-        self,
-        fn: RankFunction,
-        args: tuple[Any, ...],
-        num_ranks: int,
-        max_restarts: int = 0,
-        run_dir: Path | None = None,
-        threads: int = 0,
-    ) -> None:
-        self.fn = fn
-        self.args = args
-        self.num_ranks = num_ranks
-        self.max_restarts = max_restarts
-        self.run_dir = run_dir
-        self.threads = threads  # of each rank; 0: the cores, shared by the ranks
-        self.restarts = 0
-        self.relay = StopRelay()
-        self.job_dir = ""
-        self.address = asked_for_address()  # where the ranks meet; None: in `job_dir`
-        self.processes: list[BaseProcess] = []  # in rank order
-        self.pages: list[ReportPage] = []  # theirs
-        # ranks that had ended when one was first seen to have failed
-        self.first_dead: list[int] = []
+    fn: RankFunction
+    args: tuple[Any, ...]
+    num_ranks: int
+    max_restarts: int = 0
+    run_dir: Path | None = None
+    threads: int = 0  # of each rank; 0: the cores, shared by the ranks
+    restarts: int = 0
+    relay: StopRelay = field(default_factory=StopRelay)
+    job_dir: str = ""
+    # where the ranks meet; None: in `job_dir`
+    address: tuple[str, int] | None = field(default_factory=asked_for_address)
+    processes: list[BaseProcess] = field(default_factory=list)  # in rank order
+    pages: list[ReportPage] = field(default_factory=list)  # theirs
+    # ranks that had ended when one was first seen to have failed
+    first_dead: list[int] = field(default_factory=list)
 
     def run(self) -> RankReport:
         """Start the ranks, again where that may help; return how the last ones ended."""

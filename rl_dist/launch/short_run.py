@@ -110,9 +110,6 @@ class SideBySide:
                 to save and the seed are chosen here.
             copies: processes; with device_type "cuda" each has a GPU of its own.
             threads, num_gpus: threads and ranks of each copy.
-
-        Raises:
-            UserError: the flags ask for a resume.
         """
         if without(flags, ["resume"]) != list(flags):
             fix = "give the flags that the run was started with"

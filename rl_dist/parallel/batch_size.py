@@ -79,9 +79,6 @@ def largest_batch_size(try_step: TryStep, sizes: Sequence[int], world: World | N
 
     Returns:
         One of `sizes`; 0: not even the first fits.
-
-    Raises:
-        ValueError: sizes that do not ascend.
     """
     _check_sizes(sizes)
     num_fitting, end = 0, len(sizes)

@@ -52,10 +52,7 @@ logger = logging.getLogger(__name__)
 class Strategy:
     """One way of training modules on the ranks of a world.
 
-        strategy = Strategy(StrategyConfig(mode="ddp"), world)
-
-    Raises:
-        UserError: it cannot work here.
+    strategy = Strategy(StrategyConfig(mode="ddp"), world)
     """
 
     # forward and backward of a step at once, where they have an order of their own

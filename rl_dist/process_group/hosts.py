@@ -59,34 +59,22 @@ def difference(ranks: list[dict[str, str]]) -> str:
     return ""
 
 
-def cores_here() -> str:
-    """Name the cores of this process; whoever shares them gives the same name."""
-    try:
-        machine = BOOT_ID.read_text().strip()
-    except OSError:
-        machine = socket.gethostname()
-    return f"{machine} {sorted(os.sched_getaffinity(0))}"
-
-
-def share_cores(sharers: int, threads: int) -> None:
+def share_cores(world: World, threads: int) -> None:
     """Take this rank's share of cores that ranks of other hosts use, too.
 
     Agents on one machine do not know of each other, and each gives its ranks all cores; threads
-    that wait for a core spin.
-
-    Args:
-        sharers: ranks on the cores of this process.
-        threads: asked for by the user, which stands; 0: none.
+    that wait for a core spin. Not if the user has given `threads`.
     """
-    share = max(1, len(os.sched_getaffinity(0)) // sharers)
+    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    own = [machine, sorted(os.sched_getaffinity(0))]
     before = torch.get_num_threads()
-    if threads or share >= before:
-        return
-    torch.set_num_threads(share)
-    logger.warning(
-        "hosts of this job share cores: %d thread(s) for each rank instead of %d (--threads)",
-        *(share, before),
-    )
+    share = max(1, len(own[1]) // all_gather_json(own, world).count(own))
+    if share < before and not threads:
+        torch.set_num_threads(share)
+        logger.warning(
+            "hosts of this job share cores: %d thread(s) for each rank instead of %d (--threads)",
+            *(share, before),
+        )
 
 
 def check_hosts(world: World, threads: int = 0) -> None:
@@ -95,7 +83,6 @@ def check_hosts(world: World, threads: int = 0) -> None:
     Logs a warning where clocks are apart, or where a lost host would end the job.
 
     Args:
-        world: of this rank.
         threads: asked for by the user; 0: ranks on the same cores share them.
 
     Raises:
@@ -104,13 +91,10 @@ def check_hosts(world: World, threads: int = 0) -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size:
         return
     versions = {"torch": torch.__version__, "code": code_version()}
-    if hasattr(os, "sched_getaffinity"):
-        versions["cores"] = cores_here()
-    ranks = all_gather_json({"host": socket.gethostname(), **versions}, world)
-    if complaint := difference(ranks):
+    if complaint := difference(all_gather_json({"host": socket.gethostname(), **versions}, world)):
         raise UserError(complaint)
-    if "cores" in versions:
-        share_cores(sum(rank["cores"] == versions["cores"] for rank in ranks), threads)
+    if hasattr(os, "sched_getaffinity"):
+        share_cores(world, threads)
     clocks_s = all_gather_json(time.time(), world)  # right after a meeting
     if not world.is_main_process:
         return

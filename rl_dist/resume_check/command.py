@@ -156,11 +156,7 @@ def _finish(run: Child) -> None:
 
 
 def run_and_kill(plan: ResumePlan, saved: Path) -> int:
-    """Start a run and kill it after a checkpoint; return its last iteration.
-
-    Raises:
-        UserError: it was always faster than the kill.
-    """
+    """Start a run and kill it after a checkpoint; return its last iteration."""
     run_dir = plan.folder / "killed"
     beyond = min(plan.iterations + 1, 2 * plan.iterations - 1)  # so that metrics must be cut back
     for _ in range(ATTEMPTS):

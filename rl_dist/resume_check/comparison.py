@@ -85,11 +85,7 @@ def metrics_of(run_dir: Path, with_ranks: bool) -> dict[str, Any]:
 
 
 def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
-    """Return what two equal runs share: last checkpoint (without config) and metrics.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
+    """Return what two equal runs share: last checkpoint (without config) and metrics."""
     found = load_latest(run_dir)
     if found is None:
         raise UserError(f"{run_dir} holds no valid checkpoint")

@@ -16,9 +16,15 @@ from rl_dist.telemetry.metrics import METRICS_FILE
 CONFIG_FILE = "config.json"
 TRADING = "StockTrading-v0"
 OF_TRADING = ("data", "market", "trading")
-NO_FLAGS = REMOVED | {"data_digest"} | {
-    name for name, item in declarations(LaunchConfig).items() if not (item.is_flag and item.stored)
-}
+NO_FLAGS = (
+    REMOVED
+    | {"data_digest"}
+    | {
+        name
+        for name, item in declarations(LaunchConfig).items()
+        if not (item.is_flag and item.stored)
+    }
+)
 
 
 def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -49,11 +49,7 @@ class RunState(SimpleNamespace):
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run below `runs` that was written to last.
-
-    Raises:
-        NoRunError: there is none.
-    """
+    """Return the run below `runs` that was written to last."""
     found = list(runs.glob(f"*/{STATE_FILE}"))
     if not found:
         raise NoRunError(f"there is no run in {runs}/: name a run directory")
@@ -61,11 +57,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_run(run_dir: Path) -> RunState:
-    """Read a run directory.
-
-    Raises:
-        NoRunError, StateFileError: it is none, or its state.json is torn or foreign.
-    """
+    """Read a run directory."""
     job = read_state(run_dir) if run_dir.is_dir() else None
     if job is None:
         fix = runs_below(run_dir) or "give the directory of a run"

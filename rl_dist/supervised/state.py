@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.file import CheckpointError, load_checkpoint
 from rl_dist.checkpoint.folder import (
     BEST_FILE,
     CHECKPOINT_DIR,
@@ -20,17 +20,11 @@ from rl_dist.checkpoint.folder import (
     latest_checkpoint,
     save_checkpoint,
 )
-from rl_dist.checkpoint.seal import CheckpointError
 from rl_dist.errors import UserError, one_line
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
 from rl_dist.telemetry.loggers import Board, Guarded
-from rl_dist.telemetry.metrics import (
-    EVENT_FILES,
-    METRICS_FILE,
-    without_nan,
-    write_whole,
-)
+from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, without_nan, write_whole
 
 logger = logging.getLogger(__name__)
 

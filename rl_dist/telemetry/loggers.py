@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.plain_files import plain_file, read_plain
@@ -38,11 +38,12 @@ LAYOUT = {
 HPARAM_METRICS = ("episode/return", "valid/return", "time/sps")
 
 
-class Logger(Protocol):
+class Logger:
     """Takes the scalars of every iteration; called on the main process only."""
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Log numbers by name at an environment step."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Put all that was written where it survives this process."""
@@ -51,7 +52,7 @@ class Logger(Protocol):
         """Finish the run."""
 
 
-class Board:
+class Board(Logger):
     """TensorBoard's record of a folder."""
 
     def __init__(self, folder: str | Path, *, purge_step: int | None, suffix: str = "") -> None:
@@ -60,9 +61,6 @@ class Board:
         Args:
             purge_step: see `MetricsWriter`.
             suffix: ends the file's name.
-
-        Raises:
-            OSError: the folder cannot be written.
         """
         # a second to import: the main process only
         from torch.utils.tensorboard import SummaryWriter
@@ -94,7 +92,7 @@ class Board:
         self.board.close()
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """A run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -113,15 +111,12 @@ class WandbLogger:
         """Log scalars; steps that were logged before a resume are dropped by the service."""
         self.run.log(dict(scalars), step=step)
 
-    def flush(self) -> None:
-        """Do nothing: a process of its own writes."""
-
     def close(self) -> None:
         """Upload or store what is left."""
         self.run.finish()
 
 
-class MlflowLogger:
+class MlflowLogger(Logger):
     """A run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -148,9 +143,6 @@ class MlflowLogger:
         """Log scalars in one call."""
         metrics = [self.metric(name, value, 0, step) for name, value in scalars.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
-
-    def flush(self) -> None:
-        """Do nothing: every call is written."""
 
     def close(self) -> None:
         """Mark the run as finished."""
@@ -194,11 +186,7 @@ class Guarded:
 
 
 def named_loggers(text: str) -> list[str]:
-    """Return the names in a comma-separated list.
-
-    Raises:
-        ValueError: one of them is unknown.
-    """
+    """Return the names in a comma-separated list."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in LOGGERS:
@@ -207,11 +195,7 @@ def named_loggers(text: str) -> list[str]:
 
 
 def open_logger(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Logger:
-    """Open a logger by name.
-
-    Raises:
-        UserError: its package is not installed, or refuses.
-    """
+    """Open a logger by name."""
     try:
         return LOGGERS[name](run_dir, settings)
     except ImportError as error:

@@ -75,9 +75,6 @@ class MetricsWriter(NullWriter):
             lock: path and open file that lock the directory; once it is gone, nothing is written.
             loggers: others to log to beside TensorBoard, see `loggers.LOGGERS`.
             config: the run's settings by section, which loggers show beside its metrics.
-
-        Raises:
-            UserError: the directory cannot be written, or a logger cannot begin.
         """
         assert world.is_main_process
         settings = flat_settings(config or {})
@@ -253,11 +250,7 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Make a file hold `text`, or leave it as it was.
-
-    Raises:
-        UserError: the disk is full or cannot be written.
-    """
+    """Make a file hold `text`, or leave it as it was."""
     try:
         replace_file(path, text, sync=True)
     except OSError as error:
@@ -342,9 +335,6 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
 
     Warnings and errors go to logs/rank_N.jsonl, too. Replaces what an earlier call set up.
-
-    Raises:
-        UserError: the directory cannot be written.
     """
     close_logging()
     path = Path(run_dir, "logs", f"rank_{rank}.log")

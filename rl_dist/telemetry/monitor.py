@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:  # needed where there is a GPU
-    from rl_dist.hardware.nvml import GpuReading
+    from rl_dist.hardware.gpus import GpuReading
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
@@ -155,7 +155,7 @@ class CoreWait:
 
 
 def _read_gpu(index: int, nvml_module: Any) -> Callable[[], Values]:
-    from rl_dist.hardware.nvml import Nvml
+    from rl_dist.hardware.gpus import Nvml
 
     nvml = Nvml(nvml_module)
     handle = nvml.find_torch_device(index)
@@ -217,7 +217,7 @@ def get_multi_gpu_status(nvml_module: Any = None) -> list[GpuStatus]:
     >>> for gpu in get_multi_gpu_status():
     ...     print(gpu.index, gpu.name, gpu.utilization_percent, gpu.memory_free_gib)
     """
-    from rl_dist.hardware.nvml import Nvml
+    from rl_dist.hardware.gpus import Nvml
 
     nvml = Nvml(nvml_module)
     indices = range(torch.cuda.device_count())

@@ -129,11 +129,7 @@ class StateFile:
         self._spent_s += time.perf_counter() - begun_s
 
     def write(self) -> None:
-        """Replace state.json by the state.
-
-        Raises:
-            OSError: the directory cannot be written; the file stays as it was.
-        """
+        """Replace state.json by the state."""
         self.state.updated = time.time()
         replace_file(self._run_dir / STATE_FILE, json.dumps(self.state, default=vars) + "\n")
 
@@ -224,9 +220,6 @@ def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
 
     Args:
         sync: wait until the disk has it.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
     """
     part = path.with_name(f"{path.name}.tmp")
     try:

@@ -21,7 +21,7 @@ from rl_dist.checkpoint.folder import Found, latest_checkpoint
 from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.errors import UserError
 from rl_dist.speedup import command as speedup
-from rl_dist.speedup.job_of_run import flags_of_run
+from rl_dist.speedup.job_of_run import flags_of, read_config
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)
@@ -83,7 +83,7 @@ def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
 
 def test_a_command_in_a_checkpoint_is_never_called(copy, canary, monkeypatch, capsys):
     alter(copy, "launch", "on_event", f"touch {canary}")  # as older checkpoints have it
-    assert not any("on_event" in flag for flag in flags_of_run(copy))
+    assert not any("on_event" in flag for flag in flags_of(read_config(copy)))
     assert train_here(monkeypatch, "--resume", copy) == 0
     assert evaluate_here(monkeypatch, copy) == 0
     assert not canary.exists()

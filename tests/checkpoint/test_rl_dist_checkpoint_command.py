@@ -24,7 +24,6 @@ def without_pytests_handlers(monkeypatch):
 def damage(run_dir, iteration):
     path = Path(run_dir, "checkpoints", f"iteration_{iteration:08d}.pt")
     data = path.read_bytes()
-    path.unlink()  # best.pt may be a hard link to it
     path.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
     return path
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fake_nvml import GIB, FakeNvml, NVMLError, gpu
 
-from rl_dist.hardware.nvml import GpuReading, Nvml
+from rl_dist.hardware.gpus import GpuReading, Nvml
 
 WHOLE = GpuReading(
     utilization_percent=51,
@@ -22,10 +22,7 @@ WHOLE = GpuReading(
     [
         (SimpleNamespace(uuid="1"), 1),
         (SimpleNamespace(uuid="b"), 2),
-        (SimpleNamespace(uuid="of another", pci_domain_id=0, pci_bus_id=1, pci_device_id=0), 1),
-        (SimpleNamespace(pci_bus_id=0, pci_device_id=0), 0),
         (SimpleNamespace(uuid="of another"), None),
-        (SimpleNamespace(), None),
     ],
 )
 def test_torchs_devices_are_matched_whatever_their_order(properties, handle, monkeypatch):

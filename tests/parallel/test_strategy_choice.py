@@ -241,11 +241,6 @@ def test_ranks_that_start_again_find_their_choice_in_the_configuration(
     assert found.launch == chosen
 
 
-def test_auto_of_an_older_run_is_what_it_was_then():
-    older = RunConfig().to_dict() | {"launch": {"strategy": "auto", "num_gpus": 2}}
-    assert RunConfig.from_dict(older).launch.strategy == "default"
-
-
 # ---- stepping down
 
 

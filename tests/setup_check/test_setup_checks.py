@@ -7,8 +7,15 @@ import pytest
 from fake_nvml import FakeNvml, NVMLError
 from fake_nvml import gpu as fake_gpu
 
-from rl_dist.hardware.gpus import MAX_LINKS, Gpu, GpuInfo, GpuLink, GpuProcess, read_gpus
-from rl_dist.hardware.nvml import Nvml
+from rl_dist.hardware.gpus import (
+    MAX_LINKS,
+    Gpu,
+    GpuInfo,
+    GpuLink,
+    GpuProcess,
+    Nvml,
+    read_gpus,
+)
 from rl_dist.hardware.report import (
     Disk,
     Facts,
