@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_dist.process_group.world import GROUP_TIMEOUT, World
+from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
 
 
 def make_mesh(world: World, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
@@ -29,4 +29,4 @@ def close_mesh(mesh: DeviceMesh) -> None:
     """Close the mesh's groups, unless they went with the world; all their ranks call."""
     if dist.is_initialized():
         for group in mesh.get_all_groups():
-            dist.destroy_process_group(group)
+            destroy_group(group)

@@ -38,7 +38,7 @@ from rl_dist.parallel.config import (
 )
 from rl_dist.process_group.hosts import devices_differ
 from rl_dist.process_group.timing import section
-from rl_dist.process_group.world import GROUP_TIMEOUT, World
+from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -307,7 +307,7 @@ class Strategy:
         if self.group is not None and dist.is_initialized():  # else it went with the world
             nccl = self.config.backend == "nccl"
             with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
-                dist.destroy_process_group(self.group)
+                destroy_group(self.group)
         if self.mesh is not None:
             from rl_dist.parallel.mesh import close_mesh
 

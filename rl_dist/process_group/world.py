@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +35,9 @@ PLACE_BYTES = 256  # of a collective's name, sent to other ranks
 # torch waits so long for a file that someone has deleted
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)
 GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
+
+_left_groups: deque[Any] = deque(maxlen=8)  # see `destroy_group`
+atexit.register(_left_groups.clear)
 
 
 class CollectiveError(UserError):
@@ -292,8 +297,18 @@ def close_world(world: World) -> None:
     if world.watchdog is not None:
         world.watchdog.close()
     if _current is world and dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_group()
     _current = None
+
+
+def destroy_group(group: dist.ProcessGroup | None = None) -> None:
+    """Leave a process group, by default that of all ranks; it is freed later.
+
+    A thread of gloo's may still have to let go of the last gradients' hook, which takes Python's
+    global lock. To free the group at once would hold that lock and wait for the thread, for ever.
+    """
+    _left_groups.append(group or dist.group.WORLD)
+    dist.destroy_process_group(group)
 
 
 def close_any_world() -> None:

@@ -6,6 +6,7 @@ import torch
 from agents_ranks import world_of_one
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from train_runs import REPO, start
 
 from rl_dist.launch.launcher import launch
 from rl_dist.parallel.ordered_ddp import OrderedDDP
@@ -75,3 +76,31 @@ def test_the_private_parts_of_torch_are_those_of_2_11_to_2_13(unused):
             wrapped(torch.ones(2, 40)).sum().backward()
     assert steps[0] == steps[1] == steps[2], changed
     assert unused or (len(steps[0]) > 1 and steps[0][0][0] == "2.bias"), changed
+
+
+LEAVE_AT_ONCE = """
+import faulthandler, torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from train_runs import REPO, start
+from agents_ranks import world_of_one
+from rl_dist.parallel.ordered_ddp import OrderedDDP
+
+def hook(state, bucket):
+    return allreduce_hook(None, bucket)
+
+faulthandler.dump_traceback_later(100, exit=True)  # takes no lock of Python's
+for _ in range(2000):
+    with world_of_one():
+        wrapped = OrderedDDP(torch.nn.Linear(40, 60))
+        wrapped.register_comm_hook(None, hook)
+        wrapped(torch.ones(2, 40)).sum().backward()
+    del wrapped
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
+    """Freed at once, one in some thousand groups waited for a thread that waited for Python."""
+    job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
+    _, stderr = job.communicate(timeout=150)
+    assert job.returncode == 0, stderr
