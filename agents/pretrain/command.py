@@ -29,8 +29,8 @@ from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
-from agents.run.config import discard_unstarted, fresh_directory, save_config
-from agents.run.resumed import print_dropped_flags, refuse_differences
+from agents.run.config import discard_unstarted, fresh_directory, save_config, with_digest
+from agents.run.resumed import check_data, print_dropped_flags, refuse_differences
 from envs.task import TaskConfig, check_flags
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
@@ -271,7 +271,8 @@ def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
     run_dir = Path(named) if named else None
     if run_dir and is_first():
         check_unused(run_dir)
-    return PretrainRunConfig(**parsed.configs), run_dir
+    sections = parsed.configs | {"data": with_digest(parsed.configs["data"])}
+    return PretrainRunConfig(**sections), run_dir
 
 
 def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
@@ -281,6 +282,7 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
         sections = vars(PretrainRunConfig(**read_sections(SECTIONS, saved))).copy()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
+    check_data(sections["data"], "begin another pre-training")
     print_dropped_flags(SECTIONS, saved, parsed.given)
     differing = []
     for name in parsed.given:

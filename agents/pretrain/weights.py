@@ -54,7 +54,11 @@ def load_pretrained(path: str | Path) -> tuple[InitialWeights, dict[str, Any]]:
         The weights, with statistics of observations that weigh as much as what the normaliser has
         seen so far; and observation, num_obs and hidden_size.
     """
-    file, state = load_saved(path, "", FIT)
+    try:
+        file, state = load_saved(path, "", FIT)
+    except UserError as error:
+        fix = "name a run of python -m agents.pretrain"
+        raise UserError(f"--pretrained {path} cannot be used ({error}): {fix}") from None
     module, extra = state["module"], state["extra"]
     if extra.get("kind") != KIND or not module.keys() >= set(MOMENTS):
         raise UserError(

@@ -16,10 +16,10 @@ from agents.run.config import (
     OWNERS,
     SECTIONS,
     RunConfig,
-    data_digest,
     is_unused,
     load_newest,
     load_saved,
+    with_digest,
 )
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
@@ -222,8 +222,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
     if not task.is_trading:
         return config
-    data = dataclasses.replace(config.data, data_digest=data_digest(config.data))
-    return dataclasses.replace(config, data=data)
+    return dataclasses.replace(config, data=with_digest(config.data))
 
 
 @functools.cache

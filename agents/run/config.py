@@ -121,6 +121,11 @@ SECTIONS: dict[str, type] = {item.name: item.default_factory for item in fields(
 OWNERS = {item.name: name for name, section in SECTIONS.items() for item in fields(section)}
 
 
+def with_digest(config: DataConfig) -> DataConfig:
+    """Return the data of a run that begins, by which a changed file is known later."""
+    return replace(config, data_digest=data_digest(config))
+
+
 def data_digest(config: DataConfig) -> str:
     """Return what tells a file of prices from a changed one; "": there is none."""
     if config.data == "simulated":

@@ -44,7 +44,7 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
     saved = json.loads(found.state["config"])
     config = resumed_config(RunConfig.from_dict(saved), parsed)
     if config.task.is_trading:
-        _check_data(config.data, run_dir)
+        check_data(config.data, f"begin a run with --init_from {run_dir}")
     named = parsed.configs["task"].env if "env" in parsed.given else None
     import_from_here(config.task.env)
     check_module(config.task.env, config.task.env_kwargs, run_dir, named)
@@ -65,12 +65,12 @@ def print_dropped_flags(
             print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
 
 
-def _check_data(config: DataConfig, run_dir: Path) -> None:
-    """Refuse prices that have changed: other days would be those of training and test."""
+def check_data(config: DataConfig, otherwise: str) -> None:
+    """Refuse prices that have changed: days of training and test would move."""
     if config.data_digest and data_digest(config) not in ("", config.data_digest):
         raise UserError(
-            f"--data {config.data} has changed since this run began: bring the file back, or begin "
-            f"a run with --init_from {run_dir}"
+            f"--data {config.data} has changed since this run began: bring the file back, or "
+            f"{otherwise}"
         )
 
 
