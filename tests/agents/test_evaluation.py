@@ -178,6 +178,16 @@ def test_an_episode_that_never_ends_is_cut(world, monkeypatch):
     assert episodes["return"] == [0 + 1 + 2, 7 * 100 + sum(range(7))]
 
 
+def test_episodes_that_all_last_long_are_a_warning(world, monkeypatch, caplog):
+    monkeypatch.setattr(evaluation, "LONG_EPISODE", 4)
+    lasting = functools.partial(ScriptedEnv, [[(3, TERMINATED)], [(6, TERMINATED)]], plain=False)
+    evaluate_episodes(lambda count, first: lasting(), idle, 2, 1, world)
+    assert not caplog.messages
+    lasting = functools.partial(ScriptedEnv, [[(5, TERMINATED)], [(6, TERMINATED)]], plain=False)
+    evaluate_episodes(lambda count, first: lasting(), idle, 2, 1, world)
+    assert ["time limit" in line for line in caplog.messages] == [True]
+
+
 def controller(zero_state=False, policy="clstm", window=0, seed=0):
     torch.manual_seed(seed)
     space = spaces.Box(-1.0, 1.0, (2,), np.float32)
