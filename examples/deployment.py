@@ -131,6 +131,7 @@ def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def main(folder: Path) -> None:
     """Play, and print returns."""
+    sys.path.insert(0, "")  # the environment's module may lie in the current directory
     contract, step = load(folder)
     policy = DeployedPolicy(contract, step)
     env = gymnasium.make(contract["env"]["id"], **json.loads(contract["env"]["kwargs"] or "{}"))
