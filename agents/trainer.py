@@ -99,6 +99,7 @@ class Training:
         self.job = job
         self.world = world
         self.sizes: Sizes = shard_sizes(train, world.rank, world.size)
+        self.metrics_seen: set[str] = set()
 
         # environments
         self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
@@ -375,7 +376,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.obs_normalizer)
-        warn_of_absent(job, metrics)
+        warn_of_absent(training, metrics)
         improved = best.update(metrics)
         done = training.global_step if config.total_steps else training.episodes
         writer.write(metrics, done=done)
@@ -397,11 +398,13 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     return signal or all_reduce_max(stop.signum, world)  # it may have come during the last save
 
 
-def warn_of_absent(job: Job, metrics: Mapping[str, Any]) -> None:
-    """Name env/ metrics of flags that are still unknown at the first validation."""
+def warn_of_absent(training: Training, metrics: Mapping[str, Any]) -> None:
+    """From the first validation on, name env/ metrics of flags that were never there."""
+    job, seen = training.job, training.metrics_seen
+    seen |= metrics.keys()
     if not job.validate or any(key.startswith("valid/") for key in metrics):
         for flag, name in job.train.named_metrics.items():
-            warn_if_absent(flag, name, metrics)
+            warn_if_absent(flag, name, seen)
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:

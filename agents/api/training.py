@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def train(
         start = _prepare(held, as_flags(_flat(named)))
         args = start.config, start.resolved, start.run_dir, start.resume_from, start.lock
         restarts = start.config.launch.max_restarts
-        if start.resolved.num_ranks > 1 or restarts:
+        if "RANK" not in os.environ and (start.resolved.num_ranks > 1 or restarts):
             _check_importable(callbacks, start)
         try:
             code = launch(

@@ -112,13 +112,13 @@ def _read_rows() -> dict[str, Metric]:
 METRICS = _read_rows()
 
 
-def check_metric(flag: str, name: str, is_trading: bool) -> None:
+def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None:
     """Refuse a name that no metric of such a run can have, before it starts.
 
     Those of env/ are the environment's own: they show while it trains.
     """
-    other = OTHER_TASKS if is_trading else TRADING
-    known = [key for key, one in METRICS.items() if one.overall and one.when != other]
+    others = {OTHER_TASKS if is_trading else TRADING, FP16} - {precision}
+    known = [key for key, one in METRICS.items() if one.overall and one.when not in others]
     known.remove("ranks")
     if name not in known and not name.startswith("env/"):
         fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"

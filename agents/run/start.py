@@ -193,7 +193,7 @@ def announce(
     for flag, name in train.named_metrics.items():
         from agents.run.metric_table import check_metric
 
-        check_metric(flag, name, config.task.is_trading)
+        check_metric(flag, name, config.task.is_trading, config.launch.precision)
     sizes: Sizes | None = None
     if train.batch_size != AUTO:  # else the ranks measure it, and then print the table
         saved_num_envs = len(found.state["carry"]["obs"]) if found else 0

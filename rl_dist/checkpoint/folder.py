@@ -53,7 +53,8 @@ def save_checkpoint(
     for file in ([path.with_name(BEST_FILE)] if best else []) + [path]:
         if file.is_dir():
             _set_aside(file)
-        write_atomically(file, data)
+        if file == path or not file.is_dir():
+            write_atomically(file, data)
     known = checkpoint_files(path.parent)
     at = known.index(path)
     # a pipe or directory is none of those to keep

@@ -65,7 +65,10 @@ def share_cores(world: World, threads: int) -> None:
     Agents on one machine do not know of each other, and each gives its ranks all cores; threads
     that wait for a core spin. Not if the user has given `threads`.
     """
-    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    try:
+        machine = BOOT_ID.read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
     own = [machine, sorted(os.sched_getaffinity(0))]
     before = torch.get_num_threads()
     share = max(1, len(own[1]) // all_gather_json(own, world).count(own))

@@ -9,7 +9,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -202,10 +202,10 @@ def check_in_place(path: Path, file: IO[Any]) -> None:
         raise UserError(f"{what}: nothing more is saved there", exit_code=1)
 
 
-def warn_if_absent(flag: str, name: str, record: Mapping[str, Any]) -> None:
+def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
     """Say once that no environment has given the env/ metric that a flag names."""
-    if name.startswith("env/") and name not in record:
-        known = sorted(key for key in record if key.startswith("env/"))
+    if name.startswith("env/") and name not in seen:
+        known = sorted(key for key in seen if key.startswith("env/"))
         fix = did_you_mean(name, known) or f"there is {', '.join(known) or 'none'}"
         log_once(f"{flag} {name}: no environment has given it so far: {fix}")
 

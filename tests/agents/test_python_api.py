@@ -273,6 +273,7 @@ def test_training_stops_when_a_metric_is_reached(tmp_path, capsys):
         ({"stop_at": "valid/return"}, "must be a metric and a value"),
         ({"stop_at": "valid/retrun 1"}, "no metric of this run: did you mean valid/return"),
         ({"stop_at": "valid/sharpe 1"}, "no metric of this run: "),
+        ({"stop_at": "optim/loss_scale 1"}, "no metric of this run: "),  # of fp16 alone
         ({"keep_best": "rank"}, "no metric of this run: name one of .*, valid/return"),
     ):
         with pytest.raises(UserError):

@@ -110,6 +110,14 @@ def test_the_newest_intact_checkpoint_is_found_and_leftovers_are_removed(tmp_pat
     assert names(folder) == [path.name for path in (*paths, new)]
 
 
+def test_a_folder_in_the_place_of_the_best_that_cannot_move_costs_only_the_best(tmp_path):
+    for name in ("best.pt/mine", "best.pt.superseded/mine"):
+        (tmp_path / name).mkdir(parents=True)
+    state = {"iteration": 20}
+    path = save_checkpoint(tmp_path, state, iteration=20, keep=3, best=True)
+    assert latest_checkpoint(tmp_path) == path and (tmp_path / "best.pt/mine").is_dir()
+
+
 def test_superseded_checkpoints_stay_until_the_run_has_passed_them(tmp_path):
     folder = tmp_path / "checkpoints"
     for iteration in (20, 40, 60, 30):
