@@ -183,8 +183,13 @@ def _one_line(cls: type[Any], error: ValidationError) -> ValueError:
     return UserError(f"{name} must be {expected}, got {reprlib.repr(first['input'])}")
 
 
-def declarations(cls: type[Any]) -> dict[str, Declaration]:
+def declarations(cls: Any) -> Mapping[str, Declaration]:
     """Return what the fields of a section declare, by name."""
+    return _declarations(cls)
+
+
+@functools.cache
+def _declarations(cls: Any) -> Mapping[str, Declaration]:
     hints = typing.get_type_hints(cls)
     return {
         item.name: dataclasses.replace(

@@ -20,10 +20,10 @@ from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import ActionDecoder, leaves, pick
 
-BATCHES, NUM_STEPS = (1, 3, 7), 64
+BATCHES, NUM_STEPS = (1, 5), 64
 RESET = 0.1  # probability of an episode start
 TOLERANCE = 1e-5
-TIMED_STEPS = 200
+TIMED_STEPS = 50
 
 
 @dataclass

@@ -45,11 +45,18 @@ State = tuple[tuple[int, int], ...]
 class NewsModel(NamedTuple):
     """The generator as a hidden Markov model of one stock, S states a day."""
 
-    transition: np.ndarray  # [S, S] from, to
     start: np.ndarray  # [S] how often each state occurs
     event: np.ndarray  # [S] -1, 0, +1: the event of the day that ends in this state
     move: np.ndarray  # [S] -1, 0, +1: the drift of that day
     outlook: np.ndarray  # [S, OUTLOOK_DAYS] expected move of each of the next days, in edges
+    before: list[tuple[np.ndarray, ...]]  # states, one that each may follow, and how often it does
+
+    def next_day(self, chances: np.ndarray) -> np.ndarray:
+        """Return the chances of the states [S, k] a day later."""
+        later = np.zeros_like(chances)
+        for states, before, chance in self.before:
+            later[states] += chance * chances[before]
+        return later
 
 
 def _followers(state: State) -> list[tuple[float, State]]:
@@ -103,9 +110,12 @@ def news_model() -> NewsModel:
     for _ in range(500):  # gaps of several lengths mix: any start ends at the same frequencies
         start = start @ transition
     days = range(1, OUTLOOK_DAYS + 1)
+    # nearly all of the matrix is 0: the first state that may come before each, the second, ...
+    rank = np.cumsum(transition > 0, axis=0) * (transition > 0)
+    pairs = [np.nonzero(rank == which) for which in range(1, rank.max() + 1)]
     return NewsModel(
-        transition=transition,
         start=start,
+        before=[(to, origin, transition[origin, to][:, None]) for origin, to in pairs],
         event=np.array([_event_of(state) for state in states]),
         move=np.array([round(_expected_move(state, 0)) for state in states]),
         outlook=np.array([[_expected_move(state, day) for day in days] for state in states]),
@@ -159,14 +169,15 @@ def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -
     first = max(0, span.first - WARM_UP_DAYS)
     surprise = volume_surprise(np.concatenate([m.volume[: span.last + 1] for m in markets], axis=1))
     close = np.concatenate([m.close[first : span.last + 1] for m in markets], axis=1)
-    by_event = _volume_likelihood(surprise[first:])[:, :, model.event + 1]  # [days, M*n, S]
-    by_move = _return_likelihood(close, market_edge * 1e-4)
-    posterior = np.broadcast_to(model.start, by_event.shape[1:])  # [M*n, S]
+    by_event = _volume_likelihood(surprise[first:]).swapaxes(1, 2)  # [days, 3, M*n]
+    by_move = _return_likelihood(close, market_edge * 1e-4).swapaxes(1, 2)
+    posterior = np.repeat(model.start[:, None], close.shape[1], axis=1)  # [S, M*n]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):
-        posterior = (posterior @ model.transition) * by_event[day] * by_move[day][:, model.move + 1]
-        posterior /= posterior.sum(1, keepdims=True)
-        outlook[day] = posterior @ model.outlook
+        posterior = model.next_day(posterior)
+        posterior *= by_event[day][model.event + 1] * by_move[day][model.move + 1]
+        posterior /= posterior.sum(0)
+        outlook[day] = posterior.T @ model.outlook
     outlook = outlook[span.first - first :]
     return outlook.reshape(len(outlook), len(markets), -1, OUTLOOK_DAYS).swapaxes(0, 1)
 
