@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agents.evaluate.comparison import TAKEN_NAMES
-from agents.evaluate.evaluation import episode_figures, episode_text
+from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
 from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
@@ -28,8 +28,9 @@ from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.checkpoint.run_lock import check_layout
 from rl_dist.errors import CommandParser, UserError, explained, explains_errors
 from rl_dist.launch.launcher import launch
+from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.watchdog import end_rank
-from rl_dist.process_group.world import World, end_at_signals, open_world
+from rl_dist.process_group.world import World, open_world
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.market_data import Span
@@ -166,24 +167,32 @@ def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
 def _rank_main(args: argparse.Namespace) -> int:
     """Evaluate on this rank; the main process prints."""
     world = open_world("cpu")
-    end_at_signals()
     try:
-        agents = _load_agents(args)
-        if world.is_main_process:
-            first = agents["policy"]
-            others = "; --which last takes the newest" if first.chosen_by else ""
-            print(f"{first.path}, iteration {first.iteration}{first.chosen_by}{others}")
-        summary, text = _evaluate(agents, args, world)
-        if world.is_main_process:
-            print(text, flush=True)
-            if args.json:
-                Path(args.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        with stoppable(world):
+            _load_and_evaluate(args, world)
+    except Stopped as stopped:
+        (signum,) = stopped.args
+        print(stopped_in_evaluation(signum, None))
+        return 128 + signum
     except EnvironmentFaultError as fault:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except OSError as error:
         message, code = explained(error)
         raise UserError(message, exit_code=code) from error
     return 0
+
+
+def _load_and_evaluate(args: argparse.Namespace, world: World) -> None:
+    agents = _load_agents(args)
+    if world.is_main_process:
+        first = agents["policy"]
+        others = "; --which last takes the newest" if first.chosen_by else ""
+        print(f"{first.path}, iteration {first.iteration}{first.chosen_by}{others}")
+    summary, text = _evaluate(agents, args, world)
+    if world.is_main_process:
+        print(text, flush=True)
+        if args.json:
+            Path(args.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def positive(text: str) -> int:

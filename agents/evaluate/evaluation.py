@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +18,10 @@ from agents.noise import action_noise
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
 from envs.task import GymTask
-from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.world import World
+from envs.vector.faults import Interruption
+from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
+from rl_dist.process_group.process_ends import STOP_SIGNALS
+from rl_dist.process_group.world import World, end_at_signals, stop_flag
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # other tasks are evaluated without them
@@ -29,6 +33,37 @@ Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
 LONG_EPISODE = 5_000  # steps without any end that deserve a word
 NOISE_BLOCK = 64  # steps whose noise is drawn together
+
+
+class Stopped(Interruption):
+    """A signal came during evaluation; no `except Exception` of a task catches it."""
+
+
+def _stop(signum: int, frame: Any) -> None:
+    for other in STOP_SIGNALS:
+        signal.signal(other, signal.SIG_DFL)
+    raise Stopped(signum)
+
+
+@contextmanager
+def stoppable(world: World) -> Iterator[None]:
+    """Let a stop signal raise Stopped; of several ranks it ends all, and the launcher says so.
+
+    They may wait for each other where Python sees no signal.
+    """
+    end_at_signals()
+    before = {}
+    for each in STOP_SIGNALS if world.size == 1 else ():
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            before[each] = signal.signal(each, _stop)
+    try:
+        # one may have come before
+        if signum := all_reduce_max(stop_flag.signum, world):
+            raise Stopped(signum)
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class PolicyController:

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agents.evaluate.evaluation import episode_figures, episode_text
+from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
 from agents.run.config import EVALUATING, SUMMARY, RunConfig
 from agents.trainer import Training
 from envs.task import GymTask
-from envs.vector.faults import Interruption
 from rl_dist.launch.short_run import ended_lines
-from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
-from rl_dist.process_group.process_ends import STOP_SIGNALS
-from rl_dist.process_group.world import end_at_signals, stop_flag
+from rl_dist.process_group.collectives import parameter_hash
+from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.telemetry.metrics import write_whole
 
 NEARLY_RANDOM = 0.95  # share of the largest entropy from which on a policy counts as random
 
 if TYPE_CHECKING:
     from envs.trading.task import TradingTask
-
-
-class Stopped(Interruption):
-    """A signal came during evaluation; no `except Exception` of a task catches it."""
-
-
-def _stop(signum: int, frame: Any) -> None:
-    for other in STOP_SIGNALS:
-        signal.signal(other, signal.SIG_DFL)
-    raise Stopped(signum)
 
 
 def evaluate_and_finish(
@@ -42,32 +29,18 @@ def evaluate_and_finish(
 
     Everything is saved: a signal simply ends this.
     """
-    end_at_signals()
     world = training.world
     world.set_phase(EVALUATING)
-    # several ranks may wait for each other where Python sees no signal; their launcher does
-    before = {}
-    for each in STOP_SIGNALS if world.size == 1 else ():
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            before[each] = signal.signal(each, _stop)
     try:
-        # one may have come when training had just ended
-        if signum := all_reduce_max(stop_flag.signum, world):
-            raise Stopped(signum)
-        summary, text = evaluate_run(config, task, training, run_dir / "plots")
-        if world.is_main_process:
-            finish(config, run_dir, training, summary, text)
+        with stoppable(world):
+            summary, text = evaluate_run(config, task, training, run_dir / "plots")
+            if world.is_main_process:
+                finish(config, run_dir, training, summary, text)
     except Stopped as stopped:
         (signum,) = stopped.args
         if world.is_main_process:
-            print(
-                f"stopped by {signal.Signals(signum).name} during the evaluation; training is "
-                f"saved: python -m agents.evaluate {run_dir} repeats it"
-            )
+            print(stopped_in_evaluation(signum, run_dir))
         return 128 + signum
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
     return 0
 
 

@@ -30,6 +30,7 @@ from rl_dist.process_group.process_ends import (
     ReportPage,
     StopRelay,
     how_it_ended,
+    stopped_in_evaluation,
 )
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.process_group.world import threads_per_rank
@@ -175,8 +176,7 @@ class RankGroup:
             words = "stopped at once, nothing saved since the last checkpoint"
             return RankReport(128 + signum, summary=words)
         if signum and any(process.exitcode == -signum for process in self.processes):
-            # during the final evaluation
-            words = f"stopped by {signal.Signals(signum).name} after training was saved"
+            words = stopped_in_evaluation(signum, self.run_dir)
             return RankReport(128 + signum, summary=words)
         failed = [one for _, one in sorted(reports.items()) if one.failed]
         causes = [one for one in failed if not one.consequence]

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -147,6 +148,14 @@ def leave(code: int) -> NoReturn:
     """End this process at once, without teardown, after it has printed why."""
     report(exit_code=code)
     os._exit(code)
+
+
+def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
+    """Say that a signal ended an evaluation, of a training in `run_dir` if there is one."""
+    words = f"stopped by {signal.Signals(signum).name}"
+    if run_dir is None:
+        return words
+    return f"{words} during the evaluation; training is saved: --resume {run_dir} evaluates it"
 
 
 def how_it_ended(code: int) -> str:

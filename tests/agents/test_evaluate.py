@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import pandas as pd
 import pytest
@@ -157,6 +158,23 @@ def test_episodes_of_another_environment_are_each_counted_once(runs, evaluated, 
     monkeypatch.setattr(evaluation, "MAX_EPISODE_STEPS", 5)
     text, figures = evaluated("walk", "--episodes", "4")
     assert "4 cut after 5 steps" in text and figures["policy"]["length"] == 5.0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch, capsys):
+    def interrupted(*args):
+        signal.raise_signal(signum)
+
+    summary = (runs / "walk" / "summary.json").read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluation, "policy_input", interrupted)
+        assert evaluate_here(monkeypatch, runs / "walk") == 128 + signum
+        assert capsys.readouterr().out.splitlines()[-1] == f"stopped by {signum.name}"
+        assert train_here(monkeypatch, "--resume", runs / "walk") == 128 + signum
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert f"stopped by {signum.name}" in last and f"--resume {runs / 'walk'}" in last
+    assert train_here(monkeypatch, "--resume", runs / "walk") == 0
+    assert (runs / "walk" / "summary.json").read_text() == summary
 
 
 REFUSED = [
