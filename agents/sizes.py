@@ -130,9 +130,11 @@ class TrainConfig:
                 f"monitor_every must be 0 (off) or at least 0.01 seconds, got {self.monitor_every}"
             )
         if self.num_steps % self.bptt_steps:
+            near = _nearest_multiple(self.num_steps, self.bptt_steps)
+            default = ", its default beside --bptt_steps," if self.num_steps == 128 else ""
             raise ValueError(
-                f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
-                f"try --num_steps {_nearest_multiple(self.num_steps, self.bptt_steps)}"
+                f"num_steps {self.num_steps}{default} must be a multiple of bptt_steps "
+                f"{self.bptt_steps}: try --num_steps {near}"
             )
 
     def _check_stop(self) -> None:

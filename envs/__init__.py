@@ -102,6 +102,9 @@ def make_vector_env(
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Find an id, importing the module of `module:id`; unknown ones raise ValueError."""
     module, _, name = env_id.rpartition(":")
+    if module.endswith(".py"):
+        own = module.removesuffix(".py").replace("/", ".")
+        raise ValueError(f"environment {env_id!r} names a file: name its module, {own}:{name}")
     try:
         if module:
             importlib.import_module(module)

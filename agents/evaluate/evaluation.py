@@ -47,9 +47,9 @@ def _stop(signum: int, frame: Any) -> None:
 
 @contextmanager
 def stoppable(world: World) -> Iterator[None]:
-    """Let a stop signal raise Stopped; of several ranks it ends all, and the launcher says so.
+    """Let a stop signal raise Stopped, or end this process as one of several ranks.
 
-    They may wait for each other where Python sees no signal.
+    They may wait for each other where Python sees no signal; their launcher says what happened.
     """
     end_at_signals()
     before = {}

@@ -21,12 +21,13 @@ from agents.run.config import (
     load_saved,
     with_digest,
 )
+from agents.sizes import TrainConfig, shard_sizes
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.checkpoint.run_lock import RunLock, hold
 from rl_dist.config import ParsedFlags, preset
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, did_you_mean
 from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.telemetry.metrics import METRICS_FILE
 
@@ -90,6 +91,14 @@ OTHER_NAMES = {
 }
 
 
+def _kind(text: str) -> str:
+    """Parse a value of --preset."""
+    if text and text not in KINDS:
+        fix = did_you_mean(text, KINDS) or f"choose from {', '.join(KINDS)}"
+        raise argparse.ArgumentTypeError(f"there is no preset {text!r}: {fix}")
+    return text
+
+
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that belong to no component."""
     group = parser.add_argument_group("run")
@@ -106,7 +115,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--preset",
         default="",
-        choices=("", *KINDS),
+        type=_kind,
         metavar="{" + ",".join(KINDS) + "}",
         help="defaults for a kind of task; by itself trading for StockTrading-v0, control for Box "
         "actions, small for others, memory for the memory tasks; paper: the settings of arXiv "
@@ -220,9 +229,25 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     config = RunConfig(**parsed.with_defaults(defaults).configs)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
+    if "batch_size" in parsed.given:
+        _refuse_batch_of_steps(config.train)
     if not task.is_trading:
         return config
     return dataclasses.replace(config, data=with_digest(config.data))
+
+
+def _refuse_batch_of_steps(train: TrainConfig) -> None:
+    """Refuse a batch that makes an iteration longer than the whole run: it may mean steps."""
+    batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
+    if train.num_envs or not total or batch < bptt:
+        return
+    steps = shard_sizes(train, 0, 1).global_num_envs * train.num_steps
+    if steps > total:
+        raise UserError(
+            f"batch_size {batch} counts sequences of {bptt} steps, so one iteration is {steps:,} "
+            f"steps, more than total_steps {total:,}: give --batch_size {batch // bptt} for "
+            f"minibatches of {batch} steps, or --num_envs, too, if you mean sequences"
+        )
 
 
 @functools.cache
@@ -259,8 +284,12 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     given += sorted({"pretrained", "init_from"} & parsed.given)
     for name in given:
         raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
-    if Path(extra.resume).is_file():
+    path = Path(extra.resume)
+    folder = path.absolute().parent if path.is_file() else path.absolute()
+    in_run = folder.name == CHECKPOINT_DIR
+    if path.is_file() or in_run:
         raise UserError(
-            f"--resume takes a run directory, whose newest checkpoint counts, got {extra.resume}"
+            f"--resume takes a run directory, whose newest checkpoint counts, got {path}"
+            + (f": give --resume {folder.parent}" if in_run else "")
         )
-    return Path(extra.resume)
+    return path

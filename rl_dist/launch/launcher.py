@@ -67,8 +67,8 @@ class LaunchConfig:
     """On how many processes and on what hardware a job runs."""
 
     num_gpus: int = setting(-1, "ranks", within=(-1, None), main=True)
-    """Number of training processes (ranks): one per GPU, -1 = all; on a CPU that many processes,
-    -1 = one."""
+    """Number of training processes (ranks): one per GPU, -1 = all, 0 = one on the CPU; on a CPU
+    that many processes, -1 = one."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """Where to train; auto: on the GPUs if there are any."""
     gpu_ids: Text = setting("")
@@ -207,7 +207,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = num_ranks if adopted else 1
     check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
     threads = config.threads or threads_per_rank(num_ranks)
-    message = _describe(num_ranks, on_gpu, gpus, gpu_ids, threads)
+    message = _describe(num_ranks, on_gpu, gpus, gpu_ids, threads, config.num_gpus)
     # where they meet
     if not adopted and num_ranks > 1 and (address := asked_for_address()):
         check_address(*address, hosted_here=True)
@@ -250,7 +250,7 @@ def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
 
 
 def _describe(
-    num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...], threads: int
+    num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...], threads: int, asked: int
 ) -> str:
     ranks = _count(num_ranks, "rank")
     if on_gpu:
@@ -260,6 +260,7 @@ def _describe(
             return f"{ranks}, one process for {len(gpu_ids)} GPUs ({numbers}{name})"
         return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
+    why = "--num_gpus 0 means the CPU" if asked == 0 else why
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
     words = f"{why}: {ranks} as {processes}, {threads} thread(s) each"
     if limit := ignored_limit():

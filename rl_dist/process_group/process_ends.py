@@ -151,7 +151,7 @@ def leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Say that a signal ended an evaluation, of a training in `run_dir` if there is one."""
+    """Say that a signal ended an evaluation, of the training in `run_dir` if any."""
     words = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return words

@@ -48,6 +48,28 @@ def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
         assert f"(did you mean --{flag}?)" in only_error(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--preset smal", "there is no preset 'smal': did you mean small?"),
+        ("--preset none", "choose from trading, small, control, memory, paper"),
+        ("--env lamp.py:Lamp-v0", "names a file: name its module, lamp:Lamp-v0"),
+        ("--resume {}/checkpoints", "whose newest checkpoint counts, got {0}/checkpoints: give "),
+        ("--resume {}/checkpoints/best.pt", "best.pt: give --resume {0}"),
+        ("--env CartPole-v1 --bptt_steps 48", "num_steps 128, its default beside --bptt_steps,"),
+        (
+            "--env CartPole-v1 --batch_size 4096 --total_steps 100000",
+            "262,144 steps, more than total_steps 100,000: give --batch_size 128 for minibatches",
+        ),
+    ],
+)
+def test_a_slip_of_the_first_day_is_answered_with_what_is_meant(
+    flags, expected, finished, monkeypatch, capsys
+):
+    assert train_here(monkeypatch, *flags.format(finished[0]).split()) == 2
+    assert expected.format(finished[0]) in only_error(capsys.readouterr().err)
+
+
 def test_sizes_that_do_not_divide_propose_another_batch_for_the_same_environments():
     with pytest.raises(ValueError, match=r"try .*or --batch_size 10 or --batch_size 20$"):
         shard_sizes(TrainConfig(num_envs=10, batch_size=16, num_steps=64), 0, 1)
