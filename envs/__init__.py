@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault
-from rl_dist.errors import check_one_copy, did_you_mean, one_line
+from rl_dist.errors import UserError, check_one_copy, did_you_mean, one_line
 
 check_one_copy(__file__)
 # torch and pandas are loaded when a factory is called, not when ids are registered
@@ -79,7 +79,7 @@ def make_vector_env(
         raise ValueError(f"environment {spec.id} has no native vector environment: choose 'sync'")
     if native:
         try:
-            probe = _construct(spec, 2, kwargs, True, heartbeat)
+            probe = _construct(spec, env_id, 2, kwargs, True, heartbeat)
         except ValueError as error:
             if forced:
                 raise
@@ -90,7 +90,7 @@ def make_vector_env(
             takes_seed_list = _takes_seed_list(probe)
             native = forced or (same_step and takes_seed_list)
     return TorchVectorEnv(
-        _construct(spec, num_envs, kwargs, native, heartbeat),
+        _construct(spec, env_id, num_envs, kwargs, native, heartbeat),
         env_id=env_id,
         force_native=forced,
         takes_seed_list=takes_seed_list or not native,
@@ -134,6 +134,7 @@ def _module_of(env_id: str) -> str:
 
 def _construct(
     spec: gymnasium.envs.registration.EnvSpec,
+    env_id: str,
     num_envs: int,
     kwargs: dict[str, Any],
     native: bool,
@@ -144,7 +145,11 @@ def _construct(
     def make() -> gymnasium.Env[Any, Any]:
         heartbeat()
         # ours checks every step anyway
-        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        for name in ("observation_space", "action_space"):
+            if not isinstance(found := getattr(env, name, None), gymnasium.Space):
+                raise UserError(f"its {name} is {found!r:.80}, not one of gymnasium.spaces")
+        return env
 
     try:
         if native:
@@ -155,9 +160,14 @@ def _construct(
     except BaseException as error:
         if not is_own_fault(error):
             raise
+        from envs.vector.hangs import own_place_of
+
+        # gymnasium wraps a TypeError of the constructor
+        cause = error.__cause__ if "raised from the environment creator" in str(error) else None
+        reason = one_line(cause or error, named=not isinstance(error, UserError))
         given = f" with {kwargs}" if kwargs else ""
         raise ValueError(
-            f"environment {spec.id}{given} cannot be made: {one_line(error)}"
+            f"environment {env_id}{given} cannot be made: {reason}{own_place_of(cause or error)}"
         ) from error
 
 

@@ -87,6 +87,7 @@ class LoadedPolicy:
     def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
         """Return an observation as rows [B, F], and whether it was a single one."""
         try:
+            self._check_shape(observation)
             single = self._is_single(observation)
             batch = [observation] if single else observation
             batch = np.asarray(batch) if single and not _is_nested(observation) else batch
@@ -105,6 +106,16 @@ class LoadedPolicy:
             raise UserError("observation holds NaN or infinity")
         self._check_masks(rows[:, self._own_mask])
         return rows, single
+
+    def _check_shape(self, observation: Any) -> None:
+        """Refuse what is neither one observation nor a batch; parts are checked later."""
+        wanted = self.observation_space.shape
+        if wanted is None or _is_nested(observation):
+            return
+        shape = np.shape(observation)
+        if shape != wanted and not (shape[:1] > (0,) and shape[1:] == wanted):
+            batch = str((0, *wanted)).replace("0", "N", 1)
+            raise ValueError(f"its shape is {shape}; one has {wanted}, a batch of N {batch}")
 
     def _checked_state(self, state: State | None, count: int) -> State:
         """Return the state of so many environments: zeros for None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -72,7 +73,17 @@ def film(agent: LoadedAgent, task: GymTask, folder: Path, world: World) -> str:
     drawn = replace(task, config=replace(own, env_kwargs=kwargs, **steps))  # type: ignore[arg-type]
     controller = FilmingController(agent.policy, agent.normalizer)
     num_episodes = min(NUM_EPISODES, own.eval_episodes)
-    make_env = drawn.evaluation_env
+
+    def make_env(count: int, first: int) -> VectorEnv:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of Gymnasium, about the render_mode
+                return drawn.evaluation_env(count, first)
+        except ValueError as error:
+            raise UserError(
+                f"--video needs an environment that draws itself: __init__ has to take render_mode "
+                f"and render to return a picture [H, W, 3] for rgb_array: {error}"
+            ) from error
+
     evaluate_episodes(make_env, controller, num_episodes, agent.config.train.seed, world)
     folder.mkdir(parents=True, exist_ok=True)
     controller.write(folder)

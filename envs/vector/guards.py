@@ -146,8 +146,9 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
                 problem = f"observation has shape {shape}, not {self._shapes[path]}"
                 raise RowFaultError(self._row, f"{problem}{_at(path)}")
         if not isinstance(reward, float):
-            # raises for what is no number; None becomes NaN
-            reward = np.asarray(reward, np.float64)
+            if reward is None:
+                raise RowFaultError(self._row, "reward is None, not a number")
+            reward = np.asarray(reward, np.float64)  # raises for what is no number
             if reward.size != 1:
                 raise RowFaultError(self._row, f"reward has shape {reward.shape}, not ()")
         if not isinstance(info, Mapping):

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -144,17 +144,27 @@ def _place_of(error: BaseException) -> str:
 
     Where a library could not unpack what it returned, what that should have been.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = (str(Path(__file__).parent), str(Path(os.__file__).parent))
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith((*libraries, "<")) and "-packages" not in frame.filename
-    ]
+    own = own_place_of(error)
     if not own and "values to unpack" in str(error):
         step = "observation, reward, terminated, truncated, info"
         return f": reset has to return observation, info, and step {step}"
-    last = (own or frames)[-1] if frames else None
+    return own or _last_of(traceback.extract_tb(error.__traceback__))
+
+
+def own_place_of(error: BaseException) -> str:
+    """Return file and line where an environment's own code raised, or ""."""
+    folder = Path(__file__).parent
+    libraries = (str(folder), str(folder.with_name("__init__.py")), str(Path(os.__file__).parent))
+    frames = traceback.extract_tb(error.__traceback__)
+    return _last_of(
+        frame
+        for frame in frames
+        if not frame.filename.startswith((*libraries, "<")) and "-packages" not in frame.filename
+    )
+
+
+def _last_of(frames: Iterable[traceback.FrameSummary]) -> str:
+    *_, last = None, *frames
     return f" ({Path(last.filename).name}:{last.lineno})" if last else ""
 
 

@@ -15,7 +15,8 @@ MASKED = {"action_mask": np.ones(7, np.int8), "place": np.zeros(4)}
 STATE = np.zeros((1, 6, 8), np.float32)  # of the cascade, one observation
 WRONG = {  # policy, observation, other arguments, the error
     "no key": ("images", {"camera": IMAGE["camera"], "speed": np.zeros(4)}, {}, "has no 'gear'"),
-    "shape": ("clstm", np.zeros((2, 3)), {}, r"shape \(2, 3\) is not \(2, 4\)"),
+    "shape": ("clstm", np.zeros(3), {}, r"shape is \(3,\); one has \(4,\), a batch of N \(N, 4\)"),
+    "empty": ("clstm", np.zeros((0, 4)), {}, r"shape is \(0, 4\); one has"),
     "number": ("clstm", 3.0, {}, "does not fit Box"),
     "text": ("clstm", np.array(["a"] * 4), {}, "could not convert"),
     "NaN": ("clstm", np.full(4, np.nan), {}, "NaN or infinity"),

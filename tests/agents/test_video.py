@@ -61,10 +61,11 @@ def test_a_video_shows_every_step_of_the_first_episodes(drawn, tmp_path, monkeyp
 
 
 def test_what_cannot_be_drawn_is_one_line(drawn, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patched:
-        patched.setattr(DrawnEnv, "render", lambda self: None)
-        assert evaluate_here(monkeypatch, drawn, "--video", tmp_path / "films") == 2
-    assert "Drawn-v0 cannot be drawn" in only_error(capsys.readouterr().err)
+    for method, words in [("render", "Drawn-v0 cannot be drawn"), ("__init__", "render_mode and")]:
+        with monkeypatch.context() as patched:
+            patched.setattr(DrawnEnv, method, lambda self: None)
+            assert evaluate_here(monkeypatch, drawn, "--video", tmp_path / "films") == 2
+        assert words in only_error(capsys.readouterr().err)
     (tmp_path / "file").write_text("")
     assert evaluate_here(monkeypatch, drawn, "--video", tmp_path / "file") == 2
     assert "must be a folder" in only_error(capsys.readouterr().err)

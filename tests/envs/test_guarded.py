@@ -87,7 +87,7 @@ def test_an_environment_is_made_again_as_often_as_allowed():
         (lambda step: (np.zeros(3), *step[1:]), r"observation has shape \(3,\), not \(1,\)"),
         (lambda step: step[:4], "raised ValueError: not enough values .* reset has to return"),
         (lambda step: (step[0], "much", *step[2:]), "raised ValueError: could not convert"),
-        (lambda step: (step[0], None, *step[2:]), "reward is nan"),
+        (lambda step: (step[0], None, *step[2:]), "reward is None, not a number"),
         (lambda step: ([0.0, [1.0, 2.0]], *step[1:]), "raised ValueError: setting an array"),
         (lambda step: (step[0], -1e300, *step[2:]), r"reward is -1e\+300"),
         (lambda step: (np.full(1, 1e39), *step[1:]), r"observation is (inf|1e\+39)"),

@@ -252,6 +252,20 @@ def test_autoreset_modes_other_than_same_step_are_refused(mode):
         TorchVectorEnv(env, env_id="Scripted-v0")
 
 
+class UnmadeEnv(gymnasium.Env):
+    """Lacks a space, or raises when it is made."""
+
+    observation_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, how=""):
+        if "" + how:
+            raise KeyError("how")
+
+
+gymnasium.register("Unmade-v0", UnmadeEnv)
+UNMADE = f"{__name__}:Unmade-v0"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -266,7 +280,13 @@ def test_autoreset_modes_other_than_same_step_are_refused(mode):
         ),
         ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module'"),
         ({"env_id": "StockTrading-v0"}, "make it with gymnasium.make_vec"),
-        ({"env_kwargs": {"colour": 1}}, "cannot be made: TypeError"),
+        ({"env_kwargs": {"colour": 1}}, "cannot be made: TypeError.* argument 'colour'$"),
+        (
+            {"env_id": UNMADE, "env_kwargs": {"how": "stumble"}},
+            r"KeyError: 'how' \(test_vector.py:",
+        ),
+        ({"env_id": UNMADE, "env_kwargs": {"how": 1}}, r"TypeError: can only .* \(test_vector.py:"),
+        ({"env_id": UNMADE}, f"{UNMADE} cannot be made: its action_space is None, not one of"),
         ({"env_id": "Pendulum-v1", "vectorization": "native"}, "has no native vector environment"),
     ],
 )
