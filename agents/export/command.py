@@ -24,14 +24,15 @@ EPILOG = """examples:
   python -m agents.export runs/my_run --format safetensors --output my_policy
 exit codes: 0 done, 1 the exported policy differs or cannot be made, 2 bad usage"""
 HOW_TO_RUN = {
-    "onnx": """import numpy as np, onnxruntime
+    "onnx": """import gymnasium, numpy as np, onnxruntime
 
 session = onnxruntime.InferenceSession("policy.onnx")
 policy = lambda *inputs: session.run(None, dict(zip(("obs", "state", "episode_start"), inputs)))""",
-    "pt2": """import torch
+    "pt2": """import gymnasium, numpy as np, torch
 
-policy = torch.export.load("policy.pt2").module()""",
-    "safetensors": """import numpy as np
+module = torch.export.load("policy.pt2").module()
+policy = lambda *inputs: [each.numpy() for each in module(*map(torch.from_numpy, inputs))]""",
+    "safetensors": """import gymnasium, numpy as np
 from numpy_policy import NumpyPolicy
 
 policy = NumpyPolicy("policy.safetensors")""",

@@ -16,6 +16,7 @@ from agents.export.step import INPUTS, OUTPUTS, ExportedStep
 from agents.network.cores import PassThrough
 from agents.run.config import SUMMARY
 from agents.run.saved import LoadedAgent
+from envs.task import TaskConfig
 from envs.vector.spaces import ObservationEncoder, categories_of, image_axes, leaves, named
 from rl_dist.hardware.plain_files import read_plain
 
@@ -167,10 +168,10 @@ def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> 
     """Return the policy card: task, training, scores, how to run it, configuration."""
     config, check = agent.config, contract["check"]
     summary = agent.run_dir / SUMMARY
-    scores = "The run has no summary.json: it has not finished.\n"
+    scores = "None yet: the run has no summary.json, as its training has not come to an end."
     if summary.is_file():
-        tested = json.loads(read_plain(summary))["test"]
-        scores = "\n".join(_score_lines(tested)) + "\n"
+        lines = _score_lines(json.loads(read_plain(summary))["test"])
+        scores = "\n".join(["At the end of the training, of its newest weights:\n", *lines])
     task = config.task.env + (f" {config.task.env_kwargs}" if config.task.env_kwargs else "")
     sections = {name: config.to_dict()[name] for name in ("task", "policy", "ppo")}
     obs, state = (contract["inputs"][index]["shape"][-1] for index in (0, 1))
@@ -186,16 +187,27 @@ def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> 
 | Checked | {check["runtime"]} differs from torch by at most {check["max_difference"]:.1e} |
 
 ## Scores
-At the end of the training, of its newest weights:
-
 {scores}
+
 ## Use
 `obs` [batch, {obs}], `state` [batch, {state}] and `episode_start` [batch] go in, `action` and
 `next_state` come out. `contract.json` says what the columns are. Normaliser, reset and the bounds
-of actions are inside.
+of actions are inside. This plays 1,000 steps where an observation is one Box of numbers;
+`examples/deployment.py` of the trainer makes rows and actions of any spaces.
 
 ```python
 {how_to_run}
+
+{_make_env_lines(config.task)}
+obs, info = env.reset()
+state, begins = np.zeros((1, {state}), np.float32), True
+for _ in range(1000):
+    row = np.asarray(obs, np.float32).reshape(1, -1)
+    action, state = policy(row, state, np.array([begins]))
+    obs, reward, terminated, truncated, info = env.step(action[0])
+    begins = terminated or truncated
+    if begins:
+        obs, info = env.reset()
 ```
 
 ## Configuration
@@ -203,6 +215,15 @@ of actions are inside.
 {json.dumps(sections, indent=2)}
 ```
 """
+
+
+def _make_env_lines(task: TaskConfig) -> str:
+    """Return the Python lines that make the environment."""
+    spec = gymnasium.registry.get(task.env)
+    ours = spec and str(spec.entry_point).startswith("envs.")
+    kwargs = f", **{task.kwargs()}" if task.kwargs() else ""
+    known = "import envs  # of the trainer: registers it\n" if ours else ""
+    return f"{known}env = gymnasium.make({task.env!r}{kwargs})"
 
 
 def _score_lines(tested: Any, name: str = "") -> list[str]:

@@ -174,6 +174,16 @@ def test_the_command_exports_a_run_that_numpy_runs_elsewhere(tmp_path, monkeypat
     card = (folder / "README.md").read_text()
     assert "Policy for Pendulum-v1" in card and "- return: " in card
 
+    # the snippets of card and documentation run beside the file
+    _, *documented = (REPO / "docs/deployment.md").read_text().split("```python\n")
+    for text in (card.split("```python\n")[1], documented[1]):
+        code = [sys.executable, "-c", text.split("```")[0] + "print(np.abs(action).max() <= 2)"]
+        done = subprocess.run(code, capture_output=True, text=True, cwd=folder, timeout=60)
+        assert done.stdout == "True\n", done.stderr
+    (run_dir / "summary.json").unlink()  # as of a run that has not finished
+    assert run_here(command.main, arguments, monkeypatch) == 0
+    assert "## Scores\nNone yet: " in (folder / "README.md").read_text()
+
     # the copied runner alone acts as the policy does, in the environment
     monkeypatch.syspath_prepend(shutil.copytree(folder, tmp_path / "elsewhere"))
     copied = __import__("numpy_policy").NumpyPolicy(tmp_path / "elsewhere/policy.safetensors")
