@@ -17,6 +17,7 @@ from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.trading_config import DataConfig
 from envs.vector.layout import Layout
+from rl_dist.checkpoint.file import format_version_of
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.own_modules import check_core, check_module, import_from_here
 from rl_dist.config import ParsedFlags, given_once, removed_flags
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
 
+PHILOX_FORMAT = 3  # of checkpoints since random numbers come from Philox 4x32
 # What a resumed run may change: how long, where it runs, and what it keeps and reports.
 CHANGEABLE = {
     "num_episodes", "total_steps",
@@ -51,6 +53,12 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
     named = parsed.configs["policy"].core if "core" in parsed.given else None
     check_core(config.policy.core, run_dir, named)
     print_dropped_flags(SECTIONS, saved, parsed.given)
+    older = format_version_of(found.path) < PHILOX_FORMAT
+    if older and os.environ.get("RANK", "0") == "0":
+        print(
+            "this run began in an older version, which drew other random numbers: it goes on, but "
+            "not as it would have there"
+        )
     return config
 
 

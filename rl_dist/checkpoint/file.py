@@ -87,6 +87,14 @@ def read_checkpoint(path: str | Path) -> CheckpointFile:
     return CheckpointFile(path, _unpack(path, data), version, torch_version, len(data), digest)
 
 
+def format_version_of(path: Path) -> int:
+    """Return the format of a checkpoint that has just been loaded."""
+    with path.open("rb") as file:
+        file.seek(-_SEAL_BYTES - _ABOUT_BYTES, os.SEEK_END)
+        found = _ABOUT.search(file.read(_ABOUT_BYTES))
+    return int(found[1]) if found else FORMAT_VERSION
+
+
 def pack(state: dict[str, Any]) -> bytes:
     """Return the bytes of a checkpoint file.
 
