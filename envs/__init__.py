@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault
+from envs.vector.hangs import own_place_of
 from rl_dist.errors import UserError, check_one_copy, did_you_mean, one_line
 
 check_one_copy(__file__)
@@ -121,7 +122,7 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
         if not is_own_fault(error):
             raise
         raise ValueError(
-            f"environment {env_id!r}: its module raised {one_line(error)}: "
+            f"environment {env_id!r}: its module raised {one_line(error)}{own_place_of(error)}: "
             "check it and the Python path"
         ) from error
 
@@ -160,8 +161,6 @@ def _construct(
     except BaseException as error:
         if not is_own_fault(error):
             raise
-        from envs.vector.hangs import own_place_of
-
         # gymnasium wraps a TypeError of the constructor
         cause = error.__cause__ if "raised from the environment creator" in str(error) else None
         reason = one_line(cause or error, named=not isinstance(error, UserError))

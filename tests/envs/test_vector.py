@@ -278,7 +278,11 @@ UNMADE = f"{__name__}:Unmade-v0"
             {"env_id": "many_choices:Humanoid-v0"},  # a class, and an id near to MuJoCo's
             "unknown environment 'many_choices:Humanoid-v0': many_choices registers Many-v0$",
         ),
-        ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module'"),
+        ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module': check it"),
+        (
+            {"env_id": "broken_module:Task-v0"},
+            r"KeyError: 'seven' \(broken_module.py:1\): check it",
+        ),
         ({"env_id": "StockTrading-v0"}, "make it with gymnasium.make_vec"),
         ({"env_kwargs": {"colour": 1}}, "cannot be made: TypeError.* argument 'colour'$"),
         (
@@ -290,7 +294,9 @@ UNMADE = f"{__name__}:Unmade-v0"
         ({"env_id": "Pendulum-v1", "vectorization": "native"}, "has no native vector environment"),
     ],
 )
-def test_what_cannot_be_made_is_one_clear_line(arguments, message):
+def test_what_cannot_be_made_is_one_clear_line(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("{}['seven']")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         make_vector_env(**{"env_id": "CartPole-v1", "num_envs": 2, **arguments})
     assert "\n" not in str(error.value)
