@@ -128,7 +128,9 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
     cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
     assert cluster.job(job)["JobState"] == "PENDING"
     assert 10 <= saved() < ITERATIONS
-    # SLURM would wait two minutes before it starts the job again
+    # SLURM would wait two minutes before it starts the job again; nodes refuse it in the second in
+    # which they ended it ("Job credential revoked")
+    time.sleep(3)
     cluster.wait(lambda: not cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now"))
     cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")
 
