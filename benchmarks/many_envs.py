@@ -4,9 +4,9 @@
 
 Each number trains in a process of its own: an LSTM of 64 on CartPole-v1, 32 steps, one epoch, two
 minibatches, one thread. Printed are medians of its iterations after the first: steps per second,
-microseconds of an environment's step in collecting and updating, milliseconds of what the host does
-besides in an iteration of 128 steps and 4 epochs (noise, order, plans; see host_work.py), and the
-most memory that the process came to.
+microseconds of an environment's step in collecting and updating, the most memory that the process
+came to, and milliseconds of an iteration of 128 steps and 4 epochs for what is besides (see
+host_work.py): noise, which a GPU makes itself, and order, plans and tables, always the host's.
 --long N trains N iterations of 8 environments and prints how its memory grew in the last four
 fifths of them.
 """
@@ -65,6 +65,7 @@ def row_of(num_envs: int, iterations: int) -> dict[str, float]:
         "steps_per_s": round(rate),
         "collect_us": round(1e6 * collect_s / steps, 1),
         "update_us": round(1e6 * update_s / steps, 1),
+        "noise_ms": round(host.pop("noise"), 1),
         "host_ms": round(sum(host.values()), 1),
         "peak_mib": round(peak / MIB),
     }
