@@ -69,7 +69,7 @@ class PPOConfig:
     gae_lambda: float = setting(
         0.95,
         within=(0, 1),
-        presets={"--preset trading": 0.5, "--preset memory": 0.98, "--preset paper": 0.95},
+        presets={"--preset trading": 0.5, "--preset memory": 0.9, "--preset paper": 0.95},
     )
     """lambda of generalised advantage estimation."""
     update_epochs: int = setting(
@@ -88,6 +88,14 @@ class PPOConfig:
     """Clip the value loss as well."""
     norm_adv: bool = setting(True)
     """Normalise advantages over the whole rollout of all ranks."""
+    min_adv_std: float = setting(
+        0.0,
+        "deviations of returns",
+        within=(0, 100),
+        presets={"--preset memory": 0.2},
+    )
+    """The least that norm_adv divides by. Once a task is solved, advantages are noise, which would
+    be enlarged and move the policy at random; 0: off."""
     ent_coef: float = setting(0.0, within=(0, 10))
     """Weight of the entropy bonus in the loss."""
     vf_coef: float = setting(0.5, within=(0, 100))
@@ -178,10 +186,15 @@ def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[st
     return sums
 
 
-def normalize_advantages(advantages: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-    """Advantages [T, B] of mean 0 and deviation 1 over the rollouts of all ranks."""
+def normalize_advantages(
+    advantages: Tensor, sums: Mapping[str, Tensor], smallest: float | Tensor = 0.0
+) -> Tensor:
+    """Advantages [T, B] of mean 0 over the rollouts of all ranks, and of deviation 1.
+
+    smallest: what they are divided by at least; the deviation is below 1 then.
+    """
     mean, variance = _moments("advantages", sums)
-    deviation = variance.clamp(min=0.0).sqrt() + 1e-8
+    deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=smallest)
     return ((advantages.double() - mean) / deviation).to(advantages.dtype)
 
 

@@ -45,7 +45,7 @@ class TrainConfig:
         presets={
             "--preset small": 16,
             "--preset control": 16,
-            "--preset memory": 16,
+            "--preset memory": 32,
             "--quick": 32,
         },
         main=True,
@@ -131,7 +131,7 @@ class TrainConfig:
             )
         if self.num_steps % self.bptt_steps:
             near = _nearest_multiple(self.num_steps, self.bptt_steps)
-            default = ", its default beside --bptt_steps," if self.num_steps == 128 else ""
+            default = " (the default beside --bptt_steps)" if self.num_steps == 128 else ""
             raise ValueError(
                 f"num_steps {self.num_steps}{default} must be a multiple of bptt_steps "
                 f"{self.bptt_steps}: try --num_steps {near}"

@@ -212,7 +212,8 @@ class Training:
         sums = all_reduce_sum(sums, self.world)
         explained = explained_variance(sums)
         if ppo.norm_adv:
-            advantages = normalize_advantages(advantages, sums)
+            smallest = ppo.min_adv_std * self.return_deviation()
+            advantages = normalize_advantages(advantages, sums, smallest)
 
         # epochs over minibatches of sequences
         sequences = cut_rollout(rollout, advantages, returns, train.bptt_steps)
@@ -227,6 +228,12 @@ class Training:
             raise NonFiniteGradientError(message, exit_code=1) from error
         self.merge_statistics(sums)
         return metrics
+
+    def return_deviation(self) -> Tensor | float:
+        """Deviation of discounted returns, in units of the rewards that are learned from."""
+        if self.job.train.normalize_rewards:
+            return 1.0
+        return self.reward_normalizer.moments.variance[0].sqrt()
 
     def statistics(self, rollout: Rollout, discounted: Tensor) -> dict[str, Tensor]:
         """This rank's sums for both normalisers' statistics."""

@@ -24,8 +24,8 @@ def test_the_quick_start_notebook_runs_from_its_first_cell_to_its_last(capsys):
     assert not any(cell.get("outputs") for cell in notebook["cells"])
     names = {"__name__": "notebook"}
     for cell in cells:
-        exec(compile(cell.replace("30_000", "2048, eval_episodes=4"), "cell", "exec"), names)
-    assert [step for step, _ in names["history"]] == [1024, 2048]
+        exec(compile(cell.replace("30_000", "4096, eval_episodes=4"), "cell", "exec"), names)
+    assert [step for step, _ in names["history"]] == [2048, 4096]
     assert "return of one episode:" in capsys.readouterr().out
 
 

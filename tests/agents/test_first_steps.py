@@ -93,7 +93,7 @@ def test_an_iteration_beyond_the_whole_budget_is_a_warning(tmp_path, monkeypatch
         ("--preset paper", "paper", (128, 0, 128, 3e-4, 0.95, 128)),
         ("--env CartPole-v1", "small", (8, 16, 64, 7e-4, 0.95, 64)),
         ("--env Pendulum-v1", "control", (8, 16, 64, 7e-4, 0.95, 64)),
-        ("--env Recall-v0", "memory", (8, 16, 64, 7e-4, 0.98, 64)),
+        ("--env Recall-v0", "memory", (8, 32, 64, 7e-4, 0.9, 64)),
         ("--env Recall-v0 --preset small", "small", (8, 16, 64, 7e-4, 0.95, 64)),
         (
             "--env CartPole-v1 --batch_size 64 --hidden_size 32",

@@ -102,6 +102,17 @@ def test_advantages_are_normalised_to_mean_0_and_deviation_1(world):
     assert normalize_advantages(alike, rollout_sums(alike, zeros, zeros)).abs().max() == 0
 
 
+def test_advantages_are_divided_by_a_least_deviation(world):
+    advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)
+    sums = rollout_sums(advantages, zeros, zeros)
+    assert torch.equal(
+        normalize_advantages(advantages, sums, 1.8), normalize_advantages(advantages, sums)
+    )
+    torch.testing.assert_close(
+        normalize_advantages(advantages, sums, 7.0), (advantages - 3.0) / 7.0
+    )
+
+
 class Line(nn.Module):
     """A policy of one parameter: value = parameter, log-probability = 0."""
 

@@ -154,6 +154,25 @@ def test_normalisers_hold_everything_collected_before_in_one_pass(world, tmp_pat
     torch.testing.assert_close(moments.variance, raw.var(0, correction=0), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, world, monkeypatch):
+    learned_from = {}
+    note = learned_from.__setitem__
+    for name, ppo in (
+        ("raw", PPOConfig(norm_adv=False)),
+        ("divided", PPOConfig(min_adv_std=100.0)),
+    ):
+        training = Training(make_job("trading, mlp", ppo=ppo, normalize_rewards=scaled), world)
+        training.warm_up_normalizers()
+        unit = 1.0 if scaled else training.reward_normalizer.moments.variance.sqrt()
+        monkeypatch.setattr(
+            training.ppo, "update", lambda each, *_, name=name: note(name, each.advantages) or {}
+        )
+        training.update(training.collect(lifetime_step=1))
+    raw = learned_from["raw"]
+    torch.testing.assert_close(learned_from["divided"], (raw - raw.mean()) / (100.0 * unit))
+
+
 def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path):
     _, writer = run(scripted(make_job("trading, clstm", tmp_path, iterations=2)), world)
     first, second = writer.records

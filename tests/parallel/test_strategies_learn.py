@@ -7,7 +7,7 @@ from train_runs import start_training
 
 FLAGS = (
     "--env Recall-v0 --total_steps 100000 --num_envs 16 --num_steps 64 --batch_size 8 "
-    "--update_epochs 10 --learning_rate 7e-4 --gae_lambda 0.98 --hidden_size 32 "
+    "--update_epochs 10 --learning_rate 7e-4 --gae_lambda 0.98 --min_adv_std 0 --hidden_size 32 "
     "--device cpu --validate_every 0"
 )
 WAYS = {
