@@ -233,7 +233,8 @@ class Training:
         """Deviation of discounted returns, in units of the rewards that are learned from."""
         if self.job.train.normalize_rewards:
             return 1.0
-        return self.reward_normalizer.moments.variance[0].sqrt()
+        moments = self.reward_normalizer.moments
+        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)  # 0: none seen yet
 
     def statistics(self, rollout: Rollout, discounted: Tensor) -> dict[str, Tensor]:
         """This rank's sums for both normalisers' statistics."""

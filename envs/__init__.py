@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -103,9 +104,7 @@ def make_vector_env(
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Find an id, importing the module of `module:id`; unknown ones raise ValueError."""
     module, _, name = env_id.rpartition(":")
-    if module.endswith(".py"):
-        own = module.removesuffix(".py").replace("/", ".")
-        raise ValueError(f"environment {env_id!r} names a file: name its module, {own}:{name}")
+    _refuse_file(env_id, module, name)
     try:
         if module:
             importlib.import_module(module)
@@ -125,6 +124,17 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
             f"environment {env_id!r}: its module raised {one_line(error)}{own_place_of(error)}: "
             "check it and the Python path"
         ) from error
+
+
+def _refuse_file(env_id: str, module: str, name: str) -> None:
+    """Say which module a file is."""
+    if not module.endswith(".py"):
+        return
+    path = PurePath(module).with_suffix("")
+    inside = not path.is_absolute() and ".." not in path.parts
+    own = ".".join(path.parts) if inside else path.name
+    where = "" if inside else f", and run in {path.parent} or add that to PYTHONPATH"
+    raise ValueError(f"environment {env_id!r} names a file: name its module, {own}:{name}{where}")
 
 
 def _module_of(env_id: str) -> str:

@@ -43,7 +43,7 @@ EPILOG = """examples:
   python -m agents.evaluate runs/my_cartpole --video videos
   python -m agents.evaluate runs/my_run --compare runs/my_mlp --num_worlds 50
   python -m agents.evaluate runs/my_run --data prices.csv --start 2016-01-04 --end 2020-07-07
-exit codes: 0 done, 1 failed, 2 bad usage"""
+exit codes: 0 done, 1 failed, 2 bad usage, 130 and 143 stopped by Ctrl-C and SIGTERM"""
 
 
 def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTask, Span, str]:
@@ -172,7 +172,8 @@ def _rank_main(args: argparse.Namespace) -> int:
             _load_and_evaluate(args, world)
     except Stopped as stopped:
         (signum,) = stopped.args
-        print(stopped_in_evaluation(signum, None))
+        if world.is_main_process:
+            print(stopped_in_evaluation(signum, None))
         return 128 + signum
     except EnvironmentFaultError as fault:
         raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault

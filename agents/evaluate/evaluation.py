@@ -42,6 +42,7 @@ class Stopped(Interruption):
 def _stop(signum: int, frame: Any) -> None:
     for other in STOP_SIGNALS:
         signal.signal(other, signal.SIG_DFL)
+    stop_flag.signum = signum  # the launcher's check: it reached this host
     raise Stopped(signum)
 
 

@@ -229,6 +229,8 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     config = RunConfig(**parsed.with_defaults(defaults).configs)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
+    if "min_adv_std" in parsed.given and not config.ppo.norm_adv:
+        raise UserError("--min_adv_std does nothing without --norm_adv: leave it out")
     if "batch_size" in parsed.given:
         _refuse_batch_of_steps(config.train)
     if not task.is_trading:
@@ -239,10 +241,10 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 def _refuse_batch_of_steps(train: TrainConfig) -> None:
     """Refuse a batch that makes an iteration longer than the whole run: it may mean steps."""
     batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
-    if train.num_envs or not total or batch < bptt:
+    if train.num_envs or not total or bptt == 1 or batch % bptt:
         return
     steps = shard_sizes(train, 0, 1).global_num_envs * train.num_steps
-    if steps > total:
+    if steps > total >= steps // bptt:
         raise UserError(
             f"batch_size {batch} counts sequences of {bptt} steps, so one iteration is {steps:,} "
             f"steps, more than total_steps {total:,}: give --batch_size {batch // bptt} for "
@@ -286,8 +288,8 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
         raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
     path = Path(extra.resume)
     folder = path.absolute().parent if path.is_file() else path.absolute()
-    in_run = folder.name == CHECKPOINT_DIR
-    if path.is_file() or in_run:
+    in_run = folder.name == CHECKPOINT_DIR and (folder.parent / "config.json").is_file()
+    if path.is_file() or (in_run and not (folder / "config.json").is_file()):
         raise UserError(
             f"--resume takes a run directory, whose newest checkpoint counts, got {path}"
             + (f": give --resume {folder.parent}" if in_run else "")

@@ -53,10 +53,15 @@ def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
     [
         ("--preset smal", "there is no preset 'smal': did you mean small?"),
         ("--preset none", "choose from trading, small, control, memory, paper"),
-        ("--env lamp.py:Lamp-v0", "names a file: name its module, lamp:Lamp-v0"),
+        ("--env ./lamp.py:Lamp-v0", "names a file: name its module, lamp:Lamp-v0"),
+        ("--env /up/lamp.py:Lamp-v0", "module, lamp:Lamp-v0, and run in /up or add that to "),
+        ("--no-norm_adv --min_adv_std 0.2", "--min_adv_std does nothing without --norm_adv"),
         ("--resume {}/checkpoints", "whose newest checkpoint counts, got {0}/checkpoints: give "),
         ("--resume {}/checkpoints/best.pt", "best.pt: give --resume {0}"),
-        ("--env CartPole-v1 --bptt_steps 48", "num_steps 128, its default beside --bptt_steps,"),
+        (
+            "--env CartPole-v1 --bptt_steps 48",
+            "num_steps 128 (the default beside --bptt_steps) must",
+        ),
         (
             "--env CartPole-v1 --batch_size 4096 --total_steps 100000",
             "262,144 steps, more than total_steps 100,000: give --batch_size 128 for minibatches",

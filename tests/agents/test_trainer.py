@@ -173,6 +173,21 @@ def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, 
     torch.testing.assert_close(learned_from["divided"], (raw - raw.mean()) / (100.0 * unit))
 
 
+def test_before_returns_were_seen_advantages_are_divided_by_their_own_deviation(world, monkeypatch):
+    nothing = {"normalize_obs": False, "normalize_rewards": False}
+    job = make_job("trading, mlp", ppo=PPOConfig(min_adv_std=100.0), **nothing)
+    training = Training(job, world)
+    training.warm_up_normalizers()
+    found = []
+    monkeypatch.setattr(
+        training.ppo, "update", lambda each, *_: found.append(each.advantages) or {}
+    )
+    for step in (1, 2):
+        training.update(training.collect(lifetime_step=step))
+    assert found[0].std(correction=0) == pytest.approx(1.0)
+    assert found[1].std(correction=0) < 0.1
+
+
 def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path):
     _, writer = run(scripted(make_job("trading, clstm", tmp_path, iterations=2)), world)
     first, second = writer.records

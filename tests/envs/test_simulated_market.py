@@ -9,6 +9,7 @@ from envs.trading.baselines import (
     EqualWeight,
     MemorylessRule,
     ReferencePolicy,
+    news_model,
     planted_outlook,
 )
 from envs.trading.environment import TradingVectorEnv
@@ -32,6 +33,15 @@ TEST_SPAN = Span(first=1890, last=2519)
 @pytest.fixture(scope="module")
 def worlds():
     return simulate_worlds(CONFIG, world_seeds(CONFIG, "train", 24))
+
+
+def test_chances_of_the_states_of_the_news_stay_chances():
+    model = news_model()
+    chances = np.random.default_rng(0).dirichlet(np.ones(len(model.start)), size=3).T  # [S, 3]
+    np.testing.assert_allclose(model.next_day(chances).sum(0), 1.0)
+    # its own frequencies repeat themselves, and all announcements are as often up as down
+    np.testing.assert_allclose(model.next_day(model.start[:, None])[:, 0], model.start, atol=1e-12)
+    assert model.start @ model.event == pytest.approx(0.0, abs=1e-12)
 
 
 def announcements(events):
