@@ -33,11 +33,16 @@ def test_gymnasium_makes_the_batch_by_itself_and_an_integer_seed_counts_up(env_i
     assert batch.reset()[0] in batch.observation_space
 
 
-def test_cart_pole_positions_follows_cart_pole_exactly_from_the_same_start():
-    batch = CartPolePositionsVectorEnv(4)
+@pytest.mark.parametrize("pole", [{}, {"length": 0.8, "masspole": 0.15, "force_mag": 8.0}])
+def test_cart_pole_positions_follows_cart_pole_exactly_from_the_same_start(pole):
+    batch = CartPolePositionsVectorEnv(4, **pole)
     batch.reset(seed=SEEDS[:4])
     originals = [CartPoleEnv() for _ in range(4)]
     for original, start in zip(originals, batch.state, strict=True):
+        for name, value in pole.items():
+            setattr(original, name, value)
+        original.total_mass = original.masspole + original.masscart
+        original.polemass_length = original.masspole * original.length
         original.reset(seed=0)
         original.state = start.copy()
     running = np.ones(4, dtype=bool)
