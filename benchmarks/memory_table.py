@@ -115,6 +115,7 @@ ROWS = [
     ),
     Row("CartPole without velocities", "CartPolePositions-v1", 100_000, "", f"500 {ZOO}"),
     Row("MemoryLength, 30 steps", "MemoryLength-v0", 40_000),
+    Row("MemoryLength, 30 steps", "MemoryLength-v0", 40_000, "--gae_lambda 0.98"),
     Row("Recall", "Recall-v0", 40_000),
 ]
 
