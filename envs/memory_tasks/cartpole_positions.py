@@ -86,6 +86,10 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
         masspole: float = 0.1,
         force_mag: float = 10.0,
     ) -> None:
+        given = {"length": length, "masspole": masspole, "force_mag": force_mag}
+        for name, value in given.items():
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
         super().__init__(num_envs, max_episode_steps=max_episode_steps)
         it = self._physics
         it.length, it.masspole, it.force_mag = length, masspole, force_mag

@@ -61,6 +61,11 @@ def test_cart_pole_positions_follows_cart_pole_exactly_from_the_same_start(pole)
     assert not running.any()
 
 
+def test_a_pole_has_a_length_and_a_mass():
+    with pytest.raises(ValueError, match="length must be above 0, got 0"):
+        CartPolePositionsVectorEnv(2, length=0)
+
+
 def test_cart_pole_positions_truncates_at_its_own_limit():
     env = CartPolePositionsEnv(max_episode_steps=3)
     env.reset(seed=1)
