@@ -22,6 +22,7 @@ EXHAUSTED = [
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("could not create a primitive"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]
 

@@ -351,9 +351,10 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capsys):
         assert records(tmp_path / f"seed_{seed}")[-1]["iteration"] == 1
         summary = json.loads((tmp_path / f"seed_{seed}" / "summary.json").read_text())
         assert found["scores"][str(seed)] == summary["test"]["return"]
-    before = (tmp_path / "seed_1" / "summary.json").stat().st_mtime
-    assert train_here(monkeypatch, *flags) == 0  # nothing is trained again
-    assert (tmp_path / "seed_1" / "summary.json").stat().st_mtime == before
+    before = (tmp_path / "seed_1" / "metrics.jsonl").read_bytes()
+    assert train_here(monkeypatch, *flags) == 0  # nothing is trained again, all is evaluated again
+    assert (tmp_path / "seed_1" / "metrics.jsonl").read_bytes() == before
+    assert json.loads((tmp_path / "seeds.json").read_text())["scores"] == found["scores"]
 
 
 def test_the_package_offers_its_names():

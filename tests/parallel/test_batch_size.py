@@ -17,6 +17,7 @@ from rl_dist.parallel.batch_size import fastest_batch_size, fits, largest_batch_
 SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 OTHERS = [
     RuntimeError("size mismatch"),
+    RuntimeError("could not create a primitive descriptor for an LSTM forward propagation"),
     OSError(errno.ENOSPC, "No space left on device"),
     ValueError("out of memory"),
 ]
