@@ -78,14 +78,14 @@ def test_a_result_of_another_command_does_not_count(tmp_path):
 @pytest.mark.slow
 def test_a_row_of_popgym_trains_once_and_is_printed_again(tmp_path, monkeypatch, capsys):
     pytest.importorskip("popgym", reason="the extra popgym is not installed")
-    row = memory_table.popgym("AutoencodeEasy", 2048, "-", "--eval_episodes 2")  # a Tuple
+    row = memory_table.popgym("AutoencodeEasy", 8192, "-", "--eval_episodes 2")  # a Tuple
     monkeypatch.setattr(memory_table, "ROWS", [row])
     command = ["--seeds", "1", "--out", str(tmp_path)]
     memory_table.main(command)
     first = capsys.readouterr().out
     assert shlex.join(row.command(1)) in first and "| AutoencodeEasy |" in first
     found = json.loads(memory_table.place(tmp_path, row, 1).read_text())
-    assert found["steps"] == 2048 and -1 <= found["training"] <= 1
+    assert found["steps"] == 8192 and -1 <= found["training"] <= 1
     monkeypatch.setattr(memory_table, "train", None)  # it would be called
     memory_table.main(command)
     assert capsys.readouterr().out in first

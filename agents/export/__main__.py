@@ -1,10 +1,16 @@
 """Run as `python -m agents.export`."""
 
+import signal
 import sys
 
-from agents.export.command import main
-from rl_dist.errors import outlive_readers
-
 if __name__ == "__main__":
+    # Ctrl-C while modules load is no error
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from agents.export.command import main
+    from rl_dist.errors import outlive_readers
+    from rl_dist.launch.child_process import leave_at_signals
+
+    leave_at_signals()
     outlive_readers()
     sys.exit(main())

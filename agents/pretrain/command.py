@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,7 +242,8 @@ def run_rank(
     resume = resume or restart_count() > 0
     result, summary = run_fit(config, world, run_dir, resume, resolved.gpu_ids)
     if world.is_main_process and result.signum:
-        print(f"stopped by signal {result.signum}; go on with --resume {run_dir}")
+        saved = f"go on with --resume {run_dir}" if result.history else "no epoch had ended"
+        print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
     elif world.is_main_process:
         write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
         best, guessed = summary["best"], summary["guessed"]

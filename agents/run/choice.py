@@ -281,6 +281,8 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
         run_dir = Path(extra.run_dir)
         if not extra.run_dir:
             return find_latest_run(RUNS)
+        if _is_in_run(run_dir.absolute()):
+            raise UserError(f"run_dir {run_dir} is inside a run: give --run_dir {run_dir.parent}")
         return run_dir if any((run_dir / CHECKPOINT_DIR).glob("*.pt")) else None
     given = [name for name in ("run_dir", "preset", "quick") if getattr(extra, name)]
     given += sorted({"pretrained", "init_from"} & parsed.given)
@@ -288,10 +290,17 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
         raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
     path = Path(extra.resume)
     folder = path.absolute().parent if path.is_file() else path.absolute()
-    in_run = folder.name == CHECKPOINT_DIR and (folder.parent / "config.json").is_file()
-    if path.is_file() or (in_run and not (folder / "config.json").is_file()):
+    in_run = _is_in_run(folder)
+    if path.is_file() or in_run:
         raise UserError(
             f"--resume takes a run directory, whose newest checkpoint counts, got {path}"
             + (f": give --resume {folder.parent}" if in_run else "")
         )
     return path
+
+
+def _is_in_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run's checkpoints."""
+    if folder.name != CHECKPOINT_DIR or (folder / "config.json").is_file():
+        return False
+    return (folder.parent / "config.json").is_file()

@@ -57,6 +57,7 @@ def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
         ("--env /up/lamp.py:Lamp-v0", "module, lamp:Lamp-v0, and run in /up or add that to "),
         ("--no-norm_adv --min_adv_std 0.2", "--min_adv_std does nothing without --norm_adv"),
         ("--resume {}/checkpoints", "whose newest checkpoint counts, got {0}/checkpoints: give "),
+        ("--resume auto --run_dir {}/checkpoints", "is inside a run: give --run_dir {0}"),
         ("--resume {}/checkpoints/best.pt", "best.pt: give --resume {0}"),
         (
             "--env CartPole-v1 --bptt_steps 48",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensorboard_readers import seen
-from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
+from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, start, train_here
 
 import train_distributed
 from agents.policy import Policy, PolicyConfig
@@ -224,3 +225,28 @@ def test_two_ranks_pre_train_as_one_does(trained, tmp_path, monkeypatch):
     one, two = checkpoint(trained, 2), checkpoint(run_dir, 2)
     for left, right in zip(one["history"], two["history"], strict=True):
         assert left == pytest.approx(right, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["evaluate", "export", "pretrain"])
+def test_a_ctrl_c_while_modules_load_is_no_error(module):
+    command = start("-X", "importtime", "-m", f"agents.{module}", "--help")
+    for line in command.stderr:
+        if line.split()[-1] == "torch._C":  # most modules come after it
+            break
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=120)
+    assert command.returncode in (-signal.SIGINT, 130) and "Traceback" not in out + err
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_epoch_ends_says_that_nothing_was_saved(tmp_path):
+    run_dir = tmp_path / "run"
+    command = start("-m", "agents.pretrain", "--run_dir", run_dir)
+    for line in command.stdout:
+        if line.startswith("run directory:"):
+            break
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=120)
+    assert command.returncode == 130 and "SIGINT; no epoch had ended" in out, out + err
+    assert not (run_dir / "config.json").exists()
