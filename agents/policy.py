@@ -231,6 +231,11 @@ class Policy(nn.Module):
         sizes = [sum(p.numel() for p in core.parameters()) for core in cores if core.num_states]
         return CALL_WEIGHTS * self.config.num_layers * len(sizes) / max(sum(sizes), 1)
 
+    @property
+    def resets_inside(self) -> bool:
+        """Whether `network` takes resets."""
+        return self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
+
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state [num_envs, S, H]."""
         return self.critic_head.weight.new_zeros(num_envs, self.num_states, self.config.hidden_size)
@@ -240,8 +245,10 @@ class Policy(nn.Module):
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
-    def network(self, obs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Dense pass without resets: obs [L, N, F], state [N, S, H] before them.
+    def network(
+        self, obs: Tensor, state: Tensor, *resets: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Dense pass: obs [L, N, F], state [N, S, H] before them, resets [L, N, 1].
 
         Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
@@ -256,8 +263,8 @@ class Policy(nn.Module):
         # features, then actor and critic
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         num_own = self.num_decision_states
-        features, feature_state = self.features(obs, before[num_own:])
-        (actor, values), own_states = self.decisions(features, before[:num_own])
+        features, feature_state = self.features(obs, before[num_own:], *resets)
+        (actor, values), own_states = self.decisions(features, before[:num_own], *resets)
         if self.mask_columns:
             newest = obs[..., -self.num_obs :]
             actor = heads.forbid(actor, newest[..., self.mask_columns])
@@ -265,8 +272,8 @@ class Policy(nn.Module):
         after = torch.stack(vectors).permute(1, 0, 2) if vectors else state
         return (actor, values), after.to(state.dtype)
 
-    def features(self, obs: Tensor, state: Tensor) -> tuple[Tensor, State]:
-        """First half of the cascade, without resets.
+    def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
+        """First half of the cascade.
 
         Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state before
         them, [S, N, H]. Returns features [L, N, H] of the parameters' type, and the state after.
@@ -274,21 +281,21 @@ class Policy(nn.Module):
         with autocast(self.low_precision, obs.device):
             if self.config.feature_window:
                 return self.feature_mlp(self._windowed_features(obs)).to(state.dtype), state
-            outputs, new_state = self.feature_core(self.feature_encoder(obs), state)
+            outputs, new_state = self.feature_core(self.feature_encoder(obs), state, *resets)
             return self.feature_mlp(outputs).to(state.dtype), new_state
 
     def decisions(
-        self, features: Tensor, state: Tensor
+        self, features: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[State, State]]:
-        """Second half of the cascade, without resets.
+        """Second half of the cascade.
 
         Takes features [L, N, H], and the actor's and the critic's state before them, [S, N, H].
         Returns (actor [L, N, A], values [L, N]) and the states of both after them.
         """
         split = self.actor_core.num_states
         with autocast(self.low_precision, features.device):
-            actor, actor_state = self.actor_core(features, state[:split])
-            critic, critic_state = self.critic_core(features, state[split:])
+            actor, actor_state = self.actor_core(features, state[:split], *resets)
+            critic, critic_state = self.critic_core(features, state[split:], *resets)
         dtype = self.critic_head.weight.dtype
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
         return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)

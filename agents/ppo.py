@@ -311,8 +311,8 @@ class PPO:
         order = sequence_orders(key, self.config.update_epochs, *share)
         device = sequences.obs.device
         starts = sequences.episode_start.cpu().numpy() if starts is None else starts
-        call_steps = self.policy.call_steps if self._plans_ahead else None
-        schedule = make_schedule(starts, order, self.num_microbatches, device, call_steps)
+        calls = (self.policy.call_steps, self.policy.resets_inside) if self._plans_ahead else ()
+        schedule = make_schedule(starts, order, self.num_microbatches, device, *calls)
         tally = Tally(device, self.bad_in_a_row)
         self.clock.start()
         for epoch in range(self.config.update_epochs):

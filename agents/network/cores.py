@@ -3,7 +3,8 @@
 A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` says how many vectors
 [H] its state has. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs [L, N, H]
 and the state after them; it keeps nothing itself. LSTM and GRU also take and return a state as a
-list of its S vectors [N, H], which is put together once for all cores.
+list of its S vectors [N, H], which is put together once for all cores. An LSTM of one layer also
+takes resets [L, N, 1]: 1 at a step that leaves state and output zero, else 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 State = Tensor | list[Tensor]
+SHUT = -1e4  # added to a gate, makes it zero, and all its gradients
 
 
 def _whole(state: State) -> Tensor:
@@ -25,8 +27,12 @@ class LSTMCore(nn.LSTM):
         super().__init__(num_inputs, size, num_layers)
         self.num_states = 2 * num_layers
 
-    def forward(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, inputs: Tensor, state: State, resets: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """See the module."""
+        if resets is not None:
+            return self._with_resets(inputs, _whole(state), resets)
         if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
             hidden, cells = state[: self.num_layers], state[self.num_layers :]
             after: list[Tensor] = []  # h of every layer, then c
@@ -37,6 +43,26 @@ class LSTMCore(nn.LSTM):
             return outputs[None], after
         before_h, before_c = _whole(state).chunk(2)
         outputs, (after_h, after_c) = super().forward(inputs, (before_h, before_c))
+        return outputs, [*after_h, *after_c]
+
+    def _with_resets(
+        self, inputs: Tensor, state: Tensor, resets: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Take resets as one more input, whose fixed weights shut input, forget, output gate."""
+        ((weights, *others),) = self.all_weights  # of one layer
+        shut = weights.new_full((4, self.hidden_size), SHUT)
+        shut[2] = 0.0  # the candidates
+        wide = torch.cat([weights, shut.view(-1, 1)], 1)
+        inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
+        outputs, after_h, after_c = torch.lstm(
+            *(inputs, (state[:1], state[1:]), [wide, *others]),
+            has_biases=True,
+            num_layers=1,
+            dropout=0.0,
+            train=self.training,
+            bidirectional=False,
+            batch_first=False,
+        )
         return outputs, [*after_h, *after_c]
 
     def open_gates(self) -> None:
@@ -145,7 +171,9 @@ class PassThrough(nn.Module):
 
     num_states = 0
 
-    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See the module."""
         return inputs, state
 

@@ -66,19 +66,21 @@ def make_schedule(
     order: np.ndarray,
     num_microbatches: int,
     device: torch.device,
-    call_steps: float | None,
+    call_steps: float | None = None,
+    resets_inside: bool = False,
 ) -> Schedule:
     """The schedule of an update; all its index tables reach the device by one copy.
 
     Args:
         starts: [L, K * B] episode starts.
         order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
-        call_steps: of `plan_pieces`; None: no plans are made.
+        call_steps, resets_inside: of `plan_pieces`; None: no plans are made.
     """
     plans: list[Plan] = []
     if call_steps is not None:
         batches = order.reshape(-1, order.shape[2] // num_microbatches)
-        plans = plan_pieces(starts, list(batches), call_steps)
+        packs = resets_inside and device.type == "cpu"  # not measured on GPUs
+        plans = plan_pieces(starts, list(batches), call_steps, packs)
     plans, (index,) = plans_to_device(plans, device, order)
     by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
     return Schedule(index, by_minibatch)

@@ -1,8 +1,9 @@
 """LSTM over [T, B] with episode resets, in dense pieces.
 
 Only dense `nn.LSTM` calls without per-step masks run at full speed. A sequence is therefore cut at
-every episode start into pieces that begin from zero state; pieces of similar length are padded
-together and run as one dense call each.
+every episode start into pieces that begin from zero state. Pieces of similar length are padded
+together and run as one dense call each; or, where a network can reset its state by a step of its
+own, all are run one after the other in the rows of a single call.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# (obs [L,N,F], state [N,S,H]) -> (outputs, each [L,N,...], state after the last step [N,S,H])
-Network = Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
+# (obs [L,N,F], state [N,S,H]) -> (outputs, each [L,N,...], state after the last step [N,S,H]); it
+# may take resets [L,N,1], too: 1 at a step that leaves the state zero
+Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
+PACKING = 1.07  # time of a step in packed rows, for its share of copying and of resets
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,26 @@ class PieceGroup:
     longest: int
 
 
-Plan = list[PieceGroup]  # of some sequences; empty: there is nothing to cut
+@dataclass(frozen=True)
+class PackedRows:
+    """Pieces in rows, with a step that resets the state between two; one dense call."""
+
+    place: Any  # [T * N] int64, of cell t * N + n in the rows: step * rows + row
+    resets: Any  # [resets] int64, places of the steps that reset
+    first: Any  # [2, rows] int64: a sequence, and 1 if its stored state begins the row, else 0
+    num_steps: int
+
+
+Plan = list[PieceGroup] | PackedRows  # of some sequences; empty: there is nothing to cut
 
 
 def plan_pieces(
-    episode_start: np.ndarray, batches: Sequence[np.ndarray], call_steps: float = 0.0
+    episode_start: np.ndarray,
+    batches: Sequence[np.ndarray],
+    call_steps: float = 0.0,
+    resets_inside: bool = False,
 ) -> list[Plan]:
-    """Cut batches of sequences at episode starts; group the pieces by length.
+    """Cut batches of sequences at episode starts; group the pieces, or pack them.
 
     Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
     half of a group. Neighbours join where that costs less than a call.
@@ -46,6 +62,7 @@ def plan_pieces(
         episode_start: [T, S] bool.
         batches: columns of it, [N] each.
         call_steps: steps of one row that take as long as a call does, however few it has.
+        resets_inside: the network takes resets: pieces are packed where that costs less.
     """
     # pieces of all sequences: column, first step and length of each
     num_steps, num_columns = episode_start.shape
@@ -80,8 +97,83 @@ def plan_pieces(
         splits = cheapest_splits(np.diff(bounds).tolist(), longest.tolist(), call_steps)
         groups = np.split(table, bounds[splits[1:]], axis=1)
         sizes = longest[splits].tolist()
+        if resets_inside:
+            steps = sum(size * group.shape[1] for size, group in zip(sizes, groups, strict=True))
+            most = int((steps + call_steps * (len(sizes) - 1)) / PACKING)
+            if (packed := pack_rows(table, num_steps * len(batch), most)) is not None:
+                plans.append(packed)
+                continue
         plans.append([PieceGroup(*each) for each in zip(groups, sizes, strict=True)])
     return plans
+
+
+def pack_rows(table: np.ndarray, num_cells: int, most: int) -> PackedRows | None:
+    """Pack pieces into rows as long as the longest; None: over `most` cells.
+
+    Args:
+        table: as in `PieceGroup`, of all pieces.
+        num_cells: of all sequences.
+    """
+    if num_cells > most:
+        return None
+    columns, first_cells, last, stateful = table
+    lengths = last + 1
+    num_steps, num_columns = int(lengths.max()), int(columns.max()) + 1
+    row, begin, num_rows = best_fit(lengths.tolist(), stateful.tolist(), num_steps)
+    if num_steps * num_rows > most:
+        return None
+    # every cell of a piece lies one row of cells behind the cell before it, here as there
+    step = np.arange(num_cells) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    place = np.empty(num_cells, np.int64)
+    cells = np.repeat(first_cells, lengths) + step * num_columns
+    place[cells] = np.repeat(begin * num_rows + row, lengths) + step * num_rows
+    first = np.zeros((2, num_rows), np.int64)
+    first[:, row[stateful > 0]] = table[[0, 3]][:, stateful > 0]
+    resets = ((begin - 1) * num_rows + row)[begin > 0]
+    return PackedRows(place, resets, first, num_steps)
+
+
+def best_fit(
+    lengths: list[int], stateful: list[int], num_steps: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Put pieces into rows of num_steps, a step apart.
+
+    A stateful piece begins a row; the others follow, the longest first, where least is left. Returns the row of each, its first step there, and the number of
+    rows.
+    """
+    row, begin = np.zeros((2, len(lengths)), np.int64)
+    rows_with: dict[int, list[int]] = {}  # this many steps left; an empty row has one for free
+    waiting: dict[int, list[int]] = {}  # pieces by length
+    num_rows = 0
+    for piece, length in enumerate(lengths):
+        if stateful[piece]:
+            row[piece] = num_rows
+            rows_with.setdefault(num_steps - length, []).append(num_rows)
+            num_rows += 1
+        else:
+            waiting.setdefault(length, []).append(piece)
+    for length in sorted(waiting, reverse=True):
+        pieces = waiting[length]
+        while pieces:
+            left = min((n for n, rows in rows_with.items() if n > length and rows), default=0)
+            if not left:  # new rows, each for as many of these as it holds
+                left = num_steps + 1
+                count = -(-len(pieces) // (left // (length + 1)))
+                rows_with[left] = list(range(num_rows, num_rows + count))
+                num_rows += count
+            rows = rows_with[left][: len(pieces)]
+            row[pieces[: len(rows)]], begin[pieces[: len(rows)]] = rows, num_steps + 1 - left
+            rows_with[left] = rows_with[left][len(rows) :]
+            rows_with.setdefault(left - length - 1, []).extend(rows)
+            pieces = pieces[len(rows) :]
+    return row, begin, num_rows
+
+
+def _tables(plan: Plan) -> list[Any]:
+    """Return the index tables of a plan."""
+    if isinstance(plan, PackedRows):
+        return [plan.place, plan.resets, plan.first]
+    return [group.table for group in plan]
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
@@ -105,10 +197,14 @@ def plans_to_device(
     plans: list[Plan], device: torch.device, *others: np.ndarray
 ) -> tuple[list[Plan], list[Tensor]]:
     """Plans, and other integer arrays, on a device, by one copy."""
-    groups = [group for plan in plans for group in plan]
-    moved = to_device([*others, *(group.table for group in groups)], device)
+    moved = to_device([*others, *(table for plan in plans for table in _tables(plan))], device)
     tables = iter(moved[len(others) :])
-    placed = [[PieceGroup(next(tables), group.longest) for group in plan] for plan in plans]
+    placed: list[Plan] = []
+    for plan in plans:
+        if isinstance(plan, PackedRows):
+            placed.append(PackedRows(next(tables), next(tables), next(tables), plan.num_steps))
+        else:
+            placed.append([PieceGroup(next(tables), group.longest) for group in plan])
     return placed, moved[: len(others)]
 
 
@@ -136,6 +232,8 @@ def run_sequence(
         batch = np.arange(num_columns)
         plans = plan_pieces(episode_start.cpu().numpy(), [batch])
         (plan,), _ = plans_to_device(plans, obs.device)
+    if isinstance(plan, PackedRows):
+        return _run_packed(network, obs, state, plan)
     if not plan:  # the whole block is one dense call
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
@@ -162,6 +260,22 @@ def run_sequence(
         whole = flat.new_empty(num_steps * num_columns + 1, *flat.shape[1:])
         outputs.append(whole.index_copy_(0, place, flat)[:-1].unflatten(0, episode_start.shape))
     return tuple(outputs)
+
+
+def _run_packed(
+    network: Network, obs: Tensor, state: Tensor, plan: PackedRows
+) -> tuple[Tensor, ...]:
+    """`run_sequence` in one call that resets the state inside."""
+    columns, stateful = plan.first
+    shape = (plan.num_steps, len(columns))
+    # a step that resets, or pads, sees a real observation; nobody reads its outputs
+    rows = obs[0, :1].expand(shape[0] * shape[1], -1)
+    rows = rows.index_copy(0, plan.place, obs.flatten(0, 1)).unflatten(0, shape)
+    resets = obs.new_zeros(shape[0] * shape[1], 1).index_fill_(0, plan.resets, 1.0)
+    before = state.index_select(0, columns) * stateful[:, None, None]
+    outputs, _ = network(rows, before, resets.unflatten(0, shape))
+    size = obs.shape[:2]
+    return tuple(each.flatten(0, 1)[plan.place].unflatten(0, size) for each in outputs)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from gymnasium import spaces
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agents.network.sequences import plan_pieces
+from agents.network.sequences import PackedRows, plan_pieces
 from agents.noise import CELLS
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
@@ -144,9 +144,10 @@ def compute_memory(
     terms = LOSS_TERMS + ACTION_TERMS[shapes.discrete] * shapes.num_actions
     minibatch += cells * itemsize * terms
     native = device_type == "cuda" or itemsize == 8  # oneDNN has no float64
-    episode = shapes.episode_length
-    work = _network_bytes(example, train.bptt_steps, columns, itemsize, native, episode)
-    forward, backward = work
+    packs = example.resets_inside and device_type == "cpu"
+    sample = min(columns, 256)
+    cut = _pieces(shapes.episode_length, train.bptt_steps, sample, example.call_steps, packs)
+    forward, backward = _network_bytes(example, train.bptt_steps, columns, itemsize, native, cut)
     forward += max(0, backward - parameters)  # the last gradients are gone by then
     moments = {
         "collect": (max(collecting, drawing), 0),
@@ -166,7 +167,12 @@ def compute_memory(
 
 
 def _network_bytes(
-    example: Policy, length: int, columns: int, itemsize: int, native: bool, episode_length: float
+    example: Policy,
+    length: int,
+    columns: int,
+    itemsize: int,
+    native: bool,
+    cut: tuple[float, float, bool],  # by `_pieces`
 ) -> tuple[int, int]:
     """Return the bytes that networks keep for the backward pass, and that it adds."""
     policy = example.config
@@ -177,10 +183,9 @@ def _network_bytes(
         return cells * kept, cells * (itemsize * 3 * size + images)
     # every step of a stateless policy is a sequence of its own; others are cut by episode starts
     padded = num_pieces = float(cells)
-    copied = 5
+    copied, is_packed = 5, False
     if not policy.stateless:
-        sample = _pieces(episode_length, length, min(columns, 256), example.call_steps)
-        padded, num_pieces = (columns * each for each in sample)
+        padded, num_pieces, is_packed = columns * cut[0], columns * cut[1], cut[2]
         copied = 3  # states in order, after each LSTM, and those stacked
 
     def layer(cells: float, columns: float, num_inputs: int) -> float:
@@ -205,7 +210,9 @@ def _network_bytes(
         outputs += padded * (window + 4) * size * itemsize
     states = num_pieces * copied * example.num_states * size * itemsize
     seen = max(window, 1) * example.num_obs * itemsize
-    copies = padded * seen if num_pieces > columns else 0
+    copies = padded * seen if num_pieces > columns or is_packed else 0
+    # weights and inputs beside those of resets
+    copies += is_packed * (padded + 4 * size) * sum(widths) * itemsize
     work += padded * images * max(window, 1)
     backward = padded * (size * itemsize + images) + 8 * size * size * itemsize
     return int(work + outputs + states + copies), int(backward)
@@ -229,9 +236,12 @@ def _image_floats(example: Policy) -> int:
 
 @lru_cache(maxsize=512)
 def _pieces(
-    episode_length: float, length: int, columns: int, call_steps: float
-) -> tuple[float, float]:
-    """Return padded steps and pieces of each sequence of such a sample, cut by episode starts."""
+    episode_length: float, length: int, columns: int, call_steps: float, resets_inside: bool
+) -> tuple[float, float, bool]:
+    """Return padded steps and rows of each sequence of such a sample, cut by episode starts.
+
+    And whether the pieces are packed.
+    """
     rng = np.random.default_rng(3)
     left = rng.random((1, columns)) * episode_length  # of the episodes under way
     lengths = rng.uniform(0.5, 1.5, (2 * length, columns)) * min(episode_length, length)
@@ -239,10 +249,13 @@ def _pieces(
     inside = ends < length
     starts = np.zeros((length, columns), bool)
     starts[ends[inside].astype(np.int64), inside.nonzero()[1]] = True
-    (groups,) = plan_pieces(starts, [np.arange(columns)], call_steps)
-    counts = [group.table.shape[1] for group in groups] or [columns]
-    longest = [group.longest for group in groups] or [length]
-    return float(np.dot(counts, longest)) / columns, sum(counts) / columns
+    (plan,) = plan_pieces(starts, [np.arange(columns)], call_steps, resets_inside)
+    if isinstance(plan, PackedRows):
+        num_rows = plan.first.shape[1] / columns
+        return plan.num_steps * num_rows, num_rows, True
+    counts = [group.table.shape[1] for group in plan] or [columns]
+    longest = [group.longest for group in plan] or [length]
+    return float(np.dot(counts, longest)) / columns, sum(counts) / columns, False
 
 
 # ---- measured

@@ -1,4 +1,4 @@
-"""run_sequence cuts, pads and groups; run_stepwise is the plain truth it must equal."""
+"""run_sequence cuts, pads, groups and packs; run_stepwise is the plain truth it must equal."""
 
 from itertools import combinations, pairwise
 
@@ -8,8 +8,11 @@ import torch
 from policies import run_stepwise
 from torch import nn
 
+from agents.network.cores import LSTMCore
 from agents.network.sequences import (
+    PackedRows,
     cheapest_splits,
+    pack_rows,
     plan_pieces,
     plans_to_device,
     run_sequence,
@@ -23,13 +26,12 @@ SHAPES = [(1, 1), (1, 7), (2, 1), (2, 3), (3, 2), (5, 4), (8, 1), (16, 6), (17, 
 def make_network(seed=0):
     """An LSTM with two outputs: (obs, state [N, 2, H]) -> ((outputs, ...), state)."""
     torch.manual_seed(seed)
-    core = nn.LSTM(FEATURES, HIDDEN).double()
+    core = LSTMCore(FEATURES, HIDDEN).double()
     head = nn.Linear(HIDDEN, 1).double()
 
-    def network(obs, state):
-        parts = state.permute(1, 0, 2).contiguous()
-        hidden, new = core(obs, (parts[0:1], parts[1:2]))
-        return (hidden, head(hidden).squeeze(-1)), torch.cat(new).permute(1, 0, 2)
+    def network(obs, state, *resets):
+        hidden, new = core(obs, state.permute(1, 0, 2).contiguous(), *resets)
+        return (hidden, head(hidden).squeeze(-1)), torch.stack(new).permute(1, 0, 2)
 
     return network, [*core.parameters(), *head.parameters()]
 
@@ -67,6 +69,20 @@ def run_in_one_call(network, obs, state, starts):
     return run_sequence(network, obs, state, starts, plan)
 
 
+def packed_plan(starts, most=10**9):
+    (plan,) = plan_pieces(starts.numpy(), [np.arange(starts.shape[1])], call_steps=1e9)
+    return pack_rows(plan[0].table, starts.numel(), most) if plan else None
+
+
+def run_packed(network, obs, state, starts):
+    """run_sequence with all pieces in the rows of one call."""
+    plan = packed_plan(starts)
+    if plan is None:  # there is nothing to cut
+        return run_sequence(network, obs, state, starts)
+    (placed,), _ = plans_to_device([plan], obs.device)
+    return run_sequence(network, obs, state, starts, placed)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_state_after_a_sequence_is_that_after_its_single_steps(shape):
     network, _ = make_network()
@@ -84,16 +100,16 @@ def test_the_sequence_equals_single_steps_for_any_pattern_of_resets(shape):
     network, parameters = make_network()
     for name, starts in patterns(*shape).items():
         results = []
-        for run in (run_sequence, run_in_one_call, run_stepwise):
+        for run in (run_sequence, run_in_one_call, run_packed, run_stepwise):
             obs, state = (tensor.requires_grad_() for tensor in make_inputs(*shape))
             outputs = run(network, obs, state, starts)
             hidden, values = outputs
             weights = torch.linspace(-1, 2, values.numel(), dtype=torch.float64).view_as(values)
             loss = (values * weights).sum() + hidden.pow(3).sum()
             results.append((*outputs, *torch.autograd.grad(loss, [obs, state, *parameters])))
-        for got, joined, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
-            torch.testing.assert_close(joined, wanted, rtol=1e-11, atol=1e-12, msg=name)
+        for *found, wanted in zip(*results, strict=True):
+            for got in found:
+                torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -112,6 +128,50 @@ def test_every_cell_of_a_plan_is_run_once_and_padding_costs_less_than_calls(shap
             assert call_steps or 2 * (group.table[2].min() + 1) > max(group.longest, 1), name
         assert not plan or sorted(cells) == list(range(shape[0] * shape[1])), name
         assert plan or not starts[1:].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_rows_hold_every_cell_once_and_a_step_before_every_piece_but_the_first(shape):
+    num_columns = shape[1]
+    for name, starts in patterns(*shape).items():
+        plan = packed_plan(starts)
+        if plan is None:
+            assert not starts[1:].any(), name
+            continue
+        num_rows = plan.first.shape[1]
+        rows = np.full(plan.num_steps * num_rows, -1)  # the cell in each place
+        rows[plan.place] = np.arange(starts.numel())
+        assert (rows >= 0).sum() == starts.numel(), name
+        assert (rows[plan.resets] == -1).all(), name
+        begins = starts.clone()
+        begins[0] = True
+        for cell in begins.flatten().nonzero()[:, 0].tolist():
+            column, place = cell % num_columns, plan.place[cell]
+            if place >= num_rows:
+                assert place - num_rows in plan.resets, name
+                assert cell >= num_columns or starts[0, column], name
+            else:
+                stateful = cell < num_columns and not starts[0, column]
+                assert plan.first[1, place] == stateful, name
+                assert plan.first[0, place] == column or not stateful, name
+        for cell in (~begins).flatten().nonzero()[:, 0].tolist():
+            assert plan.place[cell] == plan.place[cell - num_columns] + num_rows, name
+
+
+def test_pieces_are_packed_where_that_takes_fewer_steps():
+    rng = np.random.default_rng(1)
+    batch = [np.arange(64)]
+    for density in (0.5, 0.0, 0.003, 0.02, 0.1):
+        starts = rng.random((32, 64)) < density
+        (pieces,) = plan_pieces(starts, batch, call_steps=100.0)
+        (plan,) = plan_pieces(starts, batch, call_steps=100.0, resets_inside=True)
+        taken = sum(100 + group.longest * group.table.shape[1] for group in pieces)
+        if isinstance(plan, PackedRows):
+            cells = plan.num_steps * plan.first.shape[1]
+            assert 100 + cells < taken and cells < 1.15 * starts.size
+        else:
+            assert density < 0.01 or density == 0.5  # one row's step for every step between
+    assert isinstance(plan, PackedRows)
 
 
 @pytest.mark.parametrize("call_steps", [0.0, 3.0, 40.0, 1000.0])
