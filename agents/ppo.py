@@ -79,9 +79,9 @@ class PPOConfig:
         presets={"--preset small": 10, "--preset control": 10, "--preset memory": 10},
     )
     """Passes over each rollout."""
-    refresh_states: bool = setting(False)
-    """Before every epoch but the first, compute anew the states at which sequences begin; off: they
-    stay those of the rollout."""
+    refresh_states: bool = setting(False, presets={"--preset memory": True})
+    """Before every epoch but the first, compute again the states at which sequences begin; off:
+    they stay those of the rollout."""
     clip_coef: float = setting(0.2, within=(1e-6, 10))
     """Clipping of the probability ratio."""
     clip_vloss: bool = setting(False)
@@ -107,10 +107,6 @@ class PPOConfig:
     max_bad_steps: int = setting(10, "steps", within=(0, 10**9))
     """Skip this many optimizer steps in a row whose loss or gradient is NaN or inf, then stop; 0:
     stop at once."""
-
-    def __post_init__(self) -> None:
-        if self.refresh_states and self.update_epochs == 1:
-            raise ValueError("refresh_states does nothing with update_epochs 1: drop it")
 
 
 def learning_rate(
@@ -242,7 +238,9 @@ class NonFiniteGradientError(UserError):
     """Too many gradients in a row held NaN or inf; the optimizer was not stepped."""
 
 
-def refreshed_states(network: Network, sequences: Minibatch, num_envs: int) -> Tensor:
+def refreshed_states(
+    network: Network, sequences: Minibatch, num_envs: int, resets_inside: bool = False
+) -> Tensor:
     """The states [K * B, S, H] before all sequences, by the network as it is now.
 
     Those before the first sequences are older than the rollout and stay.
@@ -250,7 +248,8 @@ def refreshed_states(network: Network, sequences: Minibatch, num_envs: int) -> T
     states = [sequences.lstm_state[:num_envs]]
     for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
         block = sequences.pick(Tensor.narrow, first, num_envs)
-        states.append(state_after(network, block.obs, states[-1], block.episode_start))
+        starts = block.episode_start
+        states.append(state_after(network, block.obs, states[-1], starts, resets_inside))
     return torch.cat(states)
 
 
@@ -318,7 +317,8 @@ class PPO:
         for epoch in range(self.config.update_epochs):
             if epoch and self.config.refresh_states:
                 self.strategy.end_update()  # a stage of a pipeline knows its own parameters only
-                states = refreshed_states(self.policy.network, sequences, num_envs)
+                packs = self.policy.resets_inside and device.type == "cpu"
+                states = refreshed_states(self.policy.network, sequences, num_envs, packs)
                 sequences = replace(sequences, lstm_state=states)
 
             # one gradient step per minibatch

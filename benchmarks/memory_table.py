@@ -76,8 +76,8 @@ def popgym(task: str, steps: int, published: str, flags: str = "") -> Row:
 NOW = "--gamma 0"  # where every reward is for the action just taken
 CORE = "--policy own --core examples.phase_core:PhaseCore"
 ROWS = [
-    popgym("RepeatFirstEasy", 100_000, f"GRU 1.000 {POPGYM}"),
-    popgym("RepeatPreviousEasy", 100_000, f"GRU 1.000 {POPGYM}"),
+    popgym("RepeatFirstEasy", 300_000, f"GRU 1.000 {POPGYM}"),
+    popgym("RepeatPreviousEasy", 300_000, f"GRU 1.000 {POPGYM}"),
     popgym("RepeatPreviousEasy", 100_000, f"GRU 1.000 {POPGYM}", NOW),
     popgym("RepeatPreviousMedium", 60_000, f"GRU -0.315, LMU (best) 0.789 {POPGYM}"),
     popgym(
@@ -92,16 +92,22 @@ ROWS = [
         f"GRU -0.315, LMU (best) 0.789 {POPGYM}",
         f"{NOW} --bptt_steps 128 {CORE}",
     ),
-    popgym("CountRecallEasy", 60_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}", NOW),
+    popgym("CountRecallEasy", 1_000_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}", NOW),
     popgym("AutoencodeEasy", 60_000, f"GRU (best) -0.283 {POPGYM}"),
+    popgym(
+        "AutoencodeEasy",
+        300_000,
+        f"GRU (best) -0.283 {POPGYM}",
+        f"{NOW} --bptt_steps 128 {CORE}",
+    ),
     popgym("HigherLowerEasy", 60_000, f"GRU (best) 0.529 {POPGYM}"),
     popgym("PositionOnlyCartPoleEasy", 60_000, f"GRU 1.000 {POPGYM}"),
     popgym("PositionOnlyCartPoleMedium", 60_000, f"GRU 1.000 {POPGYM}"),
-    popgym("NoisyPositionOnlyCartPoleEasy", 60_000, f"GRU (best) 0.995 {POPGYM}"),
+    popgym("NoisyPositionOnlyCartPoleEasy", 1_000_000, f"GRU (best) 0.995 {POPGYM}"),
     # this environment asks for the action before (its obs_requires_prev_action)
     popgym(
         "MultiarmedBanditEasy",
-        60_000,
+        1_000_000,
         f"GRU 0.619, Elman (best) 0.631 {POPGYM}",
         "--previous_action",
     ),

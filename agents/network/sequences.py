@@ -138,8 +138,8 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Put pieces into rows of num_steps, a step apart.
 
-    A stateful piece begins a row; the others follow, the longest first, where least is left. Returns the row of each, its first step there, and the number of
-    rows.
+    A stateful piece begins a row; the others follow, the longest first, where least is left.
+    Returns the row of each, its first step there, and the number of rows.
     """
     row, begin = np.zeros((2, len(lengths)), np.int64)
     rows_with: dict[int, list[int]] = {}  # this many steps left; an empty row has one for free
@@ -279,11 +279,23 @@ def _run_packed(
 
 
 @torch.no_grad()
-def state_after(network: Network, obs: Tensor, state: Tensor, episode_start: Tensor) -> Tensor:
+def state_after(
+    network: Network,
+    obs: Tensor,
+    state: Tensor,
+    episode_start: Tensor,
+    resets_inside: bool = False,
+) -> Tensor:
     """State [N, S, H] after the [T, N] steps that `run_sequence` would take.
 
-    One dense call from each last episode start of a column to the next.
+    One dense call from each last episode start of a column to the next; a single one if the network
+    takes resets, for the step before a start may reset: its own output is not wanted.
     """
+    if resets_inside:
+        resets = torch.zeros_like(obs[..., :1])
+        resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
+        after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
+        return after
     steps = torch.arange(len(obs), device=obs.device)[:, None]
     last = (steps * episode_start).amax(0)  # [N] 0: it has none, or at the first step
     cuts = sorted({0, *last.tolist()})

@@ -231,6 +231,8 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
     if "min_adv_std" in parsed.given and not config.ppo.norm_adv:
         raise UserError("--min_adv_std does nothing without --norm_adv: leave it out")
+    if "refresh_states" in parsed.given and config.ppo.update_epochs == 1:
+        raise UserError("--refresh_states does nothing with --update_epochs 1: leave it out")
     if "batch_size" in parsed.given:
         _refuse_batch_of_steps(config.train)
     if not task.is_trading:

@@ -91,8 +91,9 @@ def test_the_state_after_a_sequence_is_that_after_its_single_steps(shape):
         state = before
         for step, flags in zip(obs, starts, strict=True):
             state = network(step[None], state * ~flags[:, None, None])[1]
-        found = state_after(network, obs, before, starts)
-        torch.testing.assert_close(found, state, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
+        for inside in (False, True):
+            found = state_after(network, obs, before, starts, inside)
+            torch.testing.assert_close(found, state, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
