@@ -92,7 +92,7 @@ ROWS = [
         f"GRU -0.315, LMU (best) 0.789 {POPGYM}",
         f"{NOW} --bptt_steps 128 {CORE}",
     ),
-    popgym("CountRecallEasy", 1_000_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}", NOW),
+    popgym("CountRecallEasy", 300_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}", NOW),
     popgym("AutoencodeEasy", 60_000, f"GRU (best) -0.283 {POPGYM}"),
     popgym(
         "AutoencodeEasy",
@@ -103,11 +103,11 @@ ROWS = [
     popgym("HigherLowerEasy", 60_000, f"GRU (best) 0.529 {POPGYM}"),
     popgym("PositionOnlyCartPoleEasy", 60_000, f"GRU 1.000 {POPGYM}"),
     popgym("PositionOnlyCartPoleMedium", 60_000, f"GRU 1.000 {POPGYM}"),
-    popgym("NoisyPositionOnlyCartPoleEasy", 1_000_000, f"GRU (best) 0.995 {POPGYM}"),
+    popgym("NoisyPositionOnlyCartPoleEasy", 300_000, f"GRU (best) 0.995 {POPGYM}"),
     # this environment asks for the action before (its obs_requires_prev_action)
     popgym(
         "MultiarmedBanditEasy",
-        1_000_000,
+        300_000,
         f"GRU 0.619, Elman (best) 0.631 {POPGYM}",
         "--previous_action",
     ),
