@@ -74,7 +74,8 @@ def make_schedule(
     Args:
         starts: [L, K * B] episode starts.
         order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
-        call_steps, resets_inside: of `plan_pieces`; None: no plans are made.
+        call_steps: of `plan_pieces`; None: no plans are made.
+        resets_inside: of `plan_pieces`, on CPUs.
     """
     plans: list[Plan] = []
     if call_steps is not None:

@@ -218,7 +218,8 @@ def run_sequence(
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
     Args:
-        network: maps (obs [L, N, F], state [N, S, H]) to (outputs, each [L, N, ...], new state).
+        network: maps (obs [L, N, F], state [N, S, H]) to (outputs, each [L, N, ...], new state);
+            for packed rows it takes resets [L, N, 1], too.
         obs: [T, N, F].
         state: [N, S, H] state before the first step.
         episode_start: [T, N] bool; True where the observation is the first of its episode.
@@ -268,8 +269,8 @@ def _run_packed(
     """`run_sequence` in one call that resets the state inside."""
     columns, stateful = plan.first
     shape = (plan.num_steps, len(columns))
-    # a step that resets, or pads, sees a real observation; nobody reads its outputs
-    rows = obs[0, :1].expand(shape[0] * shape[1], -1)
+    # a step that resets, or pads, sees zeros: large numbers would open the gates it shuts
+    rows = obs.new_zeros(shape[0] * shape[1], obs.shape[-1])
     rows = rows.index_copy(0, plan.place, obs.flatten(0, 1)).unflatten(0, shape)
     resets = obs.new_zeros(shape[0] * shape[1], 1).index_fill_(0, plan.resets, 1.0)
     before = state.index_select(0, columns) * stateful[:, None, None]
@@ -294,6 +295,7 @@ def state_after(
     if resets_inside:
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
+        obs = obs.masked_fill(resets > 0.5, 0.0)  # large numbers would open the gates it shuts
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
     steps = torch.arange(len(obs), device=obs.device)[:, None]

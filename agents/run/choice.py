@@ -226,12 +226,15 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     if extra.quick:
         defaults |= preset(SECTIONS, "--quick")
 
+    if parsed.with_defaults(defaults).configs["policy"].stateless:
+        defaults.pop("refresh_states", None)  # of the preset: there are none
     config = RunConfig(**parsed.with_defaults(defaults).configs)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
-    if "min_adv_std" in parsed.given and not config.ppo.norm_adv:
+    ppo = config.ppo
+    if "min_adv_std" in parsed.given and not ppo.norm_adv:
         raise UserError("--min_adv_std does nothing without --norm_adv: leave it out")
-    if "refresh_states" in parsed.given and config.ppo.update_epochs == 1:
+    if "refresh_states" in parsed.given and ppo.refresh_states and ppo.update_epochs == 1:
         raise UserError("--refresh_states does nothing with --update_epochs 1: leave it out")
     if "batch_size" in parsed.given:
         _refuse_batch_of_steps(config.train)

@@ -101,6 +101,7 @@ def test_an_iteration_beyond_the_whole_budget_is_a_warning(tmp_path, monkeypatch
         ("--env CartPole-v1", "small", (8, 16, 64, 7e-4, 0.95, 64)),
         ("--env Pendulum-v1", "control", (8, 16, 64, 7e-4, 0.95, 64)),
         ("--env Recall-v0", "memory", (8, 32, 64, 7e-4, 0.9, 64)),
+        ("--env Recall-v0 --no-memory", "memory", (8, 32, 64, 7e-4, 0.9, 64)),
         ("--env Recall-v0 --preset small", "small", (8, 16, 64, 7e-4, 0.95, 64)),
         (
             "--env CartPole-v1 --batch_size 64 --hidden_size 32",
@@ -119,6 +120,8 @@ def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected):
     assert (train.chosen_preset, (*sizes, *ppo, config.policy.hidden_size)) == (kind, expected)
     shard_sizes(train, 0, 1)
     assert RunConfig.from_dict(config.to_dict()) == config
+    has_states = kind == "memory" and not config.policy.stateless
+    assert config.ppo.refresh_states == has_states
 
 
 # ---- what is evaluated, and what a run starts from

@@ -131,6 +131,21 @@ def test_every_cell_of_a_plan_is_run_once_and_padding_costs_less_than_calls(shap
         assert plan or not starts[1:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_reset_shuts_the_gates_whatever_is_observed(dtype):
+    network, parameters = make_network()
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+    starts = patterns(17, 3)["random 0.2"]
+    for scale in (1.0, 1e4, 1e8):
+        obs, state = (each.to(dtype) for each in make_inputs(17, 3))
+        found = run_packed(network, obs * scale, state, starts)
+        wanted = run_stepwise(network, obs * scale, state, starts)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        found, wanted = (state_after(network, obs * scale, state, starts, i) for i in (True, False))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_rows_hold_every_cell_once_and_a_step_before_every_piece_but_the_first(shape):
     num_columns = shape[1]
