@@ -233,8 +233,9 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Whether `network` takes resets."""
-        return self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
+        """Whether `network` takes resets: of LSTMs, on CPUs; not measured on GPUs."""
+        is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
+        return is_lstm and self.zero.device.type in ("cpu", "meta")
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Zero state [num_envs, S, H]."""

@@ -317,8 +317,8 @@ class PPO:
         for epoch in range(self.config.update_epochs):
             if epoch and self.config.refresh_states:
                 self.strategy.end_update()  # a stage of a pipeline knows its own parameters only
-                packs = self.policy.resets_inside and device.type == "cpu"
-                states = refreshed_states(self.policy.network, sequences, num_envs, packs)
+                network, inside = self.policy.network, self.policy.resets_inside
+                states = refreshed_states(network, sequences, num_envs, inside)
                 sequences = replace(sequences, lstm_state=states)
 
             # one gradient step per minibatch

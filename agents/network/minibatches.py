@@ -75,13 +75,12 @@ def make_schedule(
         starts: [L, K * B] episode starts.
         order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
         call_steps: of `plan_pieces`; None: no plans are made.
-        resets_inside: of `plan_pieces`, on CPUs.
+        resets_inside: of `plan_pieces`.
     """
     plans: list[Plan] = []
     if call_steps is not None:
         batches = order.reshape(-1, order.shape[2] // num_microbatches)
-        packs = resets_inside and device.type == "cpu"  # not measured on GPUs
-        plans = plan_pieces(starts, list(batches), call_steps, packs)
+        plans = plan_pieces(starts, list(batches), call_steps, resets_inside)
     plans, (index,) = plans_to_device(plans, device, order)
     by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
     return Schedule(index, by_minibatch)
