@@ -119,15 +119,15 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     num_steps = len(white)
     if not exponent or num_steps == 1:
         return white
-    frequencies = torch.fft.rfftfreq(num_steps, dtype=white.dtype)  # cycles per step
-    frequencies[0] = frequencies[1]  # as strong as the slowest wave
+    frequencies = torch.fft.rfftfreq(num_steps, dtype=white.dtype, device=white.device)
+    frequencies[0] = frequencies[1]  # cycles per step; the mean is as strong as the slowest wave
     gain = frequencies ** (-exponent / 2)
     weight = torch.full_like(gain, 2.0)  # a wave stands for two terms of the full transform,
     weight[0] = 1.0
     if num_steps % 2 == 0:
         weight[-1] = 1.0  # but for the mean and the fastest one
     gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
-    waves = torch.fft.rfft(white, dim=0) * gain.to(white.device)[:, None, None]
+    waves = torch.fft.rfft(white, dim=0) * gain[:, None, None]
     return torch.fft.irfft(waves, num_steps, dim=0)
 
 

@@ -23,7 +23,7 @@ from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import autocast
+from rl_dist.parallel.config import autocast, weights_cast_once
 
 # of a core whose step takes as long for one row as a call (0.8 ms), on a CPU
 CALL_WEIGHTS = 10_000_000
@@ -372,10 +372,11 @@ class Policy(nn.Module):
         obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step, and
         episode_start [L, N] bool, and perhaps the plan of its pieces.
         """
-        if self.config.stateless:
-            (actor, values), _ = self.network(obs, state)
-        else:
-            actor, values = run_sequence(self.network, obs, state, episode_start, plan)
+        with weights_cast_once(self.low_precision, obs.device):
+            if self.config.stateless:
+                (actor, values), _ = self.network(obs, state)
+            else:
+                actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:

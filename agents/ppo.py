@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agents.network.minibatches import Minibatch, make_schedule
-from agents.network.sequences import Network, Plan, state_after
+from agents.network.sequences import Plan, state_after
 from agents.noise import sequence_orders
 from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
@@ -239,17 +239,19 @@ class NonFiniteGradientError(UserError):
 
 
 def refreshed_states(
-    network: Network, sequences: Minibatch, num_envs: int, resets_inside: bool = False
+    policy: Policy, sequences: Minibatch, num_envs: int, starts: np.ndarray
 ) -> Tensor:
-    """The states [K * B, S, H] before all sequences, by the network as it is now.
+    """The states [K * B, S, H] before all sequences, by the policy as it is now.
 
-    Those before the first sequences are older than the rollout and stay.
+    Those before the first sequences are older than the rollout and stay. `starts` [L, K * B] are
+    their episode starts on the host.
     """
     states = [sequences.lstm_state[:num_envs]]
     for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
         block = sequences.pick(Tensor.narrow, first, num_envs)
-        starts = block.episode_start
-        states.append(state_after(network, block.obs, states[-1], starts, resets_inside))
+        given = block.obs, states[-1], block.episode_start
+        of_block = starts[:, first : first + num_envs]
+        states.append(state_after(policy.network, *given, of_block, policy.resets_inside))
     return torch.cat(states)
 
 
@@ -317,8 +319,7 @@ class PPO:
         for epoch in range(self.config.update_epochs):
             if epoch and self.config.refresh_states:
                 self.strategy.end_update()  # a stage of a pipeline knows its own parameters only
-                network, inside = self.policy.network, self.policy.resets_inside
-                states = refreshed_states(network, sequences, num_envs, inside)
+                states = refreshed_states(self.policy, sequences, num_envs, starts)
                 sequences = replace(sequences, lstm_state=states)
 
             # one gradient step per minibatch

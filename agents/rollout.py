@@ -16,6 +16,7 @@ from agents.network.minibatches import Minibatch, to_sequences
 from agents.network.normalize import Normalizer
 from agents.network.sequences import to_device, to_host
 from rl_dist.errors import UserError
+from rl_dist.parallel.config import weights_cast_once
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import World
@@ -148,16 +149,17 @@ def collect(
     An environment of several `groups` steps some of its rows while the policy acts for others.
     """
     groups: list[slice] = getattr(env, "groups", [])
-    if len(groups) > 1:
-        return _collect_in_groups(policy, normalizer, env, carry, noise, bptt_steps, on_step)
-    acting = _act(policy, normalizer, carry, noise, bptt_steps)
-    actions_or_rollout = next(acting)
-    for _ in noise:
-        with section("environment"):
-            answers = env.step(actions_or_rollout)
-        on_step()
-        actions_or_rollout = acting.send(answers)
-    return actions_or_rollout
+    with weights_cast_once(policy.low_precision, noise.device):
+        if len(groups) > 1:
+            return _collect_in_groups(policy, normalizer, env, carry, noise, bptt_steps, on_step)
+        acting = _act(policy, normalizer, carry, noise, bptt_steps)
+        actions_or_rollout = next(acting)
+        for _ in noise:
+            with section("environment"):
+                answers = env.step(actions_or_rollout)
+            on_step()
+            actions_or_rollout = acting.send(answers)
+        return actions_or_rollout
 
 
 def _collect_in_groups(

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from agents.network.sequences import PackedRows, plan_pieces, plans_to_device
 from agents.policy import Policy, PolicyConfig
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -56,3 +57,13 @@ def run_stepwise(network, obs, state, episode_start):
         outputs, state = network(step_obs[None], state * ~starts[:, None, None])
         steps.append(outputs)
     return tuple(torch.cat(parts) for parts in zip(*steps, strict=True))
+
+
+def plans_of(policy, starts):
+    """None, and pieces in the rows of one call where a policy can reset its state inside."""
+    if not policy.resets_inside or policy.config.stateless:
+        return [None]
+    batch = np.arange(starts.shape[1])
+    plans, _ = plans_to_device(plan_pieces(starts.numpy(), [batch], 1e9, True), starts.device)
+    assert isinstance(plans[0], PackedRows)
+    return [None, *plans]

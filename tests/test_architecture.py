@@ -38,7 +38,7 @@ MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 1
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {
     "source": 28_000,
-    "tests": 23_000,
+    "tests": 23_300,
     "README.md": 150,
     "train_distributed.py": 150,
     "to understand PPO": 1_900,

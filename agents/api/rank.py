@@ -67,6 +67,10 @@ def run_rank(
             from agents.dry_run.batch_size import resolve_batch_size
 
             config = resolve_batch_size(config, make_env, run_dir, world)
+        if config.launch.precision == "auto" and not resume_from:
+            from agents.dry_run.precision import resolve_precision
+
+            config = resolve_precision(config, make_env, run_dir, world)
         if config.launch.fallback or config.launch.strategy == "auto":
             from agents.dry_run.strategy import resolve_training_strategy
 

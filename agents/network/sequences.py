@@ -285,12 +285,14 @@ def state_after(
     obs: Tensor,
     state: Tensor,
     episode_start: Tensor,
+    starts: np.ndarray,
     resets_inside: bool = False,
 ) -> Tensor:
     """State [N, S, H] after the [T, N] steps that `run_sequence` would take.
 
     One dense call from each last episode start of a column to the next; a single one if the network
-    takes resets, for the step before a start may reset: its own output is not wanted.
+    takes resets, for the step before a start may reset: its own output is not wanted. `starts` is
+    `episode_start` on the host.
     """
     if resets_inside:
         resets = torch.zeros_like(obs[..., :1])
@@ -298,8 +300,7 @@ def state_after(
         obs = obs.masked_fill(resets > 0.5, 0.0)  # large numbers would open the gates it shuts
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
-    steps = torch.arange(len(obs), device=obs.device)[:, None]
-    last = (steps * episode_start).amax(0)  # [N] 0: it has none, or at the first step
+    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] 0: none, or at the first step
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]

@@ -93,8 +93,9 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         changes = {
             flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)
         }
-        if changes.get("batch_size") == AUTO:  # it was measured when the run began
-            del changes["batch_size"]
+        for measured in (("batch_size", AUTO), ("precision", "auto")):  # when the run began
+            if measured in changes.items():
+                del changes[measured[0]]
         # flags of hybrid do nothing with another strategy, shard_size nothing in a pipeline
         if changes.get("strategy", "hybrid") != "hybrid":
             changes = {"hybrid_form": "shard", "shard_size": 0} | changes

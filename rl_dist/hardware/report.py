@@ -192,10 +192,14 @@ def _software() -> Software:
     )
 
 
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has units for products of bf16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def _precision(gpu: GpuInfo) -> Precision:
     if not gpu.usable:
-        bf16 = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-        return Precision(tf32=None, bf16=bf16, cudnn_autotune=None)
+        return Precision(tf32=None, bf16=cpu_has_bf16(), cudnn_autotune=None)
     modern = all(float(g.compute_capability or 0) >= 8.0 for g in gpu.usable) and not gpu.rocm
     bf16 = False
     with suppress(RuntimeError):  # CUDA does not start

@@ -7,7 +7,7 @@ through torch's autocast, fp16 with a loss scale as well: gradients below 6e-8 w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Literal
 
@@ -21,7 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
 
-Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]  # auto: fp32
+# auto: fp32, unless `agents.dry_run.precision` has decided before
+Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -143,6 +144,16 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
         finally:
             if native:
                 onednn.set_flags(_enabled=enabled)
+
+
+def weights_cast_once(
+    dtype: torch.dtype | None, device: torch.device
+) -> AbstractContextManager[object]:
+    """Let all `autocast` inside share their casts of weights, which must not change.
+
+    torch keeps casts until the outermost autocast ends; this one is not switched on itself.
+    """
+    return nullcontext() if dtype is None else torch.autocast(device.type, enabled=False)
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 from train_runs import only_error, records, start, train_here
 
+import agents.dry_run.precision
 import agents.run.start
 import agents.trainer
 import train_distributed
@@ -96,6 +97,29 @@ def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
     assert train_here(monkeypatch, *flags) == 0
     assert "batch_size auto" not in capsys.readouterr().out and len(records(tmp_path / "auto")) == 4
     assert chosen_in(tmp_path / "auto") == chosen
+
+
+@pytest.mark.parametrize(("worth", "chosen"), [(1.1, "fp32"), (0.0, "bf16")])
+def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its_choice(
+    worth, chosen, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(agents.dry_run.precision, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(agents.dry_run.precision, "WORTH", worth)
+    assert train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto") == 0
+    found = re.search(rf"precision auto: {chosen}, .* ([\d.]+) times", capsys.readouterr().out)
+    assert found and 0.0 < float(found[1]) and (float(found[1]) >= worth) == (chosen == "bf16")
+    assert train(monkeypatch, tmp_path / "same", f"--batch_size 16 --precision {chosen}") == 0
+    assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "same")
+    flags = ["--resume", tmp_path / "auto", "--precision", "auto", "--total_steps", "1024"]
+    assert train_here(monkeypatch, *flags) == 0
+    state = load_checkpoint(latest_checkpoint(tmp_path / "auto"))
+    assert json.loads(state["config"])["launch"]["precision"] == chosen
+
+
+def test_precision_auto_is_fp32_where_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(agents.dry_run.precision, "cpu_has_bf16", lambda: False)
+    assert train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto") == 0
+    assert "precision auto: fp32, measured on CPUs with" in capsys.readouterr().out
 
 
 def test_a_start_after_the_choice_takes_the_number_from_the_run_directory(

@@ -2,7 +2,16 @@ import math
 
 import pytest
 import torch
-from policies import BOX, DISCRETE, FORMS, NUM_OBS, make_inputs, make_policy, run_stepwise
+from policies import (
+    BOX,
+    DISCRETE,
+    FORMS,
+    NUM_OBS,
+    make_inputs,
+    make_policy,
+    plans_of,
+    run_stepwise,
+)
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.network.normalize import Normalizer
@@ -20,24 +29,25 @@ def test_acting_step_by_step_equals_evaluating_the_sequence(form, space):
         actions, logprobs, values, state = policy.act(step_obs, state, step_starts, step_noise)
         steps.append((actions, logprobs, values))
     actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
-    evaluation = policy(obs, actions, first_state, starts)
-    torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(evaluation.values, values, rtol=1e-12, atol=1e-12)
+    for plan in plans_of(policy, starts):
+        evaluation = policy(obs, actions, first_state, starts, plan)
+        torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(evaluation.values, values, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_the_sequence_equal_those_of_single_steps(form):
     policy = make_policy(FORMS[form])
     obs, state, starts, actions = make_inputs(policy)
-    evaluation = policy(obs, actions, state, starts)
     actor, values = run_stepwise(policy.network, obs, state, starts)
     expected_loss = policy.distribution(actor).log_prob(actions).sum() + values.square().sum()
-    loss = evaluation.logprobs.sum() + evaluation.values.square().sum()
-    gradients, expected = (
-        torch.autograd.grad(one, list(policy.parameters())) for one in (loss, expected_loss)
-    )
-    for got, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+    expected = torch.autograd.grad(expected_loss, list(policy.parameters()))
+    for plan in plans_of(policy, starts):
+        evaluation = policy(obs, actions, state, starts, plan)
+        loss = evaluation.logprobs.sum() + evaluation.values.square().sum()
+        gradients = torch.autograd.grad(loss, list(policy.parameters()))
+        for got, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
     silent = [
         name
         for (name, _), one in zip(policy.named_parameters(), expected, strict=True)

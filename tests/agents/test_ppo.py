@@ -290,7 +290,8 @@ def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_no
 
     def probe(minibatch, plans):
         if len(used) % training.sizes.num_minibatches == 0:  # an epoch begins
-            expected.append(refreshed_states(training.policy.network, rollout[-1], num_envs))
+            starts = rollout[-1].episode_start.numpy()
+            expected.append(refreshed_states(training.policy, rollout[-1], num_envs, starts))
         used.append(minibatch.lstm_state)
         return step(minibatch, plans)
 

@@ -92,7 +92,7 @@ def test_the_state_after_a_sequence_is_that_after_its_single_steps(shape):
         for step, flags in zip(obs, starts, strict=True):
             state = network(step[None], state * ~flags[:, None, None])[1]
         for inside in (False, True):
-            found = state_after(network, obs, before, starts, inside)
+            found = state_after(network, obs, before, starts, starts.numpy(), inside)
             torch.testing.assert_close(found, state, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
 
 
@@ -142,7 +142,8 @@ def test_a_reset_shuts_the_gates_whatever_is_observed(dtype):
         found = run_packed(network, obs * scale, state, starts)
         wanted = run_stepwise(network, obs * scale, state, starts)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        found, wanted = (state_after(network, obs * scale, state, starts, i) for i in (True, False))
+        given = obs * scale, state, starts, starts.numpy()
+        found, wanted = (state_after(network, *given, inside) for inside in (True, False))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 

@@ -1,12 +1,14 @@
 """--precision: what is computed in fewer bits, what is not, and what that changes."""
 
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 from agents_ranks import Recording
-from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy
+from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy, plans_of
 from speed_ranks import SINGLE, job_of, trained
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.ppo import NonFiniteGradientError, PPOConfig
 from agents.trainer import train
@@ -45,7 +47,7 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
             steps.append((actions, logprobs, values))
         assert now.dtype == torch.float32
         actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
-        return policy(obs, actions, state, starts), logprobs, values
+        return policy(obs, actions, state, starts, plans_of(policy, starts)[-1]), logprobs, values
 
     full, *_ = both()
     policy.low_precision = LOW[name]
@@ -69,6 +71,27 @@ def test_an_lstm_trains_under_autocast_on_any_cpu_and_nothing_stays_switched(dty
     got.square().sum().backward()
     assert 0 < (got - wanted).abs().max() < 0.01 and torch.isfinite(lstm.weight_hh_l0.grad).all()
     assert torch.backends.mkldnn.enabled == enabled and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_weights_are_cast_once_in_a_rollout_and_in_a_gradient_step(name, world):
+    training = Recording(job_of("recall, clstm", dtype=SINGLE, precision=name, iterations=1), world)
+    # an LSTM's first weights become part of wider ones in a gradient step
+    named = training.policy.named_parameters()
+    weights = {weight.data_ptr() for name, weight in named if "_ih_" not in name}
+    casts = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == LOW[name]:
+                casts[args[0].data_ptr()] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        train(training, NullWriter(), StopFlag())
+    rollouts = 2  # the first fills the normalisers
+    of_weights = {casts[pointer] for pointer in weights & casts.keys()}
+    assert of_weights == {rollouts + training.losses[0]["optim/steps"]}
 
 
 # ---- training

@@ -33,7 +33,7 @@ PHASES = {  # of the iteration; the innermost function counts
     (ROLLOUT, "_complete"): "end of rollout",
     (ROLLOUT, "collect"): "vector step",
     (TRAINER, "collect"): "end of rollout",
-    (ROLLOUT, "minibatches"): "gradient step",
+    ("agents/network/minibatches.py", "minibatches"): "gradient step",
     ("agents/ppo.py", "step"): "gradient step",
     ("agents/ppo.py", "add"): "gradient step",
     ("agents/ppo.py", "update"): "rest of update",
@@ -42,10 +42,12 @@ PHASES = {  # of the iteration; the innermost function counts
     (TRAINER, "train"): "metrics and agreements",
 }
 SINGLE = {"dtype": torch.float32}
+REFRESHED = PPOConfig(update_epochs=3, refresh_states=True)
 CASES = {  # a job, its GPUs, how far it may be from the same job on the CPU; None: other numbers
     "trading": ({}, 1, 1e-10),
     "an environment of the host": ({"name": CARTPOLE}, 1, 1e-10),
     "trading in fp32": (SINGLE, 1, 1e-4),
+    "refreshed states": ({"name": CARTPOLE, "ppo": REFRESHED}, 1, 1e-10),
     "dp on two GPUs": ({"strategy": {"mode": "dp", "device_ids": (0, 1)}}, 2, 1e-10),
     "bf16": ({"strategy": {"precision": "bf16"}} | SINGLE, 1, None),
     "fp16": ({"strategy": {"precision": "fp16"}} | SINGLE, 1, None),
@@ -57,9 +59,10 @@ MOST = {
     "trading": (0, 0, 2, 81, 242),
     "trading in fp32": (0, 0, 2, 79, 249),
     "an environment of the host": (1, 0, 2, 25, 230),
+    "refreshed states": (1, 0, 2, 25, 223),
     "dp on two GPUs": (0, 2, 2, 81, 725),
-    "bf16": (0, 0, 2, 107, 295),
-    "fp16": (0, 0, 2, 107, 315),
+    "bf16": (0, 0, 2, 94, 295),
+    "fp16": (0, 0, 2, 94, 315),
 }
 REST = ("end of rollout", "rest of update", "metrics and agreements")
 
@@ -148,8 +151,12 @@ def test_shards_of_fsdp_stay_on_the_gpu_for_a_gradient_step(capsys):
             state = strategy.module_state()
         finally:
             dist.destroy_process_group()
+    text, operators, waits = table("hybrid, FSDP", gpu, {})
     with capsys.disabled():
-        print(table("hybrid, FSDP", gpu, {})[0])
+        print(text)
+    found = [waits[phase].total() for phase in phases.values()]
+    found += [operators[phase] for phase in phases.values()]
+    assert all(n <= most for n, most in zip(found, (1, 19, 270, 62), strict=True)), found
     assert {tensor.device.type for tensor in (*shards, *gradients)} == {"cuda"}
     assert sum(map(torch.numel, shards)) < 0.6 * sum(map(torch.numel, state.values()))
     assert {value.device.type for value in state.values()} == {"cpu"}
