@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_dist.checkpoint.own_modules import import_own
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
@@ -96,13 +96,7 @@ def make_watch(stop_at: str, named: str, callbacks: Callbacks, world: World) -> 
 
 def import_callback(named: str) -> Callback:
     """Import module:function."""
-    module, _, name = named.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module is foreign code
-        raise UserError(
-            f"callback {named}: {one_line(error)}: it must be module:function"
-        ) from None
+    found = import_own("callback", named)
     if not callable(found):
-        raise UserError(f"callback {named} is no function")
+        raise UserError(f"callback {named!r} is no function")
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rl_dist.checkpoint.own_modules import import_own
 from rl_dist.errors import UserError, one_line
 
 STEPS, ROWS = 7, 3  # of the trial
@@ -16,14 +16,11 @@ CONTRACT = "docs/own_environment.md has the contract of a core"
 
 def make_core(name: str, *sizes: int) -> nn.Module:
     """Make the core `module:Class` of num_inputs, hidden_size and num_layers."""
-    module, _, attribute = name.partition(":")
+    found = import_own("core", name)
     try:
-        made = getattr(importlib.import_module(module), attribute)(*sizes)
+        made = found(*sizes)
     except Exception as error:  # foreign code raises anything
-        raise UserError(
-            f"core {name!r} cannot be made: {one_line(error)}: give module:Class, and check the "
-            "Python path"
-        ) from error
+        raise UserError(f"core {name!r} cannot be made: {one_line(error)}: {CONTRACT}") from error
     states = getattr(made, "num_states", None)
     if not isinstance(made, nn.Module) or type(states) is not int or states < 0:
         raise UserError(f"core {name!r} is no torch module with num_states, a count: {CONTRACT}")

@@ -208,10 +208,11 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     extra = parsed.extra
     task = parsed.configs["task"]
     check_flags(task, parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
-    if ":" in task.env:
+    own = task.env, parsed.configs["policy"].core, parsed.configs["train"].callback
+    if any(":" in name for name in own):
         from rl_dist.checkpoint.own_modules import import_from_here
 
-        import_from_here(task.env)
+        import_from_here(*own)
     kind = extra.preset or kind_of_task(task)
     if (kind in ("trading", "paper")) != task.is_trading:
         owner = "other environments" if task.is_trading else "StockTrading-v0"

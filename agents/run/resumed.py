@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agents.policy import Policy, spaces_of
-from agents.run.config import SECTIONS, RunConfig, data_digest, probe_env
+from agents.run.config import OWNERS, SECTIONS, RunConfig, data_digest, probe_env
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.trading_config import DataConfig
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.file import format_version_of
 from rl_dist.checkpoint.folder import Found
-from rl_dist.checkpoint.own_modules import check_core, check_module, import_from_here
+from rl_dist.checkpoint.own_modules import (
+    check_callback,
+    check_core,
+    check_module,
+    import_from_here,
+)
 from rl_dist.config import ParsedFlags, given_once, removed_flags
 from rl_dist.errors import UserError
 
@@ -47,11 +52,7 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
     config = resumed_config(RunConfig.from_dict(saved), parsed)
     if config.task.is_trading:
         check_data(config.data, f"begin a run with --init_from {run_dir}")
-    named = parsed.configs["task"].env if "env" in parsed.given else None
-    import_from_here(config.task.env)
-    check_module(config.task.env, config.task.env_kwargs, run_dir, named)
-    named = parsed.configs["policy"].core if "core" in parsed.given else None
-    check_core(config.policy.core, run_dir, named)
+    check_own_modules(config, run_dir, parsed)
     print_dropped_flags(SECTIONS, saved, parsed.given)
     older = format_version_of(found.path) < PHILOX_FORMAT
     if older and os.environ.get("RANK", "0") == "0":
@@ -60,6 +61,19 @@ def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunCon
             "not as it would have there"
         )
     return config
+
+
+def check_own_modules(config: RunConfig, run_dir: Path, parsed: ParsedFlags) -> None:
+    """Let modules lie in the current directory; refuse those that nobody here named."""
+    task, core, callback = config.task, config.policy.core, config.train.callback
+    import_from_here(task.env, core, callback)
+    named = {
+        name: getattr(parsed.configs[OWNERS[name]], name) if name in parsed.given else None
+        for name in ("env", "core", "callback")
+    }
+    check_module(task.env, task.env_kwargs, run_dir, named["env"])
+    check_core(core, run_dir, named["core"])
+    check_callback(callback, run_dir, named["callback"])
 
 
 def print_dropped_flags(

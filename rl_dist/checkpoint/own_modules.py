@@ -1,4 +1,4 @@
-"""Trust in the modules that a run's environment may name.
+"""Modules of the user's own that a run may name: finding and trusting them.
 
 A run directory may come from anybody. It never runs what it brings along, and names no module to
 import but those that the command line names as well, or that the user's own run names.
@@ -6,6 +6,7 @@ import but those that the command line names as well, or that the user's own run
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -15,19 +16,48 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, did_you_mean, one_line
 from rl_dist.hardware.plain_files import plain_file, read_open
 
 
-def import_from_here(env: str) -> None:
-    """Let the module of `module:id` lie in the current directory.
+def import_from_here(*named: str) -> None:
+    """Let the modules of any `module:name` among these lie in the current directory.
 
     It comes last on the path, where a script has its own folder instead; ranks inherit the path.
     """
-    here = str(Path.cwd())
-    if ":" in env and here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+    if any(":" in value for value in named) and not _is_here_on_path():
+        sys.path.append(str(Path.cwd()))
+
+
+def _is_here_on_path() -> bool:
+    return bool({"", str(Path.cwd())} & set(sys.path))
+
+
+def import_own(field: str, value: str) -> Any:
+    """Return what `module:name` names.
+
+    Raises:
+        UserError: there is no such module, it raises as it is imported, or it has no such name.
+    """
+    module, _, name = value.partition(":")
+    if not module or not name:
+        raise UserError(f"{field} {value!r} must be module:name")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # foreign code raises anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        why = f"its module raised {one_line(error)}"
+        if missing and f"{module}.".startswith(f"{missing}."):
+            looked = "nor elsewhere on" if _is_here_on_path() else "which is not on"
+            why = f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
+        raise UserError(f"{field} {value!r}: {why}") from error
+    if not hasattr(found, name):
+        fix = did_you_mean(name, vars(found))
+        where = getattr(found, "__file__", None) or "a folder"
+        raise UserError(f"{field} {value!r}: {module} ({where}) has no {name}; {fix}".rstrip("; "))
+    return getattr(found, name)
 
 
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
@@ -39,6 +69,11 @@ def check_core(core: str, run_dir: Path, named: str | None) -> None:
     """Refuse a policy's core of a run before its module is imported; see `_check`."""
     if core:
         _check("core", core, run_dir, named, "policy", {"core": core})
+
+
+def check_callback(callback: str, run_dir: Path, named: str | None) -> None:
+    """Refuse a callback of a run before its module is imported; see `_check`."""
+    _check("callback", callback, run_dir, named, "train", {"callback": callback})
 
 
 def _check(

@@ -59,8 +59,8 @@ def test_slow_units_of_a_mingru_remember_for_long_to_begin_with():
         ("own_cores:Broken", "no such shape"),
         ("own_cores:Stateless", "num_states"),
         ("own_cores:Absent", "Absent"),
-        ("no_such_module:Core", "no_such_module"),
-        ("own_cores", "module:Class"),
+        ("no_such_module:Core", "there is no module no_such_module in /"),
+        ("own_cores", "module:name"),
     ],
 )
 def test_a_core_that_breaks_the_contract_is_refused_in_one_line(core, problem):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -34,6 +35,22 @@ def test_a_refused_run_announces_no_directory(tmp_path, monkeypatch, capsys):
     flags = [*CUE, "--env", "CartPole-v1", "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *flags) != 0
     assert "run directory" not in capsys.readouterr().out
+
+
+def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_may(
+    tmp_path, monkeypatch, capsys
+):
+    shutil.copy(REPO / "tests/own_cores.py", tmp_path / "cores_here.py")
+    (tmp_path / "calls_here.py").write_text("def stop(moment):\n    return False\n")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    monkeypatch.chdir(tmp_path)
+    core = ["--env", "CartPole-v1", "--policy", "own", "--core", "cores_here:Decay"]
+    for words in (["--callback", "calls_here:stop", "--run_dir", "run"], ["--resume", "run"]):
+        monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+        new = [*CUE, *core, "--total_steps", 256] if "--callback" in words else []
+        assert train_here(monkeypatch, *new, *words) == 0
+        assert "a callback asked for it" in capsys.readouterr().out
+    assert [line["iteration"] for line in records("run")] == [1, 2]
 
 
 def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):

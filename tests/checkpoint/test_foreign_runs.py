@@ -163,9 +163,21 @@ def test_a_core_that_the_users_own_run_does_not_name_is_not_imported(
     assert len(errors) == 2 and all(f"--core {core}" in line for line in errors)
     with pytest.raises(UserError, match=f"--core {core}"):
         load_agent(copy)
-    with pytest.raises(UserError, match="has no attribute 'Foreign'"):  # it is imported now
+    with pytest.raises(UserError, match="has no Foreign"):  # it is imported now
         load_agent(copy, core=core)
     assert canary.exists()
+
+
+def test_a_callback_that_the_users_own_run_does_not_name_is_not_imported(
+    copy, canary, monkeypatch, capsys
+):
+    alter(copy, "train", "callback", "foreign_envs:gymnasium.register", config_too=False)
+    assert train_here(monkeypatch, "--resume", copy) == 2
+    error = only_error(capsys.readouterr().err)
+    assert "add --callback foreign_envs:gymnasium.register" in error
+    assert train_here(monkeypatch, "--resume", copy, "--callback", "") == 0
+    assert not any("callback" in flag for flag in flags_of(read_config(copy)))
+    assert not canary.exists()
 
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
