@@ -192,7 +192,11 @@ class LoadedPolicy:
 
 
 def load_policy(
-    path: str | Path, which: Which = "", device: str | torch.device = "cpu", seed: int = 0
+    path: str | Path,
+    which: Which = "",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    core: str | None = None,
 ) -> LoadedPolicy:
     """Load the policy of a run directory or checkpoint file.
 
@@ -200,11 +204,13 @@ def load_policy(
         which: checkpoint of a run directory, best or last; "": the best if there is one.
         device: where it computes.
         seed: of the noise of `predict` with deterministic=False.
+        core: the module:Class of a policy of --core, repeated where its run directory is not your
+            own or the checkpoint was copied without it.
 
     Raises:
-        UserError: there is no such checkpoint, or it is damaged.
+        UserError: there is no such checkpoint, it is damaged, or its core has to be named.
     """
-    return LoadedPolicy(load_agent(path, device, which), seed)
+    return LoadedPolicy(load_agent(path, device, which, core), seed)
 
 
 def _for_each(count: int, name: str, given: Any) -> np.ndarray:

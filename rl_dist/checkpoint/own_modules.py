@@ -107,7 +107,8 @@ def _check(
         raise UserError(f"{field} {value} {why}: move it elsewhere")
     if value != named and not _is_own(run_dir / "config.json", section, wanted):
         why = f"{run_dir}/config.json is not yours or has another {field}"
-        fix = f"if you trust the module {module}, add --{field} {shlex.quote(value)}"
+        flag = f"--{field} {shlex.quote(value)}"
+        fix = f"if you trust the module {module}, add {flag}, in Python {field}={value!r}"
         raise UserError(f"{field} {value} has code of its own, and {why}: {fix}")
 
 

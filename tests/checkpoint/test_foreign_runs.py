@@ -12,10 +12,10 @@ import torch
 from train_runs import evaluate_here, only_error, train_here
 
 import train_distributed
+from agents import load_policy
 from agents.pretrain import command as pretrain
 from agents.run import choice
 from agents.run.config import SECTIONS, RunConfig
-from agents.run.saved import load_agent
 from envs.task import GymTask
 from rl_dist.checkpoint.command import main
 from rl_dist.checkpoint.file import load_checkpoint, pack, seal, write_atomically
@@ -161,10 +161,10 @@ def test_a_core_that_the_users_own_run_does_not_name_is_not_imported(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert codes == [2, 2] and not canary.exists()
     assert len(errors) == 2 and all(f"--core {core}" in line for line in errors)
-    with pytest.raises(UserError, match=f"--core {core}"):
-        load_agent(copy)
+    with pytest.raises(UserError, match=f"--core {core}, in Python core='{core}'"):
+        load_policy(copy)
     with pytest.raises(UserError, match="has no Foreign"):  # it is imported now
-        load_agent(copy, core=core)
+        load_policy(copy, core=core)
     assert canary.exists()
 
 
