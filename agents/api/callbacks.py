@@ -90,13 +90,6 @@ class Watch:
 def make_watch(stop_at: str, named: str, callbacks: Callbacks, world: World) -> Watch | None:
     """Return the watch of --stop_at and callbacks; None: there is nothing to do."""
     if named:
-        callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), import_callback(named))
+        own = import_own("callback", named)
+        callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), own)
     return Watch(callbacks, world, stop_at) if stop_at or any(callbacks.values()) else None
-
-
-def import_callback(named: str) -> Callback:
-    """Import module:function."""
-    found = import_own("callback", named)
-    if not callable(found):
-        raise UserError(f"callback {named!r} is no function")
-    return found

@@ -13,11 +13,10 @@ import torch
 from agents.dry_run.batch_size import random_minibatch, saved_section
 from agents.policy import Policy
 from agents.ppo import PPO, ppo_loss
-from agents.run.config import RunConfig, probe_env, save_config
+from agents.run.config import RunConfig, probe, save_config
 from agents.run.memory import Shapes, compute_memory
 from agents.sizes import shard_sizes
 from agents.trainer import make_strategy
-from envs.vector.layout import Layout
 from rl_dist.launch.launcher import ResolvedLaunch
 from rl_dist.parallel.choice import STEPS, Hardware, choose_strategy, measure_mode
 from rl_dist.process_group.world import World
@@ -65,9 +64,7 @@ def gradient_steps(
     config: RunConfig, gpu_ids: tuple[int, ...], task: Any, world: World
 ) -> Callable[[str], Iterator[None]]:
     """Return what `measure_mode` tries a mode with: steps of the job."""
-    env = probe_env(task)
-    layout, space = Layout.of(env), env.single_action_space
-    env.close()
+    layout, space, _ = probe(task)
     launch, train, device = config.launch, config.train, world.device
 
     def steps(mode: str) -> Iterator[None]:

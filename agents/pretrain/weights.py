@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
-from agents.run.config import RunConfig, load_saved, probe_env
+from agents.run.config import RunConfig, load_saved, probe
 from agents.run.saved import InitialWeights
 from envs.task import GymTask
 from envs.trading.task import TradingTask
@@ -78,9 +78,7 @@ def check_pretrained(config: RunConfig, task: TradingTask | GymTask) -> None:
         raise UserError("--pretrained is a feature LSTM: a policy without memory has no use for it")
     if not config.train.normalize_obs:
         raise UserError("--pretrained needs normalised observations: drop --no-normalize_obs")
-    env = probe_env(task)
-    num_obs = int(env.single_observation_space.shape[0])
-    env.close()
+    num_obs = probe(task).layout.size
     here = {"observation": config.trading.observation, "num_obs": num_obs}
     here["hidden_size"] = config.policy.hidden_size
     for name, value in here.items():

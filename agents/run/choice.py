@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from agents.run.config import (
     is_unused,
     load_newest,
     load_saved,
+    probe,
     with_digest,
 )
 from agents.sizes import TrainConfig, shard_sizes
@@ -258,16 +258,13 @@ def _refuse_batch_of_steps(train: TrainConfig) -> None:
         )
 
 
-@functools.cache
 def kind_of_task(task: TaskConfig) -> str:
-    """Return the preset for a task; its environment is made once, to see."""
+    """Return the preset for a task, by its environment."""
     if task.is_trading:
         return "trading"
     if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks."):
         return "memory"
-    env = GymTask(task).probe_env()
-    is_box = isinstance(env.single_action_space, spaces.Box)
-    env.close()
+    is_box = isinstance(probe(GymTask(task)).action_space, spaces.Box)
     return "control" if is_box else "small"
 
 

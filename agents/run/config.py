@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -11,14 +12,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from agents.policy import PolicyConfig
+import torch
+from gymnasium import spaces
+
+from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
 from agents.trainer import Job, MakeEnv, Training
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
+from envs.vector.layout import Layout
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import (
     BEST_FILE,
@@ -142,6 +147,42 @@ def probe_env(task: TradingTask | GymTask) -> Any:
     if isinstance(task, GymTask):
         return task.probe_env()
     return task.evaluation_env(task.markets("train", 1), task.spans.train)
+
+
+class Probed(NamedTuple):
+    """What one environment of a task shows."""
+
+    layout: Layout
+    action_space: spaces.Space
+    can_snapshot: bool
+
+    def empty_policy(self, config: RunConfig) -> Policy:
+        """Return a run's policy without weights; refuse what it cannot be made of."""
+        with torch.device("meta"):
+            policy = Policy(config.policy, self.layout, self.action_space)
+        return policy.to(config.launch.dtype)
+
+
+def probe(task: TradingTask | GymTask) -> Probed:
+    """Make an environment of a task and look at it; of a Gymnasium task only once."""
+    return _probe_gym(task.config) if isinstance(task, GymTask) else _look_at(probe_env(task))
+
+
+@functools.cache
+def _probe_gym(config: TaskConfig) -> Probed:
+    return _look_at(GymTask(config).probe_env())
+
+
+def forget_probed() -> None:
+    """Let environments be looked at anew: an id may mean another one by now."""
+    _probe_gym.cache_clear()
+
+
+def _look_at(env: Any) -> Probed:
+    can_snapshot = getattr(env, "can_snapshot", False)
+    found = Probed(Layout.of(env), env.single_action_space, can_snapshot)
+    env.close()
+    return found
 
 
 # ---- the run directory and its checkpoints

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from agents.policy import Policy, spaces_of
-from agents.run.config import OWNERS, SECTIONS, RunConfig, data_digest, probe_env
+from agents.policy import spaces_of
+from agents.run.config import OWNERS, SECTIONS, RunConfig, data_digest, probe
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.trading_config import DataConfig
@@ -161,18 +159,16 @@ def check_resumable(
     check_shapes(state, config.policy, config.launch.dtype)
     saved = len(state["carry"]["obs"])
     num_envs = shard_sizes(config.train, 0, num_ranks, saved).global_num_envs
-    env = probe_env(task)
-    with torch.device("meta"):
-        now = Policy(config.policy, Layout.of(env), env.single_action_space)
+    found = probe(task)
+    now = found.empty_policy(config)
     compared = {
         "observation size": (now.num_obs, state["num_obs"]),
         "actions": (_actions(now.shapes()), _actions(state)),
         "observations": (_parts(now.layout), _parts(spaces_of(state)[0])),
         f"environments on {num_ranks} rank(s)": (num_envs, saved),
     }
-    if state["environments"] is not None and not getattr(env, "can_snapshot", False):
+    if state["environments"] is not None and not found.can_snapshot:
         compared["snapshots of environments"] = ("none", "some")
-    env.close()
     differing = [f"{name} {a} (it has {b})" for name, (a, b) in compared.items() if a != b]
     refuse_differences(differing, "use the environment and the sizes it was trained with")
 

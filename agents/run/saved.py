@@ -15,8 +15,7 @@ from torch import Tensor
 from agents.network.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
 from agents.rollout import fresh_carry
-from agents.run.config import RunConfig, Which, load_saved, probe_env
-from envs.vector.layout import Layout
+from agents.run.config import RunConfig, Which, load_saved, probe
 from envs.vector.spaces import from_json
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.checkpoint.own_modules import check_core
@@ -113,13 +112,8 @@ def load_initial(path: str) -> InitialWeights:
 def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
     """Refuse --init_from of other shapes, before anything is written."""
     initial = load_initial(config.train.init_from)
-    env = probe_env(task)
-    layout = Layout.of(env)
-    with torch.device("meta"):
-        policy = Policy(config.policy, layout, env.single_action_space).to(config.launch.dtype)
-    env.close()
     try:
-        check_weights(policy, initial.weights)
+        check_weights(probe(task).empty_policy(config), initial.weights)
     except UserError as error:
         raise UserError(f"--init_from {config.train.init_from}: {error}") from None
 

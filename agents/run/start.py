@@ -30,8 +30,10 @@ from agents.run.config import (
     SECTIONS,
     RunConfig,
     discard_unstarted,
+    forget_probed,
     fresh_directory,
     is_unused,
+    probe,
     save_config,
 )
 from agents.run.limits import check_rollouts
@@ -89,6 +91,7 @@ def prepare(
     )
     config: RunConfig | None = None
     run_dir: Path | None = None
+    forget_probed()
     try:
         if parsed.extra.interactive:
             from agents.run.interactive import ask_user
@@ -201,6 +204,7 @@ def announce(
         if resolved.device_type == "cpu":  # a GPU's memory is known to its rank
             check_rollouts(config, torch.device("cpu"), resolved.num_ranks)
     task: Any = config.prepare_task()
+    check_own_parts(config, task)
     if (train.pretrained or train.init_from) and not found:
         check_weights(config, task)
     if found:
@@ -215,6 +219,21 @@ def announce(
     if sizes:
         print(sizes_table(train, sizes, resolved.num_ranks, config.ppo))
         _warn_of_budget(train, sizes)
+
+
+def check_own_parts(config: RunConfig, task: Any) -> None:
+    """Refuse spaces, a core or a callback that ranks would refuse later."""
+    core, sizes = config.policy.core, (config.policy.hidden_size, config.policy.num_layers)
+    if core or not config.task.is_trading:
+        width = probe(task).empty_policy(config).feature_encoder.num_outputs
+        if core:
+            from agents.network.own_core import make_core, try_core
+
+            try_core(core, make_core(core, width, *sizes), width, sizes[0])
+    if config.train.callback:
+        from rl_dist.checkpoint.own_modules import import_own
+
+        import_own("callback", config.train.callback)
 
 
 def _warn_of_budget(train: TrainConfig, sizes: Sizes) -> None:

@@ -36,10 +36,10 @@ def _is_here_on_path() -> bool:
 
 
 def import_own(field: str, value: str) -> Any:
-    """Return what `module:name` names.
+    """Return the class or function that `module:name` names.
 
     Raises:
-        UserError: there is no such module, it raises as it is imported, or it has no such name.
+        UserError: there is no such module, it raises as it is imported, or has no such function.
     """
     module, _, name = value.partition(":")
     if not module or not name:
@@ -53,11 +53,12 @@ def import_own(field: str, value: str) -> Any:
             looked = "nor elsewhere on" if _is_here_on_path() else "which is not on"
             why = f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
         raise UserError(f"{field} {value!r}: {why}") from error
-    if not hasattr(found, name):
-        fix = did_you_mean(name, vars(found))
+    own = getattr(found, name, None)
+    if not callable(own):
+        fix = did_you_mean(name, vars(found)) or "check the name"
         where = getattr(found, "__file__", None) or "a folder"
-        raise UserError(f"{field} {value!r}: {module} ({where}) has no {name}; {fix}".rstrip("; "))
-    return getattr(found, name)
+        raise UserError(f"{field} {value!r}: {where} has no function or class {name}: {fix}")
+    return own
 
 
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:

@@ -7,7 +7,10 @@ import shutil
 import subprocess
 import sys
 
+import gymnasium
 import pytest
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from train_runs import (
     REPO,
     evaluate_here,
@@ -29,12 +32,37 @@ TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 
 CUE = [*TINY.split(), "--env", "own_environment:Cue-v0", "--eval_episodes", "2"]
 
 
-def test_a_refused_run_announces_no_directory(tmp_path, monkeypatch, capsys):
-    (tmp_path / "run").mkdir(mode=0o500)
-    (tmp_path / "run" / "config.json").mkdir()
-    flags = [*CUE, "--env", "CartPole-v1", "--run_dir", tmp_path / "run"]
-    assert train_here(monkeypatch, *flags) != 0
-    assert "run directory" not in capsys.readouterr().out
+class Words(gymnasium.Env):
+    """Says what no policy here reads, and counts how often it is made."""
+
+    observation_space, action_space, made = spaces.Text(9), spaces.Discrete(2), 0
+
+    def __init__(self):
+        Words.made += 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--env Words-v0 --preset small", "observation space Text"),
+        ("--env Words-v0", "observation space Text"),
+        ("--policy own --core own_cores:Prophet", "looks ahead"),
+        ("--policy own --core own_cores:Profet", "no function or class Profet: did you mean Pro"),
+        ("--callback nowhere:call", "'nowhere:call': there is no module nowhere in /"),
+        ("", "holds other files"),
+    ],
+)
+def test_a_refused_run_announces_no_directory(flags, problem, tmp_path, monkeypatch, capsys):
+    if not flags:
+        (tmp_path / "run" / "config.json").mkdir(parents=True)
+    monkeypatch.setitem(gymnasium.registry, "Words-v0", EnvSpec("Words-v0", Words))
+    monkeypatch.setattr(Words, "made", 0)
+    place = ["--env", "CartPole-v1", "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *CUE, *place, *flags.split()) == 2
+    out, err = capsys.readouterr()
+    assert problem in only_error(err) and "run directory" not in out
+    assert not flags or (not out and not (tmp_path / "run").exists())
+    assert Words.made == ("Words" in flags)
 
 
 def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_may(

@@ -151,9 +151,13 @@ def test_a_module_that_the_users_own_run_does_not_name_is_not_imported(
         assert canary.exists()
 
 
-def test_a_core_that_the_users_own_run_does_not_name_is_not_imported(
+def test_a_core_or_callback_that_the_users_own_run_does_not_name_is_not_imported(
     copy, canary, monkeypatch, capsys
 ):
+    alter(copy, "train", "callback", "foreign_envs:call", config_too=False)
+    assert train_here(monkeypatch, "--resume", copy) == 2
+    assert "add --callback foreign_envs:call" in only_error(capsys.readouterr().err)
+    assert train_here(monkeypatch, "--resume", copy, "--callback", "") == 0
     core = "foreign_envs:Foreign"
     alter(copy, "policy", "policy", "own")
     alter(copy, "policy", "core", core, config_too=False)
@@ -163,21 +167,9 @@ def test_a_core_that_the_users_own_run_does_not_name_is_not_imported(
     assert len(errors) == 2 and all(f"--core {core}" in line for line in errors)
     with pytest.raises(UserError, match=f"--core {core}, in Python core='{core}'"):
         load_policy(copy)
-    with pytest.raises(UserError, match="has no Foreign"):  # it is imported now
+    with pytest.raises(UserError, match="no function or class Foreign"):  # it is imported now
         load_policy(copy, core=core)
     assert canary.exists()
-
-
-def test_a_callback_that_the_users_own_run_does_not_name_is_not_imported(
-    copy, canary, monkeypatch, capsys
-):
-    alter(copy, "train", "callback", "foreign_envs:gymnasium.register", config_too=False)
-    assert train_here(monkeypatch, "--resume", copy) == 2
-    error = only_error(capsys.readouterr().err)
-    assert "add --callback foreign_envs:gymnasium.register" in error
-    assert train_here(monkeypatch, "--resume", copy, "--callback", "") == 0
-    assert not any("callback" in flag for flag in flags_of(read_config(copy)))
-    assert not canary.exists()
 
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
