@@ -379,6 +379,14 @@ class Policy(nn.Module):
                 actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)
 
+    def largest_entropy(self, obs: Tensor) -> Tensor:
+        """Entropy [...] of choices where all that are allowed at obs [..., F] are alike."""
+        alike = obs.new_zeros(self.num_actions)  # logits; without masks the same everywhere
+        if self.mask_columns:
+            newest = obs[..., -self.num_obs :]
+            alike = heads.forbid(alike, newest[..., self.mask_columns])
+        return self.distribution(alike).entropy().expand(obs.shape[:-1])
+
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
         """Log probabilities and entropies of actions under the network's outputs."""
         distribution = self.distribution(actor)

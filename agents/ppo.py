@@ -338,7 +338,7 @@ class PPO:
             self.clock.mark("")
         self.strategy.end_update()
 
-        return self._outcome(tally, report, key[1])
+        return self._outcome(tally, report, key[1], sequences.obs)
 
     @property
     def _plans_ahead(self) -> bool:
@@ -404,13 +404,16 @@ class PPO:
         )
 
     def _outcome(
-        self, tally: Tally, report: Mapping[str, Tensor], iteration: int
+        self, tally: Tally, report: Mapping[str, Tensor], iteration: int, obs: Tensor
     ) -> dict[str, float]:
         """Means over ranks and steps, read at once with all else that the host wants to know."""
-        sums = all_reduce_sum({"losses": tally.losses, "steps": tally.counts[0]}, self.world)
+        sums = {"losses": tally.losses, "steps": tally.counts[0]}
+        if self.policy.discrete:  # all ranks have as many steps
+            sums["loss/entropy_max"] = self.policy.largest_entropy(obs).mean() / self.world.size
+        sums = all_reduce_sum(sums, self.world)
         names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
-        found = dict(zip(names, sums["losses"] / sums["steps"], strict=True))
-        found |= report
+        losses = sums.pop("losses") / sums.pop("steps")
+        found = dict(zip(names, losses, strict=True)) | sums | report
         if self.strategy.scaler:
             one = torch.ones((), device=tally.counts.device)
             found["optim/loss_scale"] = self.strategy.scaler.scale(one)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +57,13 @@ def evaluate_run(
     return report(task, markets, task.spans.test, {"policy": agent}, training.world, picture)
 
 
-def randomness_warning(run_dir: Path, training: Training) -> str:
+def randomness_warning(run_dir: Path) -> str:
     """Return a warning where actions are nearly as random as at first, or nothing."""
-    policy = training.policy
     lines = ended_lines(run_dir)
-    entropy = json.loads(lines[-1]).get("loss/entropy") if lines else None
-    most = math.log(policy.num_actions)
-    if not policy.discrete or entropy is None or entropy < NEARLY_RANDOM * most:
+    last = json.loads(lines[-1]) if lines else {}
+    entropy, most = (last.get(f"loss/{name}") for name in ("entropy", "entropy_max"))
+    # 0: masks leave nothing to choose; continuous actions and runs of older versions have none
+    if not most or entropy is None or entropy < NEARLY_RANDOM * most:
         return ""
     return (
         f"warning: the policy is nearly as random as at the start (entropy {entropy:.2f} of at "
@@ -92,7 +91,7 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
             found["scaling"] = scaling
     write_whole(run_dir / SUMMARY, json.dumps(found, indent=2) + "\n")
     print(f"\n{text}\n")
-    if warning := randomness_warning(run_dir, training):
+    if warning := randomness_warning(run_dir):
         print(warning)
     if scaling:
         print(describe(scaling))

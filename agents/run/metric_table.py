@@ -27,6 +27,7 @@ class Metric:
 TRADING = "StockTrading-v0"
 OTHER_TASKS = "other environments"
 FP16 = "fp16"
+CHOICES = "actions that are choices"
 MONITORED = "--monitor_every"
 GPU = "GPU"
 # By the runs that write them: key, [unit], meaning. "*": also each rank's own; "-": only that.
@@ -66,6 +67,9 @@ ROWS = {
 """,
     FP16: """
  optim/loss_scale factor by which the loss is multiplied before the backward pass
+""",
+    CHOICES: """
+ loss/entropy_max [nats] the most that loss/entropy can be: all allowed actions alike
 """,
     TRADING: """
  valid/sharpe mean annual Sharpe ratio of the policy on the validation span

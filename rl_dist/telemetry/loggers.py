@@ -22,7 +22,7 @@ PROJECT = "clstm-ppo"  # where Weights & Biases and MLflow keep the runs, unless
 LAYOUT = {
     "is it learning?": {
         "return": ["Multiline", [r"^episode/return$", r"^valid/return$"]],
-        "entropy": ["Multiline", [r"^loss/entropy$"]],
+        "entropy": ["Multiline", [r"^loss/entropy(_max)?$"]],
         "explained variance of the returns": ["Multiline", [r"^ppo/explained_variance$"]],
     },
     "are the updates sane?": {

@@ -1,5 +1,7 @@
 """Heads: several choices, masks and squashed actions, against known distributions."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,29 @@ def test_probabilities_and_entropy_are_those_among_the_allowed_actions():
     torch.testing.assert_close(evaluation.entropy[0, 0], first.entropy())
     forbidden = policy(obs[None], torch.tensor([[[1, 1, 2]]]), policy.initial_state(1), start[None])
     assert forbidden.logprobs.exp() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("space", "mask", "most"),
+    [
+        (spaces.Discrete(3), None, [3]),
+        (SEVERAL, None, [3, 2, 4]),
+        (SEVERAL, MASK, [2]),
+        (spaces.Discrete(9), MASK, [4]),
+        (SEVERAL, [1.0] * 9, [3, 2, 4]),
+    ],
+)
+def test_no_entropy_exceeds_that_of_all_allowed_actions_alike(space, mask, most):
+    policy = masked_policy(space, feature_window=2) if mask else make_policy(SMALL, space)
+    obs = make_inputs(policy)[0][0] if mask is None else masked_inputs(mask, 5)[0].repeat(1, 2)
+    largest = policy.largest_entropy(obs)
+    assert largest.tolist() == pytest.approx([sum(map(math.log, most))] * 5)
+    (actor, _), _ = policy.network(obs[None], policy.initial_state(5))
+    entropy = policy.distribution(actor[0]).entropy()
+    assert (entropy < largest).all()
+    policy.actor_head.weight.data.zero_()
+    (actor, _), _ = policy.network(obs[None], policy.initial_state(5))
+    torch.testing.assert_close(policy.distribution(actor[0]).entropy(), largest)
 
 
 def test_the_gradient_ignores_forbidden_actions_and_the_mask_is_no_input():

@@ -25,7 +25,7 @@ from train_runs import (
 )
 
 from agents.run.config import SECTIONS
-from agents.run.metric_table import METRICS, MONITORED, OTHER_TASKS, TRADING
+from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
@@ -108,9 +108,10 @@ def test_metrics_are_written_once_per_iteration_with_every_rank_in_them(finished
 def test_a_run_writes_exactly_the_metrics_of_the_table(finished, tmp_path, monkeypatch):
     flags = ["--env", "CartPole-v1", "--total_steps", "256", "--eval_episodes", "2", *SIZES[2:]]
     assert train_here(monkeypatch, *flags, "--run_dir", tmp_path / "run") == 0
-    for run_dir, task in ((tmp_path / "run", OTHER_TASKS), (finished[1][0], TRADING)):
+    own = {tmp_path / "run": (OTHER_TASKS, CHOICES), finished[1][0]: (TRADING,)}
+    for run_dir, task in own.items():
         last = records(run_dir)[-1]
-        kept = ("", task, MONITORED)
+        kept = ("", *task, MONITORED)
         written = {name: metric for name, metric in METRICS.items() if metric.when in kept}
         assert set(last) == {name for name, metric in written.items() if metric.overall}
         assert set(last["ranks"][0]) == {name for name in written if written[name].per_rank}
