@@ -41,6 +41,14 @@ def test_fine_tuning_begins_with_the_weights_of_the_easy_task():
     assert begun == ["", str(runs[0].absolute()), ""]
 
 
+@pytest.mark.slow
+def test_two_ranks_have_the_learning_curve_of_one():
+    from examples import many_gpus
+
+    one, two = many_gpus.main(num_ranks=2, total_steps=4096)
+    assert len(one) == 2 and one == pytest.approx(two, rel=1e-6)
+
+
 @pytest.mark.parametrize("lower, state, count", [(-1.0, "COMPLETE", 4), (1e9, "PRUNED", 1)])
 def test_a_search_ends_trials_that_the_pruner_gives_up(lower, state, count):
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
