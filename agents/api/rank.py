@@ -17,12 +17,12 @@ from agents.sizes import AUTO
 from agents.trainer import Training, Validate, train
 from rl_dist.checkpoint.file import load_checkpoint, write_atomically
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, iteration_in_name
+from rl_dist.checkpoint.own_modules import module_files
 from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
-from rl_dist.process_group.hosts import check_hosts
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import setup_logging, truncate_metrics
@@ -45,8 +45,9 @@ def run_rank(
 ) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
     timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout
+    modules = module_files([config.task.env, config.policy.core, config.train.callback])
     world = open_world(
-        resolved.device_type, timeout_s, resolved.gpu_ids, resolved.threads, startup_s
+        resolved.device_type, timeout_s, resolved.gpu_ids, resolved.threads, startup_s, modules
     )
     with ExitStack() as closing:
         closing.enter_context(explained_faults(config, run_dir, world))
@@ -173,7 +174,6 @@ def agree_on_start(
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
-    check_hosts(world, config.launch.threads)
     if world.is_main_process and restart_count():
         newest = load_newest(run_dir)
         truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)

@@ -61,6 +61,12 @@ def import_own(field: str, value: str) -> Any:
     return own
 
 
+def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
+    """Return the files behind each `module:name`, by module; imports nothing."""
+    modules = {module for name in names if (module := name.rpartition(":")[0])}
+    return {module: [*filter(Path.is_file, map(Path, _places(module)))] for module in modules}
+
+
 def check_module(env: str, kwargs: str, run_dir: Path, named: str | None) -> None:
     """Refuse an environment of a run before its module is imported; see `_check`."""
     _check("env", env, run_dir, named, "task", {"env": env, "env_kwargs": kwargs})

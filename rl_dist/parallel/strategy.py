@@ -60,6 +60,7 @@ class Strategy:
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
+        world.log_warnings()  # every training passes here, after its logs were set up if ever
         device_type = world.device.type
         hardware = Hardware(world.size, device_type, len(config.device_ids))
         self.mode = check_strategy(config, hardware)

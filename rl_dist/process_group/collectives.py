@@ -11,14 +11,16 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import World
+
+if TYPE_CHECKING:
+    from rl_dist.process_group.world import World
 
 # Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's
 # grain size) opens a second OpenMP team there, for good; libgomp then stops spinning between the

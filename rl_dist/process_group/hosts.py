@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
+import re
 import socket
+import sys
 import time
 import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rl_dist.errors import UserError
 from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
-from rl_dist.process_group.world import World
+
+if TYPE_CHECKING:
+    from rl_dist.process_group.world import World
 
 CODE = Path(__file__).parents[2]
 PACKAGES = ("rl_dist", "agents", "envs")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of a machine, however many hosts it plays
 MOST_APART_S = 60.0  # clocks: beyond it times of files and logs mislead
-logger = logging.getLogger(__name__)
+WAIT_POLICIES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # a user who sets one has decided
 
 
 def code_version() -> str:
     """Return a short hash of our own modules."""
+    paths = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
+    return short_hash([*sorted(paths), *CODE.glob("train_distributed.py")])
+
+
+def short_hash(paths: Sequence[Path]) -> str:
+    """Return a short hash of files and their names."""
     digest = hashlib.sha256()
-    for path in sorted(path for name in PACKAGES for path in (CODE / name).rglob("*.py")):
-        digest.update(f"{path.relative_to(CODE)}\0".encode() + path.read_bytes())
+    for path in paths:
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -46,64 +60,105 @@ def devices_differ(world: World) -> bool:
     return all_reduce_max(mark, world) != -all_reduce_max(-mark, world)
 
 
-def difference(ranks: list[dict[str, str]]) -> str:
-    """Return what differs between these ranks' hosts, torch or code; "" if nothing."""
-    first = ranks[0]
-    for name, words in (("torch", "torch"), ("code", "this project's code, version")):
-        for other in ranks:
-            if other[name] != first[name]:
+def versions(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+    """Return what must be alike on all hosts, by the words for it."""
+    own = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
+    return own | {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "this project's code, version": code_version(),
+    }
+
+
+def difference(hosts: list[str], found: list[Mapping[str, str]]) -> str:
+    """Return what differs between the versions of the ranks' hosts; "": nothing."""
+    first = found[0]
+    for host, other in zip(hosts, found, strict=True):
+        for words in first.keys() | other.keys():
+            if other.get(words) != first.get(words):
                 return (
-                    f"host {other['host']} has {words} {other[name]}, but host {first['host']} "
-                    f"has {first[name]}: install the same on all hosts"
+                    f"host {host} has {words} {other.get(words)}, but host {hosts[0]} "
+                    f"has {first.get(words)}: install the same on all hosts"
                 )
     return ""
 
 
-def share_cores(world: World, threads: int) -> None:
-    """Take this rank's share of cores that ranks of other hosts use, too.
+def compare_hosts(world: World, threads: int, modules: Mapping[str, Sequence[Path]]) -> None:
+    """Compare the hosts of a job that another launcher started; all ranks call.
 
-    Agents on one machine do not know of each other, and each gives its ranks all cores; threads
-    that wait for a core spin. Not if the user has given `threads`.
-    """
-    try:
-        machine = BOOT_ID.read_text().strip()
-    except OSError:
-        machine = socket.gethostname()
-    own = [machine, sorted(os.sched_getaffinity(0))]
-    before = torch.get_num_threads()
-    share = max(1, len(own[1]) // all_gather_json(own, world).count(own))
-    if share < before and not threads:
-        torch.set_num_threads(share)
-        logger.warning(
-            "hosts of this job share cores: %d thread(s) for each rank instead of %d (--threads)",
-            *(share, before),
-        )
-
-
-def check_hosts(world: World, threads: int = 0) -> None:
-    """Compare the hosts of a job on several of them; all ranks call.
-
-    Logs a warning where clocks are apart, or where a lost host would end the job.
+    What is no error goes to `world.warnings`, on the main process.
 
     Args:
         threads: asked for by the user; 0: ranks on the same cores share them.
+        modules: files of the user's own modules, by name.
 
     Raises:
-        UserError: torch or our code differs between hosts.
+        UserError: Python, torch, numpy or code differs between hosts.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size:
-        return
-    versions = {"torch": torch.__version__, "code": code_version()}
-    if complaint := difference(all_gather_json({"host": socket.gethostname(), **versions}, world)):
+    machine = BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
+    affinity = getattr(os, "sched_getaffinity", lambda pid: ())  # macOS has none
+    cores = sorted(affinity(0))
+    about: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "versions": versions(modules),
+        "cores": len(cores),
+        "which": zlib.crc32(f"{machine} {cores}".encode()),
+        "threads": torch.get_num_threads(),
+        "fixed": threads > 0,
+        "spins": not WAIT_POLICIES & os.environ.keys(),
+    }
+    ranks = all_gather_json(about, world)
+    if complaint := difference([r["host"] for r in ranks], [r["versions"] for r in ranks]):
         raise UserError(complaint)
-    if hasattr(os, "sched_getaffinity"):
-        share_cores(world, threads)
+    warnings = [share_cores(ranks, world.rank)] if cores else []
     clocks_s = all_gather_json(time.time(), world)  # right after a meeting
-    if not world.is_main_process:
-        return
     if (apart_s := max(clocks_s) - min(clocks_s)) > MOST_APART_S:
-        logger.warning("the hosts' clocks are %.0f s apart: set them by NTP", apart_s)
-    if elastic_count(MAX_RESTARTS) and os.environ.get(SHARED_STORE) != "1":
-        logger.warning(
-            "a lost host will end the job: set %s=1 for torchrun on every host", SHARED_STORE
-        )
+        warnings.append(f"the hosts' clocks are {apart_s:.0f} s apart: set them by NTP")
+    least, most = host_range()
+    several = most > 1 or len({rank["host"] for rank in ranks}) > 1
+    again = least < most or elastic_count(MAX_RESTARTS)
+    if several and again and os.environ.get(SHARED_STORE) != "1":
+        fix = f"set {SHARED_STORE}=1 for torchrun on every host"
+        warnings.append(f"a lost host will end the job: {fix}")
+    if world.is_main_process:
+        world.warnings += filter(None, warnings)
+
+
+def share_cores(ranks: list[dict[str, Any]], rank: int) -> str:
+    """Take this rank's share of cores that others use, too; return a warning.
+
+    Agents on one machine do not know of each other, and each gives its ranks all cores; threads
+    that wait for a core spin. Not if the user has given --threads.
+    """
+    together = Counter(each["which"] for each in ranks)
+    warning = ""
+    for number, each in enumerate(ranks):
+        cores, threads = each["cores"], each["threads"]
+        share = max(1, cores // together[each["which"]])
+        wanted = together[each["which"]] * threads
+        if share < threads and not each["fixed"]:
+            words = f"{share} thread(s) for each rank instead of {threads} (--threads)"
+            warning = warning or f"hosts of this job share cores: {words}"
+            if number == rank:
+                torch.set_num_threads(share)
+        elif threads > 1 and wanted > cores and each["spins"]:
+            fix = "give fewer --threads, or set OMP_WAIT_POLICY=PASSIVE"
+            words = f"{wanted} threads for {cores} core(s), and those that wait for one spin"
+            warning = warning or f"host {each['host']}: {words}: {fix}"
+    return warning
+
+
+def host_range() -> tuple[int, int]:
+    """Return how many hosts torchrun takes, at least and at most; (1, 1): unknown.
+
+    It tells its ranks only how many there are. Its own command line or variable says the rest.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 1, 1
+    words = os.environ.get("PET_NNODES", "")
+    with suppress(OSError):  # Linux has it
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+        words = (re.findall(r"\0--nnodes[=\0]([\d:]+)(?=\0)", line) or [words])[-1]
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)", words)
+    return (int(found[1] or found[2]), int(found[2])) if found else (1, 1)

@@ -11,10 +11,11 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from rl_dist.errors import UserError
 from rl_dist.hardware.memory import available_cores
+from rl_dist.process_group.hosts import compare_hosts
 from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
 from rl_dist.process_group.rendezvous import open_store
 from rl_dist.process_group.timing import Mark, between, is_done, mark
@@ -64,12 +66,19 @@ class World:
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
+    warnings: list[str] = field(default_factory=list)  # found at the start; see `log_warnings`
     _gradients_ready: Mark | None = None
 
     @property
     def is_main_process(self) -> bool:
         """True on the rank that writes files and prints for the user."""
         return self.rank == 0
+
+    def log_warnings(self) -> None:
+        """Log what was found when the world was opened, before there were logs; once."""
+        for warning in self.warnings:
+            logger.warning(warning)
+        self.warnings.clear()
 
     def set_phase(self, phase: str) -> None:
         """Begin a phase of the work, such as collect or update."""
@@ -212,8 +221,11 @@ def open_world(
     gpu_ids: Sequence[int] = (),
     threads: int = 0,
     startup_timeout_s: float = STARTUP_TIMEOUT_S,
+    modules: Mapping[str, Sequence[Path]] | None = None,
 ) -> World:
     """Join the process group that the environment describes, or open one of size 1.
+
+    Hosts of ranks that another launcher started are compared; see `compare_hosts`.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
@@ -222,9 +234,10 @@ def open_world(
             only one that its launcher lets it see.
         threads: of this rank; 0: see `threads_per_rank`.
         startup_timeout_s: `timeout_s` until the first phase begins.
+        modules: files of the user's own modules, by name; alike on all hosts, as our code is.
 
     Raises:
-        UserError: no CUDA device for this rank.
+        UserError: no CUDA device for this rank, or its host has another version of something.
         ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
     global _current
@@ -240,23 +253,12 @@ def open_world(
     one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
     if one_machine or size == 1:
         _stay_on_loopback()
+    place = torch.device("cpu")
+    options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
-        count = torch.cuda.device_count()
-        gpu = gpu_ids[local_rank] if gpu_ids else local_rank
-        # one of its own, by SLURM's --gpus-per-task for example
-        if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
-            gpu = 0
-        if gpu >= count:
-            raise UserError(
-                f"device cuda: rank {local_rank} of this machine needs its own GPU, "
-                f"but torch sees {count}; start fewer ranks or use --device cpu"
-            )
-        place = torch.device("cuda", gpu)
+        place = _own_gpu(local_rank, gpu_ids)
         torch.cuda.set_device(place)
-        options: dict[str, Any] = {"backend": "nccl", "device_id": place}
-    else:
-        place = torch.device("cpu")
-        options = {"backend": "gloo"}
+        options = {"backend": "nccl", "device_id": place}
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
     if device == "cuda" and size > 1:
         _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank)
@@ -277,8 +279,25 @@ def open_world(
     # NCCL may meet there again later
     if isinstance(store, dist.FileStore) and options["backend"] == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
+    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
+        compare_hosts(_current, threads, modules or {})
     logger.info("rank %d of %d on %s, %d threads", rank, size, place, torch.get_num_threads())
     return _current
+
+
+def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
+    """Return the GPU of one of this machine's ranks."""
+    count = torch.cuda.device_count()
+    gpu = gpu_ids[local_rank] if gpu_ids else local_rank
+    # one of its own, by SLURM's --gpus-per-task for example
+    if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpu = 0
+    if gpu >= count:
+        raise UserError(
+            f"device cuda: rank {local_rank} of this machine needs its own GPU, "
+            f"but torch sees {count}; start fewer ranks or use --device cpu"
+        )
+    return torch.device("cuda", gpu)
 
 
 def _refuse_shared_gpu(uuid: str, store: dist.Store, rank: int) -> None:

@@ -123,30 +123,43 @@ def test_threads_that_are_asked_for_win_over_torchruns_variable(environment, mon
 
 
 SHARING = """
-import sys, torch
-from rl_dist.process_group.hosts import check_hosts
+import sys, time, torch
+ahead_s, threads, now = float(sys.argv[1]), int(sys.argv[2]), time.time
+time.time = lambda: now() + ahead_s  # the host's clock
 from rl_dist.process_group.world import close_world, open_world
-world = open_world("cpu")
-before = torch.get_num_threads()
-check_hosts(world, threads=before)
-assert torch.get_num_threads() == before  # asked for
-check_hosts(world)
-print(before, torch.get_num_threads())
+world = open_world("cpu", threads=threads)
+world.log_warnings()
+print(torch.get_num_threads())
 close_world(world)
 """
+CORES = len(os.sched_getaffinity(0))
 
 
-def test_hosts_on_the_same_cores_share_them(environment):
-    """Two agents on one machine each give their rank all cores."""
-    cores = len(os.sched_getaffinity(0))
-    own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+@pytest.mark.parametrize(
+    ("local_size", "threads", "expected", "warned"),
+    [
+        ("1", 0, max(1, CORES // 2), f"share cores: {max(1, CORES // 2)} thread(s) for each rank"),
+        ("", CORES + 1, CORES + 1, f"{2 * CORES + 2} threads for {CORES} core(s), and those"),
+    ],
+)
+def test_hosts_on_the_same_cores_share_them_and_clocks_that_differ_are_told(
+    environment, local_size, threads, expected, warned
+):
+    """Agents on one machine each give their rank all cores; mpirun sets no LOCAL_WORLD_SIZE."""
+    own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local_size or None}
+    own |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "job", "PET_NNODES": "1:2"}
     jobs = []
     for rank in range(2):
         environment(**TORCHRUN | own | {"RANK": str(rank)})
-        jobs.append(start("-c", SHARING))
+        jobs.append(start("-c", SHARING, 100 * rank, threads))
+    told = []
     for job in jobs:
         out, err = job.communicate(timeout=120)
-        assert out.split() == [str(cores), str(max(1, cores // 2))], err
+        assert out.split() == [str(expected)], err
+        told.append(err)
+    assert told[1] == "" and len(told[0].splitlines()) == 3, told
+    assert warned in told[0] and "the hosts' clocks are 100 s apart" in told[0]
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told[0]
 
 
 def test_of_torchruns_ranks_the_first_prints_a_mistake_and_the_others_only_what_it_did_not(

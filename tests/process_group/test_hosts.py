@@ -1,25 +1,62 @@
-"""Hosts of one job: the same torch, the same code."""
+"""Hosts of one job: the same torch, the same code, clocks, cores."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
-from rl_dist.process_group.hosts import code_version, difference
+from rl_dist.process_group.hosts import code_version, difference, host_range, versions
 
-FIRST = {"host": "first", "torch": "2.13.0", "code": "1234abcd"}
+HOSTS = ["first", "first", "second"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("torch", "2.12.0"), ("code", "ffff0000")])
-def test_a_host_with_another_version_is_named(name, value):
-    other = FIRST | {"host": "second", name: value}
-    found = difference([FIRST, FIRST, other])
-    assert all(word in found for word in ("host second", value, "host first", FIRST[name]))
-    assert difference([FIRST, FIRST | {"host": "second"}]) == ""
+@pytest.mark.parametrize("name", ["torch", "Python", "numpy", "project", "module own_env"])
+def test_a_host_with_another_version_is_named(name, tmp_path):
+    (tmp_path / "own_env.py").write_text("")
+    own = versions({"own_env": [tmp_path / "own_env.py"]})
+    (words,) = (each for each in own if name in each)
+    found = difference(HOSTS, [own, own, own | {words: "0.1"}])
+    assert all(word in found for word in ("host second", "0.1", "host first", own[words]))
+    assert difference(HOSTS, [own] * 3) == ""
+    (tmp_path / "own_env.py").write_text("changed = True")
+    assert "own_env" in difference(
+        HOSTS, [own, own, versions({"own_env": [tmp_path / "own_env.py"]})]
+    )
 
 
 def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_dist.process_group.hosts.CODE", tmp_path)
     found = [code_version()]
-    for name, text in (("agents/new.py", ""), ("agents/new.py", "x = 1"), ("rl_dist/new.py", "")):
+    for name, text in (
+        ("agents/new.py", ""),
+        ("agents/new.py", "x = 1"),
+        ("rl_dist/new.py", ""),
+        ("train_distributed.py", ""),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
         found.append(code_version())
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "expected"),
+    [
+        (["--nnodes", "1:4"], "2", (1, 4)),
+        (["--nnodes=3", "train.py"], "", (3, 3)),
+        (["train.py"], "2:3", (2, 3)),
+        (["--standalone"], "", (1, 1)),
+    ],
+)
+def test_how_many_hosts_torchrun_may_take_is_read_off_its_command(
+    flags, variable, expected, monkeypatch
+):
+    agent = subprocess.Popen([sys.executable, "-c", "input()", *flags], stdin=subprocess.PIPE)
+    monkeypatch.setattr(os, "getppid", lambda: agent.pid)
+    monkeypatch.setenv("PET_NNODES", variable)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert host_range() == (1, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert host_range() == expected
+    agent.communicate(b"\n")
