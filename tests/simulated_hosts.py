@@ -66,7 +66,7 @@ class Host:
         """Start a command in a log file of its own, on one core, as if the host had no more."""
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
-        variables = unbound() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self.command("taskset", "--cpu-list", core(self.number), *argv, cwd=cwd),
@@ -93,11 +93,6 @@ class Host:
     def link(self, state):
         """Cut the cable ("down") or mend it ("up")."""
         self.network.switch.run("ip", "link", "set", f"port{self.number}", state)
-
-
-def unbound():
-    """This process's variables, but for the loopback that a training in it was bound to."""
-    return {name: each for name, each in os.environ.items() if "_SOCKET_IFNAME" not in name}
 
 
 def alive(pid):

@@ -186,6 +186,7 @@ class World:
 
 
 _current: World | None = None
+_bound: list[str] = []  # variables that `_stay_on_loopback` has set
 
 
 def broadcast_from_rank0(tensor: torch.Tensor) -> None:
@@ -259,7 +260,11 @@ def open_world(
         place = _own_gpu(local_rank, gpu_ids)
         torch.cuda.set_device(place)
         options = {"backend": "nccl", "device_id": place}
-    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
+    try:
+        store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
+    except BaseException:
+        _leave_loopback()
+        raise
     if device == "cuda" and size > 1:
         _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank)
     _current = World(rank, local_rank, size, place, options["backend"])
@@ -318,6 +323,7 @@ def close_world(world: World) -> None:
     if _current is world and dist.is_initialized():
         destroy_group()
     _current = None
+    _leave_loopback()
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
@@ -349,12 +355,22 @@ def leave_world() -> bool:
 
 
 def _stay_on_loopback() -> None:
-    """Keep one machine's traffic off the network; a variable set by the user is respected."""
+    """Keep one machine's traffic off the network; a variable set by the user is respected.
+
+    Until the world is closed: what this process starts later may reach for other machines.
+    """
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, loopback)
+            if variable not in os.environ:
+                os.environ[variable] = loopback
+                _bound.append(variable)
+
+
+def _leave_loopback() -> None:
+    while _bound:
+        os.environ.pop(_bound.pop(), None)
 
 
 def leave_with_parent(parent_pid: int) -> None:

@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import rl_dist_ranks
@@ -102,21 +101,30 @@ def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
     for name in BOUND:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(world, "open_store", mock.Mock(side_effect=ValueError("nobody there")))
+    found = []
+
+    def nobody_there(*args):
+        found.extend(os.environ.get(name, "") for name in BOUND)
+        raise ValueError("nobody there")
+
+    monkeypatch.setattr(world, "open_store", nobody_there)
     monkeypatch.setattr(world, "leave_with_parent", lambda parent: None)
     with pytest.raises(ValueError, match="nobody there"):
         world.open_world("cpu")
-    found = [os.environ.get(name, "") for name in BOUND]
+    assert not set(BOUND) & os.environ.keys()
     assert found == (["lo", "lo"] if local_size == "2" else ["", ""])
 
 
 def test_threads_that_are_asked_for_win_over_torchruns_variable(environment, monkeypatch):
-    environment(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1")
+    environment(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1", **dict.fromkeys(BOUND))
     threads = torch.get_num_threads()
     try:
         opened = world.open_world("cpu", threads=3)
         assert torch.get_num_threads() == 3
+        bound = [os.environ.get(name) for name in BOUND]
         world.close_world(opened)
+        # what is started from here, such as torchrun from a notebook, may need other machines
+        assert bound == ["lo", "lo"] and not set(BOUND) & os.environ.keys()
     finally:
         torch.set_num_threads(threads)
     assert "3 thread(s) each" in resolve(LaunchConfig(device="cpu", threads=3)).message

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from simulated_hosts import REPO, connected, unbound
+from simulated_hosts import REPO, connected
 from train_runs import RECALL, records, start_training
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
@@ -75,7 +75,7 @@ class Cluster:
 
     def run(self, *argv, **variables):
         """What a command prints, run on the controller in the checkout."""
-        argv, variables = self.control.command(*argv), unbound() | self.variables | variables
+        argv, variables = self.control.command(*argv), os.environ | self.variables | variables
         done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
         return done.stdout.strip() + done.stderr.strip()
 
