@@ -107,6 +107,35 @@ def test_the_command_trains_over_two_pods(trainer, names, tmp_path):
     assert [rank["host"] for rank in state["ranks"]] == names
 
 
+@pytest.mark.parametrize(
+    ("leaves", "code", "expected", "says"),
+    [
+        ("true", 1, 1, "ended with code 1 and saved nothing new: not queued again"),
+        ("true", 0, 0, "finished"),
+        ("rm summary.json; touch summary.json", 143, 0, "finished"),
+        ("touch checkpoints/iteration_00000002.pt", 1, 0, "queued again\nscontrol requeue 7"),
+    ],
+)
+def test_a_slurm_job_is_finished_by_what_it_did_and_not_by_an_earlier_summary(
+    leaves, code, expected, says, tmp_path
+):
+    """With a scontrol that prints, and an srun that leaves this in the run directory."""
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("summary.json", "checkpoints/iteration_00000001.pt"):
+        (tmp_path / name).touch()
+    for name, text in (
+        ("srun", f"cd {tmp_path} && {leaves}; exit {code}"),
+        ("scontrol", 'if [ "$1" = show ]; then echo node1; else echo scontrol "$@"; fi'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path)}
+    variables |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
+    command = ["bash", REPO / "deploy/slurm.sbatch"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == expected and (done.stdout + done.stderr).endswith(f"{says}\n")
+
+
 def test_the_script_in_the_file_for_skypilot_is_one():
     script = yaml.safe_load((REPO / "deploy/sky.yaml").read_text())["run"]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
