@@ -140,6 +140,28 @@ def print_error_once(line: str) -> None:
             mark.touch()
 
 
+def _mark_of_refusal() -> Path | None:
+    """Return a file that all starts of torchrun's ranks on this machine share, or None."""
+    start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return start.parent / "refused" if start.name.startswith("attempt_") else None
+
+
+def refuse_restarts() -> None:
+    """Let no rank train that torchrun starts again, for it would fail alike.
+
+    torchrun starts ranks again whatever they ended with. Those find the mark and leave at once.
+    """
+    if mark := _mark_of_refusal():
+        with suppress(OSError):
+            mark.touch()
+
+
+def restarts_refused() -> bool:
+    """Return True in a rank after `refuse_restarts` at an earlier start; it was printed then."""
+    mark = _mark_of_refusal()
+    return mark is not None and mark.exists()
+
+
 def _appears(mark: Path) -> bool:
     """Wait for a file, or until torchrun ends this process, which then leaves by itself."""
     ended: list[int] = []
@@ -208,4 +230,5 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print and exit."""
         print_error_once("error: " + " ".join(message.split()))
+        refuse_restarts()
         raise SystemExit(2) from UserError(message)

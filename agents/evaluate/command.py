@@ -264,4 +264,4 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     """Entry of the command."""
     args = parse_args()
-    return launch(_rank_main, (args,), args.num_gpus or 1)
+    return launch(_rank_main, (args,), args.num_gpus or 1, copies=True)

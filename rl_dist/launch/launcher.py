@@ -27,7 +27,12 @@ from typing import Any, Literal
 import torch
 
 from rl_dist.config import Text, configuration, recorded, setting
-from rl_dist.errors import UserError, print_error_once, report_to_caller
+from rl_dist.errors import (
+    UserError,
+    print_error_once,
+    report_to_caller,
+    restarts_refused,
+)
 from rl_dist.hardware.addresses import (
     RESTART_COUNT,
     asked_for_address,
@@ -282,6 +287,7 @@ def launch(
     max_restarts: int = 0,
     run_dir: Path | None = None,
     threads: int = 0,
+    copies: bool = False,
 ) -> int:
     """Run `fn(*args)` on every rank and return the job's exit code.
 
@@ -292,11 +298,17 @@ def launch(
         max_restarts: how often all ranks start again after one died or failed.
         run_dir: where `fn` keeps its checkpoints, to print where a restart goes on from.
         threads: that each rank will set; 0: the cores, shared by the ranks.
+        copies: a scheduler may start several of this command, each for itself.
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
+
+    Raises:
+        ValueError: variables contradict, or make this one of several copies without ranks.
     """
-    check_counts()
+    check_counts() if copies else check_variables()
+    if "RANK" in os.environ and restarts_refused():
+        return 2
     restarts = restart_count()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)

@@ -45,9 +45,15 @@ def supervise() -> None:
     torchrun, which watches its ranks, under a debugger or profiler and with `python -i` it returns
     at once.
     """
+    if "RANK" in os.environ:
+        from rl_dist.errors import restarts_refused
+
+        if restarts_refused():
+            sys.exit(2)
+        return
     inspected = sys.flags.interactive or sys.modules.keys() & INSPECTORS
     # macOS lacks sigtimedwait
-    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait") or inspected:
+    if not hasattr(signal, "sigtimedwait") or inspected:
         return
     # or a file of ours would become a closed stdout
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, refuse_restarts
 from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 
@@ -110,6 +110,7 @@ def compare_hosts(world: World, threads: int, modules: Mapping[str, Sequence[Pat
     }
     ranks = all_gather_json(about, world)
     if complaint := difference([r["host"] for r in ranks], [r["versions"] for r in ranks]):
+        refuse_restarts()
         raise UserError(complaint)
     warnings = [share_cores(ranks, world.rank)] if cores else []
     clocks_s = all_gather_json(time.time(), world)  # right after a meeting

@@ -116,11 +116,21 @@ def test_a_host_with_other_code_is_refused_by_name(network, tmp_path):
     with (copy / "agents/gae.py").open("a") as code:
         code.write("# another version")
     flags = [*SHORT, "--run_dir", tmp_path / "run"]
-    jobs = [torchrun(network.hosts["first"], *flags, restarts=0)]
-    jobs.append(torchrun(network.hosts["second"], *flags, restarts=0, code=copy, PYTHONPATH=copy))
+    first, second = (network.hosts[name] for name in network.names)
+    line = "error: host second has this project's code, version"
+    # once, although torchrun starts the ranks again
+    jobs = [torchrun(first, *flags)]
+    jobs.append(torchrun(second, *flags, code=copy, PYTHONPATH=copy))
     assert [job.wait() for job in jobs] == [1, 1]
-    texts = "".join(job.text for job in jobs)
-    assert "host second has this project's code, version" in texts
+    assert [job.text.count(line) for job in jobs] == [1, 1]
+    # by another launcher, which says less
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "first"}
+    variables |= {"MASTER_PORT": "29502"}
+    command = [sys.executable, "train_distributed.py", *flags]
+    jobs = [first.start(*command, RANK="0", **variables)]
+    jobs.append(second.start(*command, cwd=copy, RANK="1", **variables | {"PYTHONPATH": copy}))
+    assert [job.wait() for job in jobs] == [2, 2]
+    assert line in jobs[0].text
 
 
 @pytest.mark.slow

@@ -86,6 +86,9 @@ def test_one_of_several_copies_that_know_no_ranks_is_refused(environment, variab
     environment(**{variable: count})
     with pytest.raises(ValueError, match=f"{variable} is {count}.*{fix}.*unset {variable}"):
         resolve(LaunchConfig(device="cpu"))
+    with pytest.raises(ValueError, match=f"{variable} is {count}"):
+        launch(int, (7,), num_ranks=1)
+    assert launch(int, (7,), num_ranks=1, copies=True) == 7
     environment(**TORCHRUN | {variable: count})
     assert resolve(LaunchConfig()).num_ranks == 2
     environment(**{variable: "1"})
