@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import describe
 
 DRIVERS = Path(__file__).resolve().parent / "peers"
 PEERS = {  # by driver: the package that it needs
@@ -183,9 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of each trainer")
     args = parser.parse_args()
     missing = lacking(args.python)
-    load = os.getloadavg()[0]
-    machine = {"cpu": platform.processor() or platform.machine(), "load": round(load, 1)}
-    print(json.dumps(machine | {"cores": os.cpu_count(), "threads": args.threads}))
+    print(json.dumps(describe(args.threads)))
     for name, reason in missing.items():
         print(json.dumps({"left_out": name, "reason": reason}))
     for task in args.tasks:
