@@ -65,39 +65,52 @@ def evaluate_markets(
     return {name: Record(*map(np.concatenate, of_ranks)) for name, of_ranks in columns.items()}
 
 
+def run(
+    task: TradingTask,
+    markets: Sequence[Market],
+    span: Span,
+    controllers: dict[str, Controller],
+    world: World,
+    **options: Any,  # of `evaluation_env`
+) -> dict[str, Record]:
+    """Run controllers over markets and days; ranks share the work."""
+
+    def make_env(own: Sequence[Market]) -> Any:
+        return task.evaluation_env(own, span, device=world.device, **options)
+
+    return evaluate_markets(markets, make_env, controllers, world)
+
+
+def rule(look: Callable[[Any], Tensor]) -> Controller:
+    """A controller that looks at the environment alone."""
+    return lambda env, obs, episode_start: look(env)
+
+
+def equal_weight(
+    task: TradingTask, markets: Sequence[Market], span: Span, world: World
+) -> dict[str, Record]:
+    """Equal weight, bought at once and held."""
+    controllers = {EQUAL_WEIGHT: rule(EqualWeight())}
+    return run(task, markets, span, controllers, world, max_order=1.0, held=True)
+
+
 def compare(
     task: TradingTask,
     markets: Sequence[Market],
     span: Span,
     policies: dict[str, Controller],
     world: World,
-    baselines: bool = True,
 ) -> dict[str, Record]:
-    """Run policies and rules over the same markets and days; ranks share the work.
-
-    Without `baselines` the only rule is equal weight, bought at once.
-    """
-
-    def rule(look: Callable[[Any], Tensor]) -> Controller:
-        return lambda env, obs, episode_start: look(env)
-
-    def run(controllers: dict[str, Controller], **options: Any) -> dict[str, Record]:
-        def make_env(own: Sequence[Market]) -> Any:
-            return task.evaluation_env(own, span, device=world.device, **options)
-
-        return evaluate_markets(markets, make_env, controllers, world)
-
+    """Run policies and rules over the same markets and days; ranks share the work."""
     # policies and rules that trade every day, as in training
     daily = dict(policies)
-    if baselines and task.real is None and task.trading.order_unit == "value":
+    if task.real is None and task.trading.order_unit == "value":
         daily["reference"] = rule(ReferencePolicy(task.simulated))
         daily["memoryless rule"] = rule(MemorylessRule())
-    records = run(daily)
-
-    # equal weight, bought and held: at once, and within the limit of orders
-    held = run({EQUAL_WEIGHT: rule(EqualWeight())}, max_order=1.0, held=True)
-    if baselines:
-        held |= run({LIMITED: rule(EqualWeight())}, held=True)
+    records = run(task, markets, span, daily, world)
+    held = equal_weight(task, markets, span, world)
+    limited = {LIMITED: rule(EqualWeight())}
+    held |= run(task, markets, span, limited, world, held=True)
     return {name: records[name] for name in policies} | held | records
 
 
@@ -134,13 +147,15 @@ def market_validation(
     if span is None:
         return None
     markets = task.markets("valid")
+    kept: dict[str, Record] = {}  # equal weight's: the same at every validation
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
         policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
-        records = compare(task, markets, span, policies, world, baselines=False)
-        own = performance(records["policy"])
+        own = performance(run(task, markets, span, policies, world)["policy"])
         figures = {name: own[name] for name in ("sharpe", "annual_return", "exposure")}
-        figures["equal_weight_sharpe"] = performance(records[EQUAL_WEIGHT])["sharpe"]
+        if not kept:
+            kept.update(equal_weight(task, markets, span, world))
+        figures["equal_weight_sharpe"] = performance(kept[EQUAL_WEIGHT])["sharpe"]
         return {f"valid/{name}": float(each.mean()) for name, each in figures.items()}
 
     return validate
