@@ -413,7 +413,7 @@ class PPO:
         sums = all_reduce_sum(sums, self.world)
         names = [METRICS[field] for field in (*LossParts._fields, "grad_norm")]
         losses = sums.pop("losses") / sums.pop("steps")
-        found = dict(zip(names, losses, strict=True)) | sums | report
+        found = {**dict(zip(names, losses, strict=True)), **sums, **report}
         if self.strategy.scaler:
             one = torch.ones((), device=tally.counts.device)
             found["optim/loss_scale"] = self.strategy.scaler.scale(one)

@@ -13,7 +13,7 @@ from torch import Tensor
 from agents.noise import action_noise
 from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
-from agents.run.saved import LoadedAgent, load_agent
+from agents.run.saved import LoadedAgent, check_readable, load_agent
 from envs.vector.layout import Layout
 from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
 from rl_dist.errors import UserError, one_line
@@ -38,6 +38,8 @@ class LoadedPolicy:
         # without spaces of their own rows come whole
         parts = agent.policy.layout.parts
         own = len(self._encode.parts) if agent.spaces_json else len(parts)
+        if agent.spaces_json:
+            check_readable(agent.policy, Layout((*self._encode.parts, *parts[own:])))
         self._extras = {part.name: part.size for part in parts[own:]}
         self._own_mask = Layout(self._encode.parts).columns("mask")
         self._noise_seed = stream_seeds(seed, PREDICTION_STREAM, 0, 1)[0]

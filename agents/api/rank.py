@@ -93,6 +93,8 @@ def run_rank(
                 config.train.stop_at, config.train.callback, callbacks, world
             )
         training = Training(config.job(make_env, run_dir, resolved.gpu_ids, **parts), world)
+        if world.is_main_process:
+            print(f"observation: {training.policy.layout.describe()}", flush=True)
         training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
         closing.callback(training.monitor.close)
         if resume_from:

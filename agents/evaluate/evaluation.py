@@ -17,8 +17,10 @@ from agents.network.normalize import Normalizer
 from agents.noise import action_noise
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
+from agents.run.saved import check_readable
 from envs.task import GymTask
 from envs.vector.faults import Interruption
+from envs.vector.layout import Layout
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import World, end_at_signals, stop_flag
@@ -94,6 +96,7 @@ class PolicyController:
     def __call__(self, env: VectorEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
         """Actions [B, A] or [B] for observations [B, F]."""
         if self.state is None or self.history is None:
+            check_readable(self.policy, Layout.of(env))
             self.state = self.policy.initial_state(len(obs))
             self.history = self.policy.empty_history(len(obs))
         start = torch.ones_like(episode_start) if self.zero_state else episode_start

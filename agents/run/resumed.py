@@ -164,18 +164,13 @@ def check_resumable(
     compared = {
         "observation size": (now.num_obs, state["num_obs"]),
         "actions": (_actions(now.shapes()), _actions(state)),
-        "observations": (_parts(now.layout), _parts(spaces_of(state)[0])),
+        "observations": (now.layout.kinds(), spaces_of(state)[0].kinds()),
         f"environments on {num_ranks} rank(s)": (num_envs, saved),
     }
     if state["environments"] is not None and not found.can_snapshot:
         compared["snapshots of environments"] = ("none", "some")
     differing = [f"{name} {a} (it has {b})" for name, (a, b) in compared.items() if a != b]
     refuse_differences(differing, "use the environment and the sizes it was trained with")
-
-
-def _parts(layout: Layout) -> str:
-    """Name the parts of observations, as far as policies depend on them."""
-    return " ".join(f"{part.kind}{list(part.shape)}" for part in layout.parts)
 
 
 def _actions(shapes: dict[str, Any]) -> str:

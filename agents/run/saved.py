@@ -49,6 +49,16 @@ class LoadedAgent:
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
 
+def check_readable(policy: Policy, now: Layout) -> None:
+    """Refuse observations that are read otherwise than in the policy's training."""
+    trained = policy.layout.kinds()
+    if now.kinds() != trained:
+        raise UserError(
+            f"the policy was trained on observations of parts {trained:.200}, and these are "
+            f"{now.kinds():.200}: use the environment and the version it was trained with"
+        )
+
+
 def load_agent(
     path: str | Path,
     device: str | torch.device = "cpu",

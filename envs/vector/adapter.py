@@ -46,12 +46,8 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 @cache
-def _warn_unbounded(env_id: str) -> None:
-    _LOGGER.warning(
-        "environment %s has actions without bounds: it receives the policy's as they are, about "
-        "-1 to 1 at first; gymnasium.wrappers.RescaleAction gives them bounds",
-        env_id,
-    )
+def _warn_once(message: str) -> None:
+    _LOGGER.warning("%s", message)
 
 
 class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
@@ -99,10 +95,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._begins_next = np.zeros(self.num_envs, np.bool_)
         self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
-        if not self._decoder.is_bounded and env_offset == 0:
-            _warn_unbounded(env_id)
         mask_size = self._decoder.mask_size
         self._encoder = ObservationEncoder(env.single_observation_space, env_id, mask_size)
+        self._warn_of_spaces()
         self._own_mask = Layout(self._encoder.parts).columns("mask")
         self._info_mask, self._inputs = info_mask, (previous_action, previous_reward)
         self.layout = Layout((*self._encoder.parts, *self._extra_parts()))
@@ -149,6 +144,17 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             given_up.append("one generator for all, so another number of ranks trains differently")
         for loss in given_up:
             _LOGGER.warning("environment %s, native vectorization: %s", self.env_id, loss)
+
+    def _warn_of_spaces(self) -> None:
+        """Say once for all ranks what is passed on otherwise than many expect."""
+        warnings = [f": {words}" for words in self._encoder.flattened]
+        if not self._decoder.is_bounded:
+            warnings.append(
+                " has actions without bounds: it receives the policy's as they are, about -1 to 1 "
+                "at first; gymnasium.wrappers.RescaleAction gives them bounds"
+            )
+        for words in warnings if self.env_offset == 0 else ():
+            _warn_once(f"environment {self.env_id}{words}")
 
     def _extra_parts(self) -> list[Part]:
         """Return the parts of a row that do not come from the observation."""

@@ -19,6 +19,7 @@ from rl_dist.errors import UserError
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
 Kind = Literal["vector", "plain", "image", "mask"]
+MOST_DESCRIBED = 8  # parts of an observation in one line
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class Part:
     def size(self) -> int:
         """How many numbers it takes."""
         return math.prod(self.shape)
+
+    def describe(self) -> str:
+        """Return in words how a policy reads it."""
+        if self.kind == "image":
+            return f"image {' x '.join(map(str, self.shape))} through the CNN"
+        if self.kind == "mask":
+            return f"mask of {self.size} choices"
+        return f"{self.size} number{'s' * (self.size != 1)}{' as is' * (self.kind == 'plain')}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,18 @@ class Layout:
             range(place.start, place.stop) for part, place in self.slices() if part.kind == kind
         )
         return [column for columns in found for column in columns]
+
+    def describe(self) -> str:
+        """Return in one line how a policy reads the parts, the first few in words."""
+        if [part.name for part in self.parts] == ["observation"]:
+            return self.parts[0].describe()
+        words = [f"{part.name}: {part.describe()}" for part in self.parts]
+        more = len(words) - MOST_DESCRIBED
+        return "; ".join(words[:MOST_DESCRIBED]) + (f"; and {more} more" if more > 0 else "")
+
+    def kinds(self) -> str:
+        """Return kinds and shapes of the parts: what policies depend on, without names."""
+        return " ".join(f"{part.kind}{list(part.shape)}" for part in self.parts)
 
     def to_json(self) -> str:
         """Return it as a checkpoint stores it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -80,20 +81,39 @@ def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def image_axes(space: Space) -> tuple[int, ...] | None:
-    """Return the axes of channel, height and width; None: it is no image.
+    """Return the axes of (frames,) channels, height and width; None: no image."""
+    return None if _why_no_image(space) else _axes_of(space.shape or ())
 
-    Images are Boxes of bytes [H, W], [C, H, W] or [H, W, C] whose sides are long enough. The
-    shorter one of the first and the last axis holds the channels.
+
+def _axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Put the axes of an image [H, W], [H, W, C] or [C, H, W], or of frames of it, in order.
+
+    Of its first and last axis the one is of channels without which the image is a square, or else
+    the shorter.
     """
-    if not (_is_box(space) and space.dtype == np.uint8 and len(space.shape or ()) in (2, 3)):
-        return None
-    assert space.shape is not None
-    axes: tuple[int, ...] = (0, 1)
-    if len(space.shape) == 3:
-        axes = (0, 1, 2) if space.shape[0] <= space.shape[2] else (2, 0, 1)
-        if space.shape[axes[0]] > MOST_CHANNELS:
-            return None
-    return axes if min(space.shape[axis] for axis in axes[-2:]) >= SMALLEST_IMAGE else None
+    if len(shape) == 2:
+        return (0, 1)
+    frames, (first, middle, last) = len(shape) - 3, shape[-3:]
+    if (first == middle) != (middle == last):
+        channels_first = middle == last
+    else:
+        channels_first = first <= last
+    own = (0, 1, 2) if channels_first else (2, 0, 1)
+    return (*range(frames), *(frames + axis for axis in own))
+
+
+def _why_no_image(space: Space) -> str:
+    """Return why a space is not read as an image; "": it is."""
+    shape = space.shape or ()
+    if not _is_box(space) or not 2 <= len(shape) <= 4:
+        return f"it has {len(shape)} axes"
+    if space.dtype != np.uint8:
+        return f"it holds {space.dtype}"
+    sides = [shape[axis] for axis in _axes_of(shape)]
+    if min(sides[-2:]) < SMALLEST_IMAGE:
+        return f"a side has {min(sides[-2:])} pixels"
+    channels = math.prod(sides[:-2])
+    return f"it has {channels} channels" if channels > MOST_CHANNELS else ""
 
 
 class _Leaf:
@@ -116,8 +136,8 @@ class _Leaf:
         if is_mask:
             self.part = Part(name, "mask", self.low.shape)
         if self.axes:
-            shape = [int(space.shape[axis]) for axis in self.axes]  # type: ignore[index]
-            self.part = Part(name, "image", tuple(shape if len(shape) == 3 else [1, *shape]))
+            *channels, height, width = (int(space.shape[axis]) for axis in self.axes)  # type: ignore[index]
+            self.part = Part(name, "image", (math.prod(channels), height, width))
             self.high = self.high / np.float32(255)
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
@@ -143,6 +163,19 @@ class _Leaf:
         return one_hot(digits, sizes)
 
     @property
+    def why_flat(self) -> str:
+        """Say that a Box of several axes is no image for the policy; "": it is, or has few."""
+        shape = self.space.shape or ()
+        if self.part.kind != "vector" or len(shape) < 3:
+            return ""
+        return (
+            f"{self.part.name} {list(shape)} is read as {self.part.size} numbers without a CNN: "
+            f"{_why_no_image(self.space)}; images are uint8 [H, W], [H, W, C] or [C, H, W], or "
+            f"frames [N, ...] of them, with sides of {SMALLEST_IMAGE} or more and at most "
+            f"{MOST_CHANNELS} channels in all: gymnasium.wrappers.TransformObservation makes it one"
+        )
+
+    @property
     def _where(self) -> str:
         return f"{named(self.path)}: " if self.path else ""
 
@@ -163,6 +196,7 @@ class ObservationEncoder:
             for path, space in found
         ]
         self.parts = tuple(leaf.part for leaf in self._leaves)
+        self.flattened = [leaf.why_flat for leaf in self._leaves if leaf.why_flat]
         for part in self.parts:
             if part.kind == "mask" and part.size != mask_size:
                 fix = f"its {MASK_KEY} must have {mask_size} numbers, one per action"

@@ -34,7 +34,7 @@ from rl_dist.errors import UserError
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 IMAGES = spaces.Dict(
-    camera=spaces.Box(0, 255, (13, 12, 3), np.uint8), speed=VECTOR, gear=spaces.Discrete(3)
+    camera=spaces.Box(0, 255, (2, 13, 12, 3), np.uint8), speed=VECTOR, gear=spaces.Discrete(3)
 )
 BOUNDED = spaces.Box(np.array([[0.1, -7]], np.float32), np.array([[0.3, 900]], np.float32))
 MASKED = spaces.Dict(action_mask=spaces.MultiBinary(7), place=VECTOR)
@@ -142,8 +142,8 @@ def test_the_contract_names_every_column_and_its_encoding(tmp_path):
     assert [part["name"] for part in parts] == names
     ends = [0, *(part["columns"][1] for part in parts)]
     assert [part["columns"][0] for part in parts] == ends[:-1]
-    assert ends[-1] == contract["inputs"][0]["shape"][1] == 13 * 12 * 3 + 3 + 4 + 4 + 1
-    assert parts[0]["image"] == {"axes": [2, 0, 1], "divided_by": 255}
+    assert ends[-1] == contract["inputs"][0]["shape"][1] == 936 + 3 + 4 + 4 + 1
+    assert parts[0]["image"] == {"axes": [0, 3, 1, 2], "divided_by": 255}
     assert parts[2]["one_hot"] == {"first": [0], "sizes": [3]}
     assert "zeros at an episode start" in parts[3]["meaning"]
     nested = export(agent_of("nested actions", tmp_path), "safetensors", tmp_path)[1]

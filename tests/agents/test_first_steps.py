@@ -191,6 +191,7 @@ def test_the_end_says_the_return_with_noise_and_how_random_the_policy_is(finishe
     assert f"with noise, as in training: mean return {test['return_with_noise']:.2f}" in printed
     assert test["return_with_noise"] != test["return"]
     assert "nearly as random as at the start (entropy 0.69 of at most 0.69 nats)" in printed
+    assert "\nobservation: 4 numbers\n" in printed
     assert "preset small: learning_rate 0.0007, update_epochs 10" in printed
 
 

@@ -7,10 +7,10 @@ from test_export import agent_of
 
 from agents.api.policy import LoadedPolicy
 from agents.noise import action_noise
-from envs.vector.layout import Part
+from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 
-IMAGE = {"camera": np.zeros((13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
+IMAGE = {"camera": np.zeros((2, 13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
 MASKED = {"action_mask": np.ones(7, np.int8), "place": np.zeros(4)}
 STATE = np.zeros((1, 6, 8), np.float32)  # of the cascade, one observation
 WRONG = {  # policy, observation, other arguments, the error
@@ -21,7 +21,7 @@ WRONG = {  # policy, observation, other arguments, the error
     "text": ("clstm", np.array(["a"] * 4), {}, "could not convert"),
     "NaN": ("clstm", np.full(4, np.nan), {}, "NaN or infinity"),
     "image of floats": (
-        "images", IMAGE | {"camera": np.zeros((13, 12, 3))}, {}, "camera: .* float64 are not uint8",
+        "images", IMAGE | {"camera": np.zeros((2, 13, 12, 3))}, {}, "camera: .*float64 are not uin",
     ),
     "choice of floats": ("images", IMAGE | {"gear": 1.5}, {}, "gear: numbers of type float64"),
     "choice outside": ("images", IMAGE | {"gear": 3}, {}, "gear: a value is outside"),
@@ -61,6 +61,14 @@ def test_a_mask_of_info_that_allows_nothing_is_refused(tmp_path):
     assert policy.predict(np.zeros(4), action_masks=[0, 1, 0])[0] == 6
     with pytest.raises(UserError, match="allows no action"):
         policy.predict(np.zeros(4), action_masks=[0, 0, 0])
+
+
+def test_a_policy_whose_observations_were_read_otherwise_is_refused(tmp_path):
+    agent = agent_of("images", tmp_path)
+    camera, *others = agent.policy.layout.parts
+    agent.policy.layout = Layout((Part("camera", "vector", (camera.size,)), *others))
+    with pytest.raises(UserError, match=r"parts vector\[936\] .* are image\[6, 13, 12\]"):
+        LoadedPolicy(agent)
 
 
 def test_sampled_actions_are_white_noise_of_no_training(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from envs.vector import adapter
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.batched import pack_generator, unpack_generator
 from envs.vector.faults import EnvironmentFaultError
@@ -94,25 +95,60 @@ def test_a_nested_observation_becomes_one_row_of_named_parts():
     assert [first.argmax(), second.argmax()] == seen["digits"].tolist()
     assert env.single_observation_space.shape == row.shape == (env.layout.size,)
     assert Layout.from_json(env.layout.to_json()) == env.layout
+    described = dict(words.split(": ") for words in env.layout.describe().split("; "))
+    assert described["camera"] == "image 3 x 10 x 8 through the CNN"
+    assert described["digits"] == "5 numbers as is" and described["pose/0"] == "4 numbers"
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "part"),
-    [
-        ((84, 84), np.uint8, ("image", (1, 84, 84))),
-        ((4, 20, 30), np.uint8, ("image", (4, 20, 30))),
-        ((20, 30, 4), np.uint8, ("image", (4, 20, 30))),
-        ((128,), np.uint8, ("vector", (128,))),
-        ((4, 4, 3), np.uint8, ("vector", (48,))),
-        ((20, 30, 4), np.float32, ("vector", (2400,))),
-    ],
-)
-def test_images_are_bytes_with_sides_long_enough(shape, dtype, part):
-    space = spaces.Box(0, 255, shape, dtype)
-    env = around(DrawnEnv(space, spaces.Discrete(2)))
-    (found,) = env.layout.parts
-    assert (found.kind, found.shape) == part
-    assert (env.reset(seed=[1])[0].max() <= 1.0) == (found.kind == "image")
+BYTES = {  # shape of an image: its axes of frames, channels, height and width
+    (84, 84): (0, 1),
+    (4, 20, 30): (0, 1, 2),
+    (20, 30, 4): (2, 0, 1),
+    (10, 10, 12): (2, 0, 1),  # 10 x 10 is a square
+    (12, 10, 10): (0, 1, 2),
+    (4, 10, 12, 3): (0, 3, 1, 2),
+    (4, 3, 12, 10): (0, 1, 2, 3),
+}
+FLAT = {  # shape and type of what is none: why
+    ((128,), np.uint8): "",
+    ((20, 30), np.float32): "",
+    ((4, 4, 3), np.uint8): "a side has 4 pixels",
+    ((64, 3, 64), np.uint8): "a side has 3 pixels",
+    ((12, 10, 3, 4), np.uint8): "a side has 3 pixels",  # frames last
+    ((9, 9, 65), np.uint8): "it has 65 channels",
+    ((22, 9, 10, 3), np.uint8): "it has 66 channels",
+    ((2, 2, 9, 9, 3), np.uint8): "it has 5 axes",
+    ((20, 30, 4), np.float32): "it holds float32",
+}
+
+
+@pytest.mark.parametrize("shape", BYTES)
+def test_images_are_bytes_whose_frames_become_channels(shape, caplog):
+    inner = DrawnEnv(spaces.Box(0, 255, shape, np.uint8), spaces.Discrete(2))
+    env = around(inner)
+    row = env.reset(seed=[1])[0][0].numpy()
+    (part,) = env.layout.parts
+    sides = [shape[axis] for axis in BYTES[shape]]
+    assert (part.kind, part.shape) == ("image", (int(np.prod(sides[:-2])), *sides[-2:]))
+    pixels = inner.observation.transpose(BYTES[shape]).reshape(part.shape) / 255
+    np.testing.assert_allclose(row.reshape(part.shape), pixels, rtol=1e-6)
+    assert not caplog.records
+    assert env.layout.describe() == f"image {' x '.join(map(str, part.shape))} through the CNN"
+
+
+@pytest.mark.parametrize(("shape", "dtype"), FLAT)
+def test_several_axes_that_are_no_image_are_named_with_the_reason(shape, dtype, caplog):
+    adapter._warn_once.cache_clear()
+    env = around(DrawnEnv(spaces.Box(0, 255, shape, dtype), spaces.Discrete(2)))
+    (part,) = env.layout.parts
+    assert (part.kind, part.shape) == ("vector", (np.prod(shape),))
+    assert env.reset(seed=[1])[0].max() > 1.0
+    assert env.layout.describe() == f"{part.size} numbers"
+    said = [record.getMessage() for record in caplog.records]
+    why = FLAT[shape, dtype]
+    assert len(said) == bool(why)
+    assert not why or f"observation {list(shape)} is read as {part.size} numbers" in said[0]
+    assert not why or f"{why}; images are uint8" in said[0]
 
 
 def test_nested_actions_come_out_as_the_environment_wants_them():
