@@ -24,6 +24,7 @@ from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.trading_config import SimulatedMarketConfig, TradingConfig
+from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist.checkpoint import folder
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
@@ -43,7 +44,9 @@ MLP = PolicyConfig(hidden_size=8, policy="mlp")
 WINDOW = PolicyConfig(hidden_size=8, feature_window=3)
 GRU = PolicyConfig(hidden_size=8, policy="gru", num_layers=2)
 MINGRUS = PolicyConfig(hidden_size=8, policy="mingru", separate_trunks=True)
-SQUASHED = PolicyConfig(hidden_size=8, policy="lstm", squash_actions=True)
+SQUASHED = PolicyConfig(hidden_size=8, policy="lstm", squash_actions=True, noise_color=1.0)
+OWN = PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay")
+REFRESHED = replace(CLIPPED, refresh_states=True)
 
 
 class Case(NamedTuple):
@@ -66,6 +69,18 @@ JOBS = {
     "recall, mlp, KL stop": Case("recall", MLP, STOPPING, iterations=5),
     "orders, gru, masks of nested actions": Case("orders", GRU),
     "patches, mingrus, last action and reward": Case("patches", MINGRUS),
+    "levers, own core, masks of info": Case("levers", OWN),
+    "brief, squashed lstm, pink noise, refreshed": Case("brief", SQUASHED, REFRESHED),
+}
+PAIRS = {  # of forms and tasks, which no job above has
+    "levers, window, masks of info": Case("levers", WINDOW, REFRESHED),
+    "levers, mlp, masks of info": Case("levers", MLP, STOPPING),
+    "orders, own core, refreshed": Case("orders", OWN, REFRESHED),
+    "patches, clstm, refreshed": Case("patches", CLSTM, REFRESHED),
+    "brief, mingrus, squashed, pink noise": Case("brief", replace(SQUASHED, policy="mingru")),
+    "brief, own cores, pink noise": Case(
+        "brief", replace(OWN, separate_trunks=True, noise_color=1.0), REFRESHED
+    ),
 }
 CARTPOLE = {
     "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),
@@ -83,7 +98,7 @@ LENGTHY = {"num_steps": 64}
 BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
 OPTIONS = {
     "trading, window": Case("trading", WINDOW),
-    "brief, refreshed states": Case("brief", GRU, replace(CLIPPED, refresh_states=True)),
+    "brief, refreshed states": Case("brief", GRU, REFRESHED),
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
     "trading, KL stop": Case("trading", CLSTM, STOPPING),
     "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),
@@ -97,7 +112,6 @@ OPTIONS = {
         "cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES
     ),
     "brief, clstm": Case("brief", CLSTM, iterations=ITERATIONS),
-    "brief, lstm, squashed": Case("brief", SQUASHED, iterations=ITERATIONS),
     "brief, mlp, strata of 2": Case("brief", MLP, batch_size=4),
     "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options=LENGTHY),
     "brief, rollouts of one step": Case("brief", CLSTM, batch_size=4, options=TERSE),
@@ -117,7 +131,7 @@ WEAK = Case(
     iterations=4,
     options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"},
 )
-CASES = JOBS | CARTPOLE | SINGLE | OPTIONS | TWELVE | {"weak": WEAK}
+CASES = JOBS | PAIRS | CARTPOLE | SINGLE | OPTIONS | TWELVE | {"weak": WEAK}
 
 
 @functools.cache
@@ -159,14 +173,54 @@ class Brief(gymnasium.Env):
         cut = bool(self.np_random.random() < 0.1)
         return self.seen(), -float(abs(self.place).sum()), ended, cut and not ended, {}
 
+    def get_state(self):
+        own = {"left": self.left, "longest": self.longest, "place": self.place}
+        return own | {"rng": pack_generator(self.np_random)}
+
+    def set_state(self, state):
+        self.left, self.longest, self.place = state["left"], state["longest"], state["place"]
+        unpack_generator(self.np_random, state["rng"])
+
+
+class Levers(gymnasium.Env):
+    """Three levers, each to be set as it was shown; a mask in info holds one where it is."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gymnasium.spaces.MultiBinary(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.show()
+
+    def show(self):
+        self.shown = self.np_random.normal(size=3)
+        mask = np.ones((3, 2), np.int8)
+        mask[self.np_random.integers(3), self.np_random.integers(2)] = 0
+        return self.shown.astype(np.float32), {"action_mask": mask.ravel()}
+
+    def step(self, action):
+        reward = float((action == (self.shown > 0)).sum())
+        ended = bool(self.np_random.random() < 0.2)
+        obs, info = self.show()
+        return obs, reward, ended, False, info
+
+    def get_state(self):
+        return {"shown": self.shown, "rng": pack_generator(self.np_random)}
+
+    def set_state(self, state):
+        self.shown = state["shown"]
+        unpack_generator(self.np_random, state["rng"])
+
 
 gymnasium.register("Brief-v0", entry_point=Brief)
+gymnasium.register("Levers-v0", entry_point=Levers)
 
 
 ENV_IDS = {
     "recall": "Recall-v0",
     "cartpole": "CartPole-v1",
     "brief": "Brief-v0",
+    "levers": "Levers-v0",
     "orders": "examples.many_spaces:Orders-v0",
     "patches": "examples.many_spaces:PatchRecall-v0",
 }
@@ -183,6 +237,7 @@ def make_env(task, num_envs, env_offset):
     env_id = ENV_IDS[task]
     env_kwargs = {"delay": 3} if task == "recall" else {}
     extra = {"previous_action": True, "previous_reward": True} if task == "patches" else {}
+    extra |= {"info_mask": True} if task == "levers" else {}
     return make_vector_env(env_id, num_envs, env_offset=env_offset, env_kwargs=env_kwargs, **extra)
 
 

@@ -6,9 +6,11 @@ from gymnasium import spaces
 
 from agents.network.sequences import PackedRows, plan_pieces, plans_to_device
 from agents.policy import Policy, PolicyConfig
+from envs.vector.layout import Layout, Part
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 DISCRETE = spaces.Discrete(3)
+SEVERAL = spaces.MultiDiscrete([3, 2, 4])
 FORMS = {
     "clstm": PolicyConfig(hidden_size=8),
     "window of 1": PolicyConfig(hidden_size=8, feature_window=1),
@@ -27,19 +29,38 @@ FORMS = {
     "own": PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay"),
 }
 NUM_OBS = 4
+CAMERA, MASK = Part("camera", "image", (2, 9, 8)), Part("action_mask", "mask", (9,))
+NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector", (2,))))
+ROWS = {  # form: configuration, actions, and what a row holds
+    "nested rows, masks": (PolicyConfig(hidden_size=8), SEVERAL, NESTED),
+    "windows of nested rows, masks": (
+        PolicyConfig(hidden_size=8, feature_window=2), spaces.Discrete(9), NESTED,
+    ),
+    "images, two mingrus": (
+        PolicyConfig(hidden_size=8, policy="mingru", num_layers=2), BOX, Layout((CAMERA,)),
+    ),
+    "squashed actions": (
+        PolicyConfig(hidden_size=8, policy="lstm", squash_actions=True), BOX, NUM_OBS,
+    ),
+}  # fmt: skip
 
 
-def make_policy(config, space=BOX, seed=0):
+def make_policy(config, space=BOX, layout=NUM_OBS, seed=0):
     torch.manual_seed(seed)
-    policy = Policy(config, NUM_OBS, space).double()
+    policy = Policy(config, layout, space).double()
     torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions that differ visibly
     return policy
 
 
 def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
     generator = torch.Generator().manual_seed(seed)
-    width = NUM_OBS * max(policy.config.feature_window, 1)
+    width = policy.num_obs * max(policy.config.feature_window, 1)
     obs = torch.randn(num_steps, num_envs, width, dtype=torch.float64, generator=generator)
+    if columns := policy.mask_columns:
+        rows = obs.unflatten(-1, (-1, policy.num_obs))
+        rows[..., columns] = (rows[..., columns] > 0).double()
+        first = np.cumsum([0, *policy.action_sizes[:-1]])
+        rows[..., np.array(columns)[first]] = 1.0  # something is allowed of every choice
     state = torch.randn(
         num_envs, policy.num_states, policy.config.hidden_size, generator=generator
     ).double()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from policies import NUM_OBS, make_inputs, make_policy
+from policies import NUM_OBS, SEVERAL, make_inputs, make_policy
 from torch.distributions import Categorical
 
 from agents.network import heads
@@ -15,7 +15,6 @@ from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 
-SEVERAL = spaces.MultiDiscrete([3, 2, 4])
 MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask", (9,))))
 SMALL = PolicyConfig(hidden_size=8)
 
@@ -43,21 +42,6 @@ def test_log_probability_and_entropy_of_several_choices_are_sums_over_them():
     expected = sum(one.log_prob(a) for one, a in zip(each, actions.T, strict=True))
     torch.testing.assert_close(found.log_prob(actions), expected)
     torch.testing.assert_close(found.entropy(), sum(one.entropy() for one in each))
-
-
-@pytest.mark.parametrize("form", ["clstm", "gru", "mingru", "mlp"])
-def test_several_choices_acted_step_by_step_equal_the_sequence(form):
-    policy = make_policy(PolicyConfig(hidden_size=8, policy=form), SEVERAL)
-    obs, first_state, starts, _ = make_inputs(policy)
-    noise = action_noise(SEVERAL, 1, 0, 5, 0, 11)
-    state, steps = first_state, []
-    for step in zip(obs, starts, noise, strict=True):
-        actions, logprobs, _, state = policy.act(step[0], state, *step[1:])
-        steps.append((actions, logprobs))
-    actions, logprobs = (torch.stack(column) for column in zip(*steps, strict=True))
-    assert actions.dtype == torch.int64 and actions.shape == (11, 5, 3)
-    evaluation = policy(obs, actions, first_state, starts)
-    torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)
 
 
 def test_choices_are_drawn_as_often_as_their_softmax_says():

@@ -7,6 +7,8 @@ from policies import (
     DISCRETE,
     FORMS,
     NUM_OBS,
+    ROWS,
+    SEVERAL,
     make_inputs,
     make_policy,
     plans_of,
@@ -19,26 +21,39 @@ from agents.policy import PolicyConfig
 from agents.rollout import collect, fresh_carry
 
 
-@pytest.mark.parametrize("space", [BOX, DISCRETE], ids=["box", "discrete"])
-@pytest.mark.parametrize("form", FORMS)
-def test_acting_step_by_step_equals_evaluating_the_sequence(form, space):
-    policy = make_policy(FORMS[form], space)
-    obs, first_state, starts, noise = make_inputs(policy)
-    state, steps = first_state, []
+def act_stepwise(policy, obs, state, starts, noise):
+    """Actions, log-probabilities and values of single steps."""
+    steps = []
     for step_obs, step_starts, step_noise in zip(obs, starts, noise, strict=True):
-        actions, logprobs, values, state = policy.act(step_obs, state, step_starts, step_noise)
-        steps.append((actions, logprobs, values))
-    actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
+        *step, state = policy.act(step_obs, state, step_starts, step_noise)
+        steps.append(step)
+    return tuple(torch.stack(column) for column in zip(*steps, strict=True))
+
+
+OF_SPACES = {
+    f"{name}, {space}": (config, space, NUM_OBS)
+    for name, config in FORMS.items()
+    for space in (BOX, DISCRETE, SEVERAL)
+}
+
+
+@pytest.mark.parametrize("form", OF_SPACES | ROWS)
+def test_acting_step_by_step_equals_evaluating_the_sequence(form):
+    policy = make_policy(*(OF_SPACES | ROWS)[form])
+    obs, state, starts, noise = make_inputs(policy)
+    actions, logprobs, values = act_stepwise(policy, obs, state, starts, noise)
+    assert actions.shape == (11, 5, *(OF_SPACES | ROWS)[form][1].shape)
     for plan in plans_of(policy, starts):
-        evaluation = policy(obs, actions, first_state, starts, plan)
+        evaluation = policy(obs, actions, state, starts, plan)
         torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(evaluation.values, values, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | ROWS)
 def test_gradients_of_the_sequence_equal_those_of_single_steps(form):
-    policy = make_policy(FORMS[form])
-    obs, state, starts, actions = make_inputs(policy)
+    policy = make_policy(*ROWS[form]) if form in ROWS else make_policy(FORMS[form])
+    obs, state, starts, noise = make_inputs(policy)
+    actions = act_stepwise(policy, obs, state, starts, noise)[0]
     actor, values = run_stepwise(policy.network, obs, state, starts)
     expected_loss = policy.distribution(actor).log_prob(actions).sum() + values.square().sum()
     expected = torch.autograd.grad(expected_loss, list(policy.parameters()))

@@ -9,6 +9,7 @@ from agents_ranks import (
     JOBS,
     NUM_ENVS,
     NUM_STEPS,
+    PAIRS,
     STEPS_PER_ITERATION,
     Recording,
     make_env,
@@ -102,7 +103,9 @@ def test_a_short_training_changes_all_parameters_and_times_its_phases(name, worl
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [*JOBS, *(pytest.param(name, marks=pytest.mark.slow) for name in PAIRS)]
+)
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
     name, dtype, world, tmp_path
 ):

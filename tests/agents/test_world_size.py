@@ -14,6 +14,7 @@ from agents_ranks import (
     JOBS,
     NUM_ENVS,
     OPTIONS,
+    PAIRS,
     SINGLE,
     TWELVE,
     WITH_FILES,
@@ -34,8 +35,8 @@ ON_FOUR = ["trading, clstm", "recall, mlp, KL stop"]
 PLANS = {  # what one launched job trains: cases by number of ranks
     "default": {4: ON_FOUR, 3: [*TWELVE], 2: [*ALWAYS, "weak"]},
     "slow": {
-        4: [*(name for name in (*ALWAYS, *SELDOM) if name not in ON_FOUR), *OPTIONS],
-        2: [*SELDOM, *OPTIONS],
+        4: [*(name for name in (*ALWAYS, *SELDOM) if name not in ON_FOUR), *OPTIONS, *PAIRS],
+        2: [*SELDOM, *OPTIONS, *PAIRS],
     },
 }
 TRAINED = [
