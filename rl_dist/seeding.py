@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 # Streams of SeedSequence([seed, stream, ...]): what is drawn from one never overlaps another.
-POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, EVALUATION_STREAM = range(5)
-PREDICTION_STREAM = 5
+POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, VALIDATION_STREAM = range(5)
+# not by the episodes of validation, which have chosen the best checkpoint, is a policy evaluated
+PREDICTION_STREAM, EVALUATION_STREAM = 5, 6
 
 
 def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int = 0) -> list[int]:

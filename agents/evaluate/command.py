@@ -96,7 +96,7 @@ def _evaluate(
     first = agents["policy"]
     own = first.config.task
     if own.is_trading:
-        _refuse_useless(args, ("episodes", "env", "video"), own.env)
+        _refuse_useless(args, ("episodes", "seed", "env", "video"), own.env)
         return _evaluate_trading(agents, args, world)
 
     # episodes of a Gymnasium task
@@ -105,13 +105,16 @@ def _evaluate(
         raise UserError(f"--env {args.env} differs from the run's, {own.env}: leave it out")
     check_module(own.env, own.env_kwargs, first.run_dir, args.env or "")
     asked = replace(own, eval_episodes=args.episodes or own.eval_episodes)
-    config = replace(first.config, task=asked)
+    train = first.config.train
+    if args.seed is not None:
+        train = replace(train, seed=args.seed)
+    config = replace(first.config, task=asked, train=train)
     task = GymTask(asked, end_rank, world.heartbeat)
     films = ""
     if args.video:  # first: not every environment draws itself
         from agents.evaluate.video import film
 
-        films = f"\n{film(first, task, args.video, world)}"
+        films = f"\n{film(first, task, args.video, train.seed, world)}"
     found = {
         name: episode_figures(task, config, agent.policy, agent.normalizer, world, sampled=True)
         for name, agent in agents.items()
@@ -233,6 +236,7 @@ OPTIONS: dict[str, tuple[Any, str, str]] = {
     "env": (str, "MODULE:ID", "the run's module:id, to import it though config.json is not yours"),
     "core": (str, "MODULE:CLASS", "the run's own core, to import it likewise"),
     "episodes": (positive, "N", "episodes of other environments (default: the run's)"),
+    "seed": (int, "N", "another seed chooses other episodes (default: the run's)"),
     "num_gpus": (positive, "N", "CPU ranks that share the work (default: 1)"),
     "plot": (new_file, "FILE", "equity picture (default: RUN_DIR/plots/evaluation.png)"),
     "video": (new_folder, "DIR", "draw the first 3 episodes of another environment as GIFs"),

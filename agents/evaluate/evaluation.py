@@ -24,7 +24,7 @@ from envs.vector.layout import Layout
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import World, end_at_signals, stop_flag
-from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
+from rl_dist.seeding import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # other tasks are evaluated without them
     from agents.run.config import RunConfig
@@ -136,9 +136,11 @@ def evaluate_episodes(
     num_episodes: int,
     seed: int,
     world: World,
+    stream: int = EVALUATION_STREAM,
 ) -> dict[str, list[float]]:
     """Run whole episodes, one environment each, over all ranks; each counts once.
 
+    Seed, number and stream say which episodes; those of validation are a stream of their own.
     One that does not end is cut after MAX_EPISODE_STEPS. One whose environment was restarted after
     a fault is run again. Returns "return", "length" and "restarts" of every episode, in order.
     """
@@ -146,7 +148,7 @@ def evaluate_episodes(
     own: dict[str, list[float]] = {"return": [], "length": [], "restarts": []}
     if len(mine):
         env = make_env(len(mine), mine.start)
-        obs, _ = env.reset(seed=stream_seeds(seed, EVALUATION_STREAM, mine.start, len(mine)))
+        obs, _ = env.reset(seed=stream_seeds(seed, stream, mine.start, len(mine)))
         start = torch.ones(len(mine), dtype=torch.bool, device=obs.device)  # [B]
         alive = start.clone()
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
@@ -184,8 +186,9 @@ def episode_figures(
     world: World,
     *,
     sampled: bool = False,
+    stream: int = EVALUATION_STREAM,
 ) -> dict[str, float]:
-    """Figures over the evaluation episodes of a Gymnasium task.
+    """Figures over episodes of a Gymnasium task, by which a policy is measured.
 
     With `sampled` the same episodes run once more, with actions sampled as in training.
     """
@@ -197,12 +200,13 @@ def episode_figures(
             config.task.eval_episodes,
             config.train.seed,
             world,
+            stream,
         )
 
     episodes = run(PolicyController(policy, normalizer))
     with_noise = {}
     if sampled:
-        noise_seed = stream_seeds(config.train.seed, EVALUATION_STREAM, 0, 1)[0]
+        noise_seed = stream_seeds(config.train.seed, stream, 0, 1)[0]
         noisy = run(PolicyController(policy, normalizer, noise_seed=noise_seed))
         with_noise["return_with_noise"] = float(np.mean(noisy["return"]))
     returns, lengths = np.array(episodes["return"]), np.array(episodes["length"])
@@ -222,10 +226,13 @@ def validation(
     task: GymTask, config: RunConfig, world: World
 ) -> Callable[[Policy, Normalizer], dict[str, float]]:
     """Return what training calls for `valid/` figures."""
-    return lambda policy, normalizer: {
-        f"valid/{name}": value
-        for name, value in episode_figures(task, config, policy, normalizer, world).items()
-    }
+
+    def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
+        agent = policy, normalizer
+        figures = episode_figures(task, config, *agent, world, stream=VALIDATION_STREAM)
+        return {f"valid/{name}": value for name, value in figures.items()}
+
+    return validate
 
 
 def episode_text(figures: dict[str, float]) -> str:

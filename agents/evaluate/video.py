@@ -65,7 +65,7 @@ def draw(env: object, env_id: str) -> Image.Image:
     return picture.convert("P", palette=Image.Palette.ADAPTIVE)
 
 
-def film(agent: LoadedAgent, task: GymTask, folder: Path, world: World) -> str:
+def film(agent: LoadedAgent, task: GymTask, folder: Path, seed: int, world: World) -> str:
     """Write the first episodes of an evaluation; return what was written."""
     own = task.config
     kwargs = json.dumps(own.kwargs() | {"render_mode": "rgb_array"})
@@ -84,7 +84,7 @@ def film(agent: LoadedAgent, task: GymTask, folder: Path, world: World) -> str:
                 f"and render to return a picture [H, W, 3] for rgb_array: {error}"
             ) from error
 
-    evaluate_episodes(make_env, controller, num_episodes, agent.config.train.seed, world)
+    evaluate_episodes(make_env, controller, num_episodes, seed, world)
     folder.mkdir(parents=True, exist_ok=True)
     controller.write(folder)
     return f"first {num_episodes} episodes: {folder}/episode_*.gif"

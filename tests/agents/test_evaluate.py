@@ -55,11 +55,8 @@ def evaluated(runs, tmp_path, monkeypatch, capsys):
 
 
 def row(text, name):
-    return (
-        next(line for line in text.splitlines() if line.startswith(f"{name}  "))
-        .removeprefix(name)
-        .split()
-    )
+    shown = next(line for line in text.splitlines() if line.startswith(f"{name}  "))
+    return shown.removeprefix(name).split()
 
 
 def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(runs, evaluated):
@@ -69,10 +66,8 @@ def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(run
     assert set(figures["policies"]) == {*ROWS, "reference", "memoryless rule"}
     for name, found in figures["policies"].items():
         shown = row(text, name)
-        assert (
-            shown[0] == f"{100 * found['cumulative_return']:.1f}"
-            and shown[3] == f"{found['sharpe']:.2f}"
-        )
+        assert shown[0] == f"{100 * found['cumulative_return']:.1f}"
+        assert shown[3] == f"{found['sharpe']:.2f}"
         assert 0 <= found["max_drawdown"] < 1 and 0 <= found["exposure"] <= 1
     assert figures["policies"]["equal weight"]["exposure"] > 0.9
     assert figures["policies"]["reference"]["gap_closed"] == pytest.approx(1.0)
@@ -93,10 +88,9 @@ def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(run
     bars = pd.read_csv(runs / "bars5.csv")
     bars = bars[(bars["date"] > "2019-02-01") & (bars["date"] <= "2019-05-31")].groupby("tic")
     expected = (bars["close"].last() / bars["open"].first()).mean() / 1.001 - 1
-    assert figures["policies"]["equal weight"]["cumulative_return"] == pytest.approx(
-        expected, abs=1e-3
-    )
-    assert figures["policies"]["equal weight"]["num_trades"] == 5
+    equal_weight = figures["policies"]["equal weight"]
+    assert equal_weight["cumulative_return"] == pytest.approx(expected, abs=1e-3)
+    assert equal_weight["num_trades"] == 5
     assert len(figures["policies"]["policy"]["against_equal_weight"]["sharpe"]) == 3
 
 

@@ -139,16 +139,13 @@ def test_every_episode_counts_once_with_its_plain_rewards(world, monkeypatch):
     episodes = evaluate_episodes(Seeded, idle, 5, 1, world)
     # number x length
     assert episodes == {"return": [0, 5, 2, 12, 8], "length": [3, 5, 1, 4, 2], "restarts": [0] * 5}
-    assert (
-        Seeded.made[0].seeds == list(stream_seeds(1, EVALUATION_STREAM, 0, 5))
-        and Seeded.made[0].closed
-    )
+    seeds = stream_seeds(1, EVALUATION_STREAM, 0, 5)
+    assert Seeded.made[0].seeds == seeds and Seeded.made[0].closed
     for size in (2, 3, 8):
         Seeded.made.clear()
         call = functools.partial(evaluate_episodes, Seeded, idle, 5, 1)
         assert over_ranks(call, size, monkeypatch) == [episodes] * size
-        seeds = [one for env in Seeded.made[: min(size, 5)] for one in env.seeds]
-        assert seeds == list(stream_seeds(1, EVALUATION_STREAM, 0, 5))
+        assert [one for env in Seeded.made[: min(size, 5)] for one in env.seeds] == seeds
 
 
 class Faulty(Seeded):

@@ -11,14 +11,7 @@ import gymnasium
 import pytest
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
-from train_runs import (
-    REPO,
-    evaluate_here,
-    only_error,
-    records,
-    run_here,
-    train_here,
-)
+from train_runs import REPO, evaluate_here, only_error, records, run_here, train_here
 
 import train_distributed
 from agents.evaluate.final import randomness_warning
@@ -85,11 +78,8 @@ def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_ma
 def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
     assert set(OTHER_NAMES.values()) <= OWNERS.keys() | {"run_dir", "resume"}
     assert not OTHER_NAMES.keys() & OWNERS.keys()
-    for word, flag in [
-        ("--lr", "learning_rate"),
-        ("--n-envs", "num_envs"),
-        ("--e_clip=1", "clip_coef"),
-    ]:
+    names = {"--lr": "learning_rate", "--n-envs": "num_envs", "--e_clip=1": "clip_coef"}
+    for word, flag in names.items():
         assert run_here(train_distributed.main, [word, "3"], monkeypatch) == 2
         assert f"(did you mean --{flag}?)" in only_error(capsys.readouterr().err)
 
@@ -219,6 +209,20 @@ def test_the_best_checkpoint_is_evaluated_unless_another_is_asked_for(
         out = capsys.readouterr().out
         assert f"checkpoints/{name}, iteration {3 if flags else best['iteration']}" in out
         assert ("the best by valid/return" in out) == (not flags)
+
+
+def test_a_policy_is_evaluated_by_other_episodes_than_those_that_chose_it(
+    finished, tmp_path, monkeypatch
+):
+    run_dir, _ = finished
+    found = [json.loads((run_dir / "summary.json").read_text())["test"]]
+    for seed in (1, 2):
+        flags = ["--which", "last", "--seed", seed, "--json", tmp_path / "json"]
+        assert evaluate_here(monkeypatch, run_dir, *flags) == 0
+        found.append(json.loads((tmp_path / "json").read_text())["policy"])
+    assert found[0] == found[1] != found[2]
+    chosen_by = records(run_dir)[-1]
+    assert any(chosen_by[f"valid/{name}"] != found[0][name] for name in ("return", "return_std"))
 
 
 def test_a_run_starts_from_the_weights_and_statistics_of_another(
