@@ -123,6 +123,8 @@ ROWS = [
     Row("MemoryLength, 30 steps", "MemoryLength-v0", 40_000),
     Row("MemoryLength, 30 steps", "MemoryLength-v0", 40_000, "--gae_lambda 0.98"),
     Row("Recall", "Recall-v0", 40_000),
+    Row("PatchRecall", "examples.many_spaces:PatchRecall-v0", 100_000),
+    Row("Orders", "examples.many_spaces:Orders-v0", 200_000),
 ]
 
 
