@@ -23,6 +23,7 @@ from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
+from rl_dist.process_group.hosts import may_start_again
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import setup_logging, truncate_metrics
@@ -108,15 +109,23 @@ def run_rank(
         writer.close()
         if signum:
             if world.is_main_process:
-                update_state(run_dir, phase="stopped")
-                name = signal.Signals(signum).name
-                print(f"stopped by {name}, saved; go on with --resume {run_dir}")
+                say_stopped(signum, run_dir)
             return 128 + signum
         if world.is_main_process:
             update_state(run_dir, phase="evaluation")
         from agents.evaluate.final import evaluate_and_finish
 
         return evaluate_and_finish(config, task, training, run_dir)
+
+
+def say_stopped(signum: int, run_dir: Path) -> None:
+    """Say that a signal ended the run, or that torchrun ended its ranks for a while."""
+    again = may_start_again(signum)
+    update_state(run_dir, phase="restarting" if again else "stopped")
+    if again:
+        print("saved, as torchrun ends its ranks; it starts them again where a host came or went")
+    name = signal.Signals(signum).name
+    print(f"{'else' if again else f'stopped by {name}, saved;'} go on with --resume {run_dir}")
 
 
 def check_weights(config: RunConfig, task: Any) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,13 @@ from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, resta
 from rl_dist.process_group.process_ends import report
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import truncate_metrics
-from rl_dist.telemetry.state_file import SavedCheckpoint, begin_state
+from rl_dist.telemetry.state_file import (
+    ENDED,
+    SavedCheckpoint,
+    StateFileError,
+    begin_state,
+    read_state,
+)
 
 CheckWeights = Callable[[RunConfig, Any], None]
 
@@ -110,6 +116,7 @@ def prepare(
             announce(config, resolved, found, check_weights)
             run_dir = run_dir or fresh_directory(RUNS)
             lock = lock or held.enter_context(hold_new(run_dir / "config.json"))
+            again = _is_restart(run_dir)
             _record(config, resolved, run_dir, found, parsed.extra)
     except (ValueError, OSError) as error:
         return _refuse(error, config, run_dir)
@@ -119,10 +126,20 @@ def prepare(
     report_to_caller(run_dir=str(start.run_dir))
     if is_first():
         events.configure(config.launch.on_event, start.run_dir)
-        if count := restart_count():  # by torchrun; our own launcher sends this event itself
-            where = resume_from or "the beginning"
+        if again:  # by torchrun; our own launcher sends this event itself
+            where, count = resume_from or "the beginning", restart_count()
             events.notify("restarted", f"restart {count}, going on from {where}", restart=count)
     return start
+
+
+def _is_restart(run_dir: Path) -> bool:
+    """Return True if torchrun starts ranks again, also for a host that came or went."""
+    if restart_count() or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return restart_count() > 0
+    with suppress(StateFileError):
+        state = read_state(run_dir)
+        return state is not None and state.phase not in ENDED
+    return False
 
 
 def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:

@@ -51,6 +51,7 @@ from rl_dist.parallel.config import (
     StrategyConfig,
     parameter_dtype,
 )
+from rl_dist.process_group.hosts import may_start_again
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import (
     close_any_world,
@@ -326,7 +327,10 @@ def launch(
     elif line:
         print_error_once(line)
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
-        record_exit(run_dir, launcher_pid(), report.exit_code, report.summary)
+        code = report.exit_code
+        record_exit(
+            run_dir, launcher_pid(), code, report.summary, again=may_start_again(code - 128)
+        )
     _notify_end(report, restarts)
     if report.failed and leave_world():
         # closing the process group could wait for ranks that are inside a collective
@@ -371,7 +375,8 @@ def _notify_end(report: RankReport, restarts: int) -> None:
     else:
         event, message = "failed", f"ended with code {code}"
         facts["rank"] = report.rank
-    events.notify(event, report.summary or message, **facts)
+    if not may_start_again(code - 128):  # else `restarted` may follow
+        events.notify(event, report.summary or message, **facts)
     pressed_twice = code == 128 + signal.SIGINT and report.summary
     events.close(2.0 if pressed_twice else events.LIMIT_S)
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import re
+import signal
 import socket
 import sys
 import time
@@ -148,6 +149,14 @@ def share_cores(ranks: list[dict[str, Any]], rank: int) -> str:
             words = f"{wanted} threads for {cores} core(s), and those that wait for one spin"
             warning = warning or f"host {each['host']}: {words}: {fix}"
     return warning
+
+
+def may_start_again(signum: int) -> bool:
+    """Return True for a signal by which torchrun may end ranks to start them again.
+
+    It sends them SIGTERM where a host has come or gone, as it does where it is ended itself.
+    """
+    return signum == signal.SIGTERM and host_range()[1] > 1
 
 
 def host_range() -> tuple[int, int]:

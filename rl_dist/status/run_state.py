@@ -206,6 +206,8 @@ def _ended(job: JobState, has_summary: bool) -> tuple[str, str]:
     if job.phase in ENDED:
         reason = job.exit.error if job.exit else ""
         return ENDED[job.phase], reason or ("--resume goes on" if job.phase == "stopped" else "")
+    if job.phase == "restarting" and job.exit:
+        return "stopped", "torchrun ended its ranks and did not start them again; --resume goes on"
     fix = "--resume goes on from its checkpoint" if job.checkpoint else "it has no checkpoint"
     why = "without a report: killed, or the machine went down"
     return "dead", f"it ended during {job.phase} {why}; {fix}"

@@ -34,7 +34,8 @@ LONGEST_ERROR = 2000  # characters
 Count = Annotated[int, pydantic.Field(ge=0, lt=10**18)]
 Real = Annotated[float, pydantic.Field(ge=0, lt=1e18)]
 Text = Annotated[str, pydantic.Field(pattern=r"^[^\p{C}]*$")]
-PHASES = ("starting", "restarting", *WORKING, "done", "stopped", "failed")
+ENDED = ("done", "stopped", "failed")
+PHASES = ("starting", "restarting", *WORKING, *ENDED)
 Phase = Literal[PHASES]  # type: ignore[valid-type]
 
 
@@ -189,13 +190,20 @@ def update_state(run_dir: Path, **changes: Any) -> None:
 
 
 def record_exit(
-    run_dir: Path, pid: int, code: int, error: str = "", signum: int | None = None
+    run_dir: Path,
+    pid: int,
+    code: int,
+    error: str = "",
+    signum: int | None = None,
+    *,
+    again: bool = False,
 ) -> None:
     """Write how a run ended, unless that is known; its ranks are gone.
 
     Args:
         pid: the launcher's.
         signum: what ended it, where the code does not say so.
+        again: torchrun may start it again.
     """
     keeper = open_state(run_dir)
     if not keeper or keeper.state.launcher_pid != pid or keeper.state.exit:
@@ -212,7 +220,7 @@ def record_exit(
         error=" ".join(line.split())[:LONGEST_ERROR] if code else "",
     )
     phase = "stopped" if stopped or saved else "failed" if code else "done"
-    update_state(run_dir, phase=phase, exit=ended)
+    update_state(run_dir, phase="restarting" if again else phase, exit=ended)
 
 
 def replace_file(path: Path, text: str, *, sync: bool = False) -> None:

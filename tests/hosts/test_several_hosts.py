@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from simulated_hosts import connected, torchrun
 from train_runs import RECALL, REPO, records, start_training
 
+from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 
 STEPS = 64  # of one iteration
@@ -71,6 +73,16 @@ def saved(run_dir):
 def wait_for(iteration, run_dir, job):
     while saved(run_dir) < iteration:
         assert job.process.poll() is None, job.text
+        time.sleep(0.05)
+
+
+def wait_for_ranks(count, run_dir, job):
+    """Wait for an iteration after a checkpoint of so many ranks."""
+    since = None
+    while since is None or saved(run_dir) <= since:
+        assert job.process.poll() is None, job.text
+        last = records(run_dir)[-1]
+        since = last["iteration"] if since is None and len(last["ranks"]) == count else since
         time.sleep(0.05)
 
 
@@ -166,16 +178,27 @@ def test_a_link_that_is_cut_for_20_s_costs_20_s(network, tmp_path, uninterrupted
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_of_one_to_two_hosts_one_may_leave_and_the_other_goes_on(network, tmp_path):
-    run_dir = tmp_path / "run"
-    flags = [*LONG, "--run_dir", run_dir, "--collective_timeout", "20"]
-    first, _ = on_both(network, *flags, nodes="1:2")
-    wait_for(6, run_dir, first)
-    assert len(records(run_dir)[-1]["ranks"]) == 2
+def test_of_one_to_two_hosts_one_may_come_and_leave_and_the_curve_is_that_of_one(network, tmp_path):
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
+    flags = [*LONG, "--precision", "fp64", "--resume", "auto"]
+    options = {"nodes": "1:2", "conf": "last_call_timeout=2"}
+    host, other = (network.hosts[name] for name in network.names)
+    first = torchrun(host, *flags, "--run_dir", run_dir, "--collective_timeout", "20", **options)
+    wait_for(4, run_dir, first)
+    torchrun(other, *flags, "--run_dir", run_dir, "--collective_timeout", "20", **options)
+    wait_for_ranks(2, run_dir, first)
     network.hosts["second"].kill()
-    assert first.succeed(300).count("going on from") == 1
-    last = records(run_dir)[-1]
-    assert len(last["ranks"]) == 1 and last["iteration"] == ITERATIONS
+    first.succeed(300)
+    counts = [len(line["ranks"]) for line in records(run_dir)]
+    assert counts[0] == counts[-1] == 1 and 2 in counts and len(counts) == ITERATIONS
+    straight = start_training(*flags, "--run_dir", alone)
+    assert straight.communicate(timeout=300) and straight.returncode == 0
+    for name in ("episode/return", "loss/policy", "loss/value", "optim/grad_norm"):
+        one, two = ([line[name] or 0.0 for line in records(each)] for each in (alone, run_dir))
+        assert one == pytest.approx(two, abs=1e-9), name
+    one, two = (load_checkpoint(latest_checkpoint(each))["policy"] for each in (alone, run_dir))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-9, msg=name)
 
 
 @pytest.mark.slow
@@ -183,6 +206,7 @@ def test_of_one_to_two_hosts_one_may_leave_and_the_other_goes_on(network, tmp_pa
 def test_a_host_may_join_without_a_restart_that_counts(tmp_path):
     """The first host's torchrun ends its rank at once, the second one's seconds later."""
     flags = [*BY_THREE, "--run_dir", tmp_path / "run", "--resume", "auto"]
+    flags += ["--on_event", f'echo "$RL_EVENT" >> {tmp_path}/events']
     options = {"nodes": "2:3", "restarts": 0, "conf": "last_call_timeout=2"}
     with hosts_or_skip(tmp_path, "first", "second", "third") as network:
         first, second, third = (network.hosts[name] for name in network.names)
@@ -190,8 +214,14 @@ def test_a_host_may_join_without_a_restart_that_counts(tmp_path):
         jobs.append(torchrun(second, *flags, **options, interval=5))
         wait_for(6, tmp_path / "run", jobs[0])
         jobs.append(torchrun(third, *flags, **options))
+        phases = set()
+        while jobs[0].process.poll() is None:  # not stopped, as by a user
+            phases.add(json.loads((tmp_path / "run/state.json").read_text())["phase"])
+            time.sleep(0.05)
         for job in jobs:
-            job.succeed()
+            assert "stopped by" not in job.succeed()
+    assert "restarting" in phases and not {"stopped", "failed"} & phases
+    assert (tmp_path / "events").read_text().split() == ["restarted", "finished"]
     counts = [len(line["ranks"]) for line in records(tmp_path / "run")]
     assert set(counts) == {2, 3} and counts == sorted(counts) and len(counts) == ITERATIONS
 
