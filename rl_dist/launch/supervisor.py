@@ -121,8 +121,10 @@ def _watch(child: int, page: ReportPage) -> int:
             deadline_s = time.monotonic() + (FAILED_GRACE_S if exit_code == 1 else EXIT_GRACE_S)
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
-        # they are blocked since before the fork
-        if arrived := signal.sigtimedwait(awaited, POLL_S):
+        time.sleep(POLL_S)
+        # They are blocked since before the fork. Without waiting, because sigtimedwait that waits
+        # returns memory at random as a signal if the process is halted and continued meanwhile.
+        if arrived := signal.sigtimedwait(awaited, 0):
             relay.count(arrived.si_signo)
             if arrived.si_code != SI_KERNEL:  # else the terminal has sent it to the child as well
                 pass_on(arrived.si_signo)

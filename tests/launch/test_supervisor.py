@@ -13,6 +13,7 @@ import pytest
 from train_runs import PATIENCE_S, RECALL, REPO, lives, records, start_training, wait_until
 from train_runs import start as start_python
 
+from rl_dist.launch.supervisor import POLL_S
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.process_ends import SAME_KEYPRESS_S
 
@@ -81,6 +82,15 @@ def test_a_stop_signal_is_passed_on(signum):
     job, _ = start("while True: time.sleep(0.01)", before=handle)
     job.send_signal(signum)
     assert end_of(job) == (128 + signum, "")
+
+
+def test_ctrl_z_and_fg_are_no_stop_signal():
+    job, _ = start("time.sleep(1000)")
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
+        job.send_signal(signum)
+        time.sleep(5 * POLL_S)
+    job.terminate()
+    assert end_of(job) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
 
 
 def test_ctrl_c_ends_an_import_that_swallows_it_and_afterwards_is_an_exception_again():
