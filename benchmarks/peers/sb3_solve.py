@@ -1,13 +1,15 @@
-"""sb3-contrib's RecurrentPPO on CartPole without velocities, until its last episodes reach a mean.
+"""sb3-contrib's RecurrentPPO on CartPole without velocities; time_to_solve.py watches it.
 
 The settings are those that its authors tuned for CartPoleNoVel-v1: rl-baselines3-zoo,
-hyperparams/ppo_lstm.yml. Prints a line of JSON when the mean is reached, or at the end.
+hyperparams/ppo_lstm.yml. Writes a line of JSON after each rollout, with our trainer's keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import TextIO
 
 import gymnasium as gym
 import numpy as np
@@ -18,17 +20,24 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
 
-class Solved(BaseCallback):
-    """Stops the training when the last episodes reach a mean return."""
+class Episodes(BaseCallback):
+    """Writes the episodes of each rollout."""
 
-    def __init__(self, goal: float) -> None:
+    def __init__(self, file: TextIO) -> None:
         super().__init__()
-        self.goal = goal
+        self.file = file
+        self.returns: list[float] = []
 
     def _on_step(self) -> bool:
-        last = self.model.ep_info_buffer
-        assert last is not None
-        return len(last) < last.maxlen or np.mean([each["r"] for each in last]) < self.goal
+        infos = self.locals["infos"]
+        self.returns += [info["episode"]["r"] for info in infos if "episode" in info]
+        return True
+
+    def _on_rollout_end(self) -> None:
+        mean = float(np.mean(self.returns)) if self.returns else None
+        found = {"episode/return": mean, "episode/count": len(self.returns)}
+        print(json.dumps({"global_step": self.num_timesteps} | found), file=self.file, flush=True)
+        self.returns = []
 
 
 def positions(env: gym.Env) -> gym.Env:
@@ -39,11 +48,11 @@ def positions(env: gym.Env) -> gym.Env:
 
 
 def main() -> None:
-    """Train and report."""
+    """Train to the end."""
     parser = argparse.ArgumentParser()
-    for name in ("seed", "total_steps", "episodes"):
+    for name in ("seed", "total_steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--goal", type=float, required=True)
+    parser.add_argument("--metrics", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     env = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed, wrapper_class=positions)
@@ -58,7 +67,6 @@ def main() -> None:
         ent_coef=0.0,
         learning_rate=lambda left: left * 0.001,
         clip_range=lambda left: left * 0.2,
-        stats_window_size=args.episodes,
         policy_kwargs={
             "ortho_init": False,
             "activation_fn": torch.nn.ReLU,
@@ -69,9 +77,8 @@ def main() -> None:
         seed=args.seed,
         device="cpu",
     )
-    model.learn(args.total_steps, callback=Solved(args.goal))
-    solved = model.num_timesteps < args.total_steps
-    print(json.dumps({"steps": model.num_timesteps, "solved": solved}), flush=True)
+    with args.metrics.open("w") as file:
+        model.learn(args.total_steps, callback=Episodes(file))
 
 
 if __name__ == "__main__":
