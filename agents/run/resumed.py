@@ -14,7 +14,6 @@ from agents.run.config import OWNERS, SECTIONS, RunConfig, data_digest, probe
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.trading_config import DataConfig
-from envs.vector.layout import Layout
 from rl_dist.checkpoint.file import format_version_of
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.own_modules import (

@@ -25,6 +25,7 @@ from rl_dist.parallel.config import autocast_dtype
 if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
+    from envs.vector.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its
     monkeypatch.setattr(agents.dry_run.precision, "WORTH", worth)
     assert train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto") == 0
     found = re.search(rf"precision auto: {chosen}, .* ([\d.]+) times", capsys.readouterr().out)
-    assert found and 0.0 < float(found[1]) and (float(found[1]) >= worth) == (chosen == "bf16")
+    assert found and float(found[1]) > 0.0 and (float(found[1]) >= worth) == (chosen == "bf16")
     assert train(monkeypatch, tmp_path / "same", f"--batch_size 16 --precision {chosen}") == 0
     assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "same")
     flags = ["--resume", tmp_path / "auto", "--precision", "auto", "--total_steps", "1024"]
