@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ class LoadedPolicy:
         begins = False if episode_start is None else episode_start
         start = _for_each(count, "episode_start", begins).astype(bool)
         rewards = _for_each(count, "reward", reward) * ~start
+        has_memory = not self.agent.policy.config.stateless
+        if state is None and episode_start is not None and has_memory and not start.all():
+            text = "predict got no state in the middle of an episode: the policy acts without its "
+            warnings.warn(text + "memory; pass what the call before returned", stacklevel=2)
         state = self._checked_state(state, count)
         before = state[2] * ~start[:, None]
         extras = self._extra_columns(count, action_masks, before, rewards)

@@ -186,6 +186,49 @@ def test_stable_baselines3_evaluates_a_policy_as_it_acts_from_fresh_states(pendu
             assert returns[2 * episode + row] == pytest.approx(total, rel=1e-4)
 
 
+class Remembering:
+    """As docs/python.md has it."""
+
+    def __init__(self, policy):
+        self.policy, self.state = policy, None
+
+    def predict(self, observation, state=None, **others):
+        action, self.state = self.policy.predict(observation, self.state, **others)
+        return action, self.state
+
+
+def test_sb3_contrib_evaluates_a_masked_policy_that_keeps_its_own_state(tmp_path):
+    why = "sb3-contrib is not installed"
+    evaluation = pytest.importorskip("sb3_contrib.common.maskable.evaluation", reason=why)
+    masker = pytest.importorskip("sb3_contrib.common.wrappers", reason=why).ActionMasker
+    env_id = "examples.many_spaces:MaskedCartPole-v0"
+    run = train(env_id, total_steps=64, run_dir=tmp_path / "run", info_mask=True, **TINY)
+    policy = load_policy(run.run_dir)
+    with torch.no_grad():  # what it remembers counts
+        for parameter in policy.agent.policy.parameters():
+            parameter.mul_(4.0)
+
+    def evaluate(policy):
+        env = masker(gymnasium.make(env_id), lambda env: env.unwrapped._info()["action_mask"])
+        env.reset(seed=3)
+        options = {"n_eval_episodes": 5, "return_episode_rewards": True, "warn": False}
+        return evaluation.evaluate_policy(policy, env, **options)[0]
+
+    played = []
+    env = gymnasium.make(env_id)
+    env.reset(seed=3)
+    for _ in range(5):
+        (obs, info), state, total, over = env.reset(), None, 0.0, False
+        while not over:
+            action, state = policy.predict(obs, state, action_masks=info["action_mask"])
+            obs, reward, *ends, info = env.step(action)
+            total, over = total + reward, any(ends)
+        played.append(total)
+    assert evaluate(Remembering(policy)) == played
+    with pytest.warns(UserWarning, match="without its memory"):
+        assert evaluate(policy) != played
+
+
 SPACES = [
     spaces.Box(-2.0, 3.0, (2,), np.float32),
     spaces.Box(np.array([-np.inf, 0.0]), np.array([np.inf, 7.0]), dtype=np.float64),
