@@ -1,7 +1,7 @@
 # The two commands of the README (`make train`, `make test`) and a few for developers; `make help` lists them.
 # They need Python >= 3.11, pip and make: the rest is installed into .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu bench rehearse lint format docs clean ready ready-test ready-docs
+.PHONY: help train test test-all test-gpu bench rehearse lint format docs clean ready ready-test ready-docs
 .NOTPARALLEL:
 
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -31,6 +31,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(ENV)/bin/python"
 help:
 	@echo "make train [ARGS='...']   install into .venv (once) and train; ARGS are flags of train_distributed.py"
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
+	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed (an hour or more)"
 	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.md"
 	@echo "make rehearse             the path to GPUs without one, with a CUDA build of torch in .venv-rehearse"
 	@echo "make bench [ARGS='...']   speed of this checkout, compared with the last time by ratios (some minutes)"
@@ -54,6 +55,10 @@ test: ready-test
 	  $(RUN) -m pytest $(ARGS) -n 0 --last-failed --last-failed-no-failures none; code=$$?; fi; \
 	test $$code = 0 || failed="$$failed pytest"; \
 	test -z "$$failed" || { echo "make test: failed:$$failed" >&2; exit 1; }
+
+test-all: ready-test
+	@$(call complete,test wandb mlflow popgym ray)
+	@$(RUN) -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
 
 test-gpu: ready-test
 	@GPU_REPORT="gpu_report_`date +%Y-%m-%d_%H-%M`.md" $(RUN) -m pytest -n 0 -m gpu tests/gpu $(ARGS)
