@@ -101,6 +101,7 @@ def probe(out_dir, shard_size=0):
     """Use mode hybrid beside ddp; the results go to rank_N.pt."""
     world = open_world("cpu", timeout_s=60)
     ddp, _ = trained("ddp", world)
+    trained("hybrid", world, shard_size=shard_size)[1][0].close()  # as strategy auto tries it
     hybrid, parts = trained("hybrid", world, shard_size=shard_size)
     results = {"ddp": ddp, "hybrid": hybrid, "acted": act(parts[1])} | skip(world, *parts)
     results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)

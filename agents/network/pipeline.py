@@ -114,10 +114,10 @@ class PipelineStrategy(Strategy):
         super().__init__(config, world)
         self.num_pairs = world.size // STAGES
         with world.waiting("start of the pipeline"):
-            self.mesh = make_mesh(world, (self.num_pairs, STAGES), ("replicate", "stage"))
-        self.stage: int = self.mesh.get_local_rank("stage")
-        self.pair = self.mesh.get_group("stage")
-        self.replicas = self.mesh.get_group("replicate")
+            self.mesh = make_mesh(world, (self.num_pairs, STAGES))
+        self.stage: int = self.mesh.get_local_rank(1)
+        self.pair = self.mesh.get_group(1)
+        self.replicas = self.mesh.get_group(0)
         self.stages: tuple[list[nn.Parameter], ...] = ()  # the parameters of each
         self.own: list[nn.Parameter] = []  # those of this rank's stage
         self.half: Stage | None = None  # of the policy

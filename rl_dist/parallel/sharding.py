@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from rl_dist.parallel.mesh import make_mesh
 from rl_dist.process_group.world import World, broadcast_from_rank0
 
-REPLICATE, SHARD = "replicate", "shard"
+SHARD = 1  # the axis of the mesh along which parameters are cut; along 0 they are repeated
 # Newer torch has other names for these, and warns of the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,7 +48,7 @@ class Shards:
             for tensor in (*module.parameters(), *module.buffers()):
                 broadcast_from_rank0(tensor)
             shape = (world.size // shard_size, shard_size)
-            self.mesh = make_mesh(world, shape, (REPLICATE, SHARD))
+            self.mesh = make_mesh(world, shape)
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
         # then divides: gloo has no mean of its own
