@@ -5,6 +5,7 @@ So every rank publishes its status every few seconds, through the store where th
 thread of its own. A rank that waits reads the others'. It ends when
 
 - all ranks wait, but not all in the same collective: none of these calls will ever come back;
+- all ranks have come, but for `CONNECT_TIMEOUT_S` some of them do not reach the others;
 - a rank has left for good and never made the call in which this one waits; or
 - a rank has neither come nor made progress for `timeout_s` (in start-up: `startup_timeout_s`). A
   slow rank that goes on is waited for.
@@ -37,6 +38,8 @@ JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 STARTUP = "start-up"
 LEFT = "left"  # the phase of a rank that makes no more calls
 STARTUP_TIMEOUT_S = 600.0
+CONNECTION = "connection of the ranks"  # a place, after they have met in the store
+CONNECT_TIMEOUT_S = 120.0  # from when the last rank has come there
 PERIOD_S = 5.0  # between two messages of a rank
 LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
 # messages of a rank that still waits in the same place, before it is believed to be stuck
@@ -261,7 +264,31 @@ class Watchdog:
             elif seen.number != number:
                 seen.number = number
                 seen.news += 1
-        return self._departed() or self._different_calls() or self._absent(now_s)
+        return (
+            self._unconnected(now_s)
+            or self._departed()
+            or self._different_calls()
+            or self._absent(now_s)
+        )
+
+    def _statuses_by_rank(self) -> dict[int, RankStatus]:
+        seen = {rank: seen.status for rank, seen in self._seen.items()}
+        return dict(sorted(({self.rank: self._own} | seen).items()))
+
+    def _unconnected(self, now_s: float) -> str:
+        """Name ranks that came long ago, as all did, and still do not reach the others."""
+        statuses = self._statuses_by_rank()
+        stuck = [rank for rank, status in statuses.items() if status.place == CONNECTION]
+        if not stuck or len(statuses) < self.size:
+            return ""
+        since_s = max(self._own_since_s, *(seen.since_s for seen in self._seen.values()))
+        if now_s - since_s < min(CONNECT_TIMEOUT_S, self.startup_timeout_s):
+            return ""
+        names = ", ".join(map(str, stuck[:8])) + ", ..." * (len(stuck) > 8)
+        return (
+            f"all ranks have come, but {names} did not reach the others for {now_s - since_s:.0f} "
+            "s: check firewalls, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on their machines"
+        )
 
     def _departed(self) -> str:
         """Name ranks that left without making the call in which this rank waits."""
@@ -282,8 +309,10 @@ class Watchdog:
             return ""
         if all(self._waits_with_us(seen.status) for seen in others):
             return ""  # the network is slow
-        places = {self.rank: self._own} | {rank: seen.status for rank, seen in self._seen.items()}
-        listed = "; ".join(f"rank {rank} waits {one.where}" for rank, one in sorted(places.items()))
+        places = self._statuses_by_rank()
+        if any(status.place == CONNECTION for status in places.values()):
+            return ""  # and not with all of them alike
+        listed = "; ".join(f"rank {rank} waits {one.where}" for rank, one in places.items())
         return f"the ranks made different collective calls and wait for each other: {listed}"
 
     def _absent(self, now_s: float) -> str:

@@ -28,7 +28,13 @@ from rl_dist.process_group.hosts import compare_hosts
 from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
 from rl_dist.process_group.rendezvous import open_store
 from rl_dist.process_group.timing import Mark, between, is_done, mark
-from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE, STARTUP_TIMEOUT_S, RankStatus, Watchdog
+from rl_dist.process_group.watchdog import (
+    CONNECTION,
+    JOB_DIR_VARIABLE,
+    STARTUP_TIMEOUT_S,
+    RankStatus,
+    Watchdog,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +278,7 @@ def open_world(
         limits_s = timeout_s, startup_timeout_s
         _current.watchdog = Watchdog(_current.doing, store, rank, size, *limits_s)
     # they meet in the store, but may not reach each other: then the watchdog ends this rank
-    _current.doing.place = "connection of the ranks"
+    _current.doing.place = CONNECTION
     try:
         dist.init_process_group(
             rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 from types import SimpleNamespace
@@ -15,8 +16,12 @@ from train_runs import wait_until
 from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group import watchdog
 from rl_dist.process_group.timing import IN_A_ROW, Stragglers, median_of_others
-from rl_dist.process_group.watchdog import READERS, RankStatus, Watchdog
+from rl_dist.process_group.watchdog import CONNECTION, READERS, RankStatus, Watchdog
 
+CONNECTING, GATHERING = (
+    RankStatus("start-up", 0, CONNECTION),
+    RankStatus("start-up", 1, "gather", 1),
+)
 WAITING = "in 'sum of x' (collective 7, update)"
 
 
@@ -28,25 +33,27 @@ def ended(monkeypatch):
     return found
 
 
-def start(store, rank=0, timeout_s=1.0):
+def start(store, rank=0, timeout_s=1.0, own=None):
     """The watchdog of a rank of two that waits in a collective."""
-    return Watchdog(RankStatus("update", 5, "sum of x", 7), store, rank, 2, timeout_s)
+    status = replace(own or RankStatus("update", 5, "sum of x", 7))
+    return Watchdog(status, store, rank, 2, timeout_s)
 
 
-def problem(monkeypatch, play):
+def problem(monkeypatch, play, own=None):
     """What rank 0 finds, and in which tenth of its timeout, of 600 s on a clock of the test's.
 
-    `play(number)` is the status of rank 1.
+    `play(number)` is the status of rank 1; None: it has not come.
     """
     now = [0.0]
     monkeypatch.setattr(watchdog, "PERIOD_S", 60.0)  # its thread sleeps
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = dist.HashStore()
     messages = dist.PrefixStore("doing", store)
-    dog = start(store, timeout_s=600.0)
+    dog = start(store, timeout_s=600.0, own=own)
     for number in range(1, 26):
         now[0] += dog.period_s
-        messages.set("1", json.dumps([number, vars(play(number))]))
+        if status := play(number):
+            messages.set("1", json.dumps([number, vars(status)]))
         dog._publish()
         if found := dog._look():
             break
@@ -130,6 +137,27 @@ def test_ranks_that_wait_in_different_places_end_long_before_the_timeout(
 def test_a_rank_that_makes_no_progress_is_named(status, expected, monkeypatch):
     found = problem(monkeypatch, lambda number: status)
     assert found == (f"waited 600 s {WAITING}{expected}", 11)
+
+
+@pytest.mark.parametrize(
+    ("own", "comes", "connects", "tenth", "names"),
+    [
+        (CONNECTING, 1, 99, 3, "0, 1 did not reach"),
+        (CONNECTING, 7, 99, 9, "0, 1 did not reach"),  # a slow start is waited for
+        (GATHERING, 1, 99, 3, "1 did not reach"),  # and is no other collective call
+        (GATHERING, 1, 2, 11, "waited 600 s in 'gather'"),
+    ],
+)
+def test_ranks_that_have_come_but_do_not_reach_each_other_are_named_soon(
+    own, comes, connects, tenth, names, monkeypatch
+):
+    def play(number):
+        if number < comes:
+            return None
+        return CONNECTING if number < connects else GATHERING
+
+    found, when = problem(monkeypatch, play, own)
+    assert names in found and when == tenth
 
 
 def test_a_slow_rank_that_goes_on_is_waited_for(monkeypatch):
