@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def trainer_of_indexed_job():
         (trainer_of_indexed_job, ["clstm-ppo-0", "clstm-ppo-1"]),
     ],
 )
-def test_the_command_trains_over_two_pods(trainer, names, tmp_path):
+def test_the_command_trains_over_two_pods_and_goes_on_with_a_new_one(trainer, names, tmp_path):
     """One CPU rank for each pod, and a folder of the test in the place of /runs."""
     command, environment = trainer()
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -96,13 +97,22 @@ def test_the_command_trains_over_two_pods(trainer, names, tmp_path):
             network = held.enter_context(connected(tmp_path, *pods))
         except OSError as error:
             pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
-        jobs = []
-        for number, pod in enumerate(pods):
-            flags = [*command, *RECALL, "--total_steps", 320]
-            jobs.append(network.hosts[pod].start(*flags, PET_NODE_RANK=str(number), **environment))
-        for job in jobs:
-            job.succeed(300)
-    assert json.loads((tmp_path / "clstm-ppo/summary.json").read_text())["iteration"] == 5
+
+        def start(number):
+            flags = [*command, *RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
+            pod = network.hosts[pods[number]]
+            return pod.start(*flags, PET_NODE_RANK=str(number), **environment)
+
+        first, _ = start(0), start(1)
+        while not (tmp_path / "clstm-ppo/checkpoints/iteration_00000006.pt").exists():
+            assert first.process.poll() is None, first.text
+            time.sleep(0.05)
+        network.hosts[pods[1]].kill()
+        network.start(pods[1])
+        second = start(1)
+        assert "going on from" in first.succeed(300)
+        second.succeed(300)
+    assert json.loads((tmp_path / "clstm-ppo/summary.json").read_text())["iteration"] == 30
     state = json.loads((tmp_path / "clstm-ppo/state.json").read_text())
     assert [rank["host"] for rank in state["ranks"]] == names
 
