@@ -139,7 +139,10 @@ def poisoned(world):
         stepped.append(bool(training.ppo.step(replace(minibatch, advantages=advantages))[2]))
         training.ppo.strategy.end_update()
         hashes.append(parameter_hash(training.policy))
-    return {"stepped": stepped, "hashes": hashes}
+    mesh = training.ppo.strategy.mesh
+    backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
+    timeouts_s = [each.options._timeout.total_seconds() for each in backends]
+    return {"stepped": stepped, "hashes": hashes, "timeouts_s": timeouts_s}
 
 
 def exercise(out_dir, labels, everything):

@@ -7,10 +7,17 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from rl_dist_ranks import make_module
 from torch.nn.utils import get_total_norm
 
+from agents.dry_run.strategy import gradient_steps
+from agents.policy import PolicyConfig
+from agents.run.config import RunConfig
+from agents.sizes import TrainConfig
+from envs.task import TaskConfig
 from rl_dist.errors import UserError
+from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.parallel.choice import Hardware, choose_strategy, measure_mode
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
@@ -57,6 +64,14 @@ def ddp_or_not(world):
     return start
 
 
+def jobs_steps(world):
+    """The gradient steps of a small training."""
+    train = TrainConfig(num_envs=8, batch_size=8, num_steps=16, bptt_steps=8)
+    policy, task = PolicyConfig(hidden_size=8), TaskConfig(env="Recall-v0")
+    config = RunConfig(train=train, policy=policy, task=task, launch=LaunchConfig(device="cpu"))
+    return gradient_steps(config, (), config.prepare_task(), world)
+
+
 def choose(out_dir):
     """Let two ranks choose, where modes fail on one of them only."""
     world = open_world("cpu", timeout_s=30)
@@ -70,6 +85,11 @@ def choose(out_dir):
         auto, hardware, lambda mode: measure_mode(mode, modes[mode], world, steps=1)
     )
     found["chosen"] = vars(chosen)
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    for mode in ("ddp", "hybrid"):
+        assert not measure_mode(mode, jobs_steps(world), world, steps=1).problem
+    found["groups left behind"] = len(groups) - before
     Path(out_dir, f"{world.rank}.json").write_text(json.dumps(found))
     close_world(world)
 

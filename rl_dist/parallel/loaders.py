@@ -22,7 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.world import World
 
 
@@ -34,6 +34,22 @@ class SharedLoader(DataLoader):
     global_batch_size: int
     training: bool
     lengths: list[int]  # samples of each batch
+
+    def __iter__(self) -> Any:
+        """Begin the batches of an epoch."""
+        try:
+            return super().__iter__()
+        except Exception as error:
+            pickled = getattr(self.multiprocessing_context, "_name", "fork") != "fork"
+            # what cannot be pickled raises one of these
+            unfit = isinstance(error, TypeError | AttributeError)
+            if not pickled or not (unfit or type(error).__name__ == "PicklingError"):
+                raise
+            raise UserError(
+                f"num_workers {self.num_workers}: workers start anew beside NCCL, and the dataset, "
+                f"collate_fn or worker_init_fn cannot be sent to them ({one_line(error)}): define "
+                "functions and classes in a module, or use num_workers 0"
+            ) from error
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, whose number decides the order and the seeds of workers."""

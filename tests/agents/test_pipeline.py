@@ -18,6 +18,7 @@ from rl_dist.errors import UserError
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.parallel.strategy import Strategy
+from rl_dist.process_group.world import GROUP_TIMEOUT
 
 PIPELINE = FORMS["pipeline"]
 TWO_RANKS = [
@@ -105,6 +106,10 @@ def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(pair):
         assert rank["poisoned"]["stepped"] == [False, True]
         assert before == held_back != after
     assert pair[0]["poisoned"]["hashes"] == pair[1]["poisoned"]["hashes"]
+
+
+def test_the_groups_of_stages_wait_as_long_as_the_world_does(pair):
+    assert pair[0]["poisoned"]["timeouts_s"] == [GROUP_TIMEOUT.total_seconds()] * 2
 
 
 @pytest.mark.slow  # four processes

@@ -156,6 +156,7 @@ def test_two_ranks_choose_alike_when_a_mode_fails_on_one_of_them(ranks_folder):
     assert one["ddp"]["problem"] == "" and one["ddp"]["step_s"] > 0
     assert one["slow on rank 0"]["step_s"] >= 0.08
     assert one["chosen"]["mode"] == "ddp" and one["chosen"]["reason"]
+    assert one["groups left behind"] == 0
 
 
 # ---- the job's own gradient steps

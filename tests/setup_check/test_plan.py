@@ -1,6 +1,7 @@
 """Plans for GPUs that are not here."""
 
 import json
+import sys
 
 import pytest
 from train_runs import only_error, run_here
@@ -31,6 +32,16 @@ def test_64_ranks_share_environments_sequences_and_shards(monkeypatch, capsys):
         assert sum(rank["sharded"] for rank in ranks[:group]) == 3 * whole[strategy]
     assert len(set(whole.values())) == 1
     assert len({rank["sharded"] for rank in ranks[:4]}) > 1  # 7 units do not divide by 4
+    # the same as a table: ranks that are alike in one row
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", SMALL.removesuffix(" --json"))
+    code, said = planned(flags, monkeypatch, capsys)
+    head, _, titles, *rows, total, verdict = said.out.splitlines()
+    assert code == 0 and head == "64 ranks on cuda, strategy hybrid"
+    assert titles.split() == ["ranks", *ranks[0]]
+    assert len(rows) == len({tuple(rank.values()) for rank in ranks})
+    assert sum(int(row.split()[0]) for row in rows) == 64
+    assert total.split() == ["all", "64", "64"]
+    assert verdict.endswith("of 80 GiB on the fullest: fits")
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,27 @@ def test_a_batch_that_raises_ends_training_with_its_place(world, workers):
         fit(module, loader, optimizer, criterion, strategy, config=FitConfig(progress=False))
 
 
+def beside_nccl(**options):
+    """A loader of one worker, in a process with NCCL's threads, which do not survive a fork."""
+    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="nccl")
+    loader = DataLoader(numbered(16), batch_size=8, num_workers=1, **options)
+    return shared_loader(loader, world, training=False)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_what_cannot_be_sent_to_workers_beside_nccl_is_one_line():
+    with pytest.raises(UserError, match="num_workers 1: workers start anew .*use num_workers 0"):
+        next(iter(beside_nccl(collate_fn=lambda batch: batch)))
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_workers_beside_nccl_start_anew():
+    shared, whole = beside_nccl(), DataLoader(numbered(16), batch_size=8)
+    assert shared.multiprocessing_context.get_start_method() == "forkserver"
+    for own, other in zip(shared, whole, strict=True):
+        assert all(map(torch.equal, own, other))
+
+
 def test_steps_without_a_finite_gradient_end_training(world, caplog):
     points, labels = blobs(64).tensors
     loader = DataLoader(TensorDataset(points * math.nan, labels), batch_size=8)
