@@ -25,14 +25,16 @@ def test_each_work_is_compared_with_the_newest_file_of_this_kind_of_machine_that
     def bench(*works):
         return run("throughput.py", "--turns", 1, "--threads", 1, "--folder", tmp_path, *works)
 
-    machine, *rows = [line for line in bench() if isinstance(line, dict)]
+    machine, *rows, below = [line for line in bench() if isinstance(line, dict)]
     assert machine["torch"] and machine["cpu"] != "x86_64"
     assert [row["work"] for row in rows[:3]] == ["A", "B", "C"] and len(rows) == 5
     assert all(row["steps_per_gflop"][0] > 0 for row in rows)
     assert all(row["part_of_product"] > 0 for row in rows[:3])
+    assert below["gb_per_s"] > 0 and len(below["points"]) == 3 * 5
+    assert all(point["gflops"] > 0 for point in below["points"])
     (first,) = tmp_path.iterdir()
     written = json.loads(first.read_text())
-    assert written["machine"] == machine and written["rows"] == rows
+    assert written == {"machine": machine, "rows": rows, "roofline": below}
     other = json.dumps(written | {"machine": machine | {"threads": 2}})
     first.with_stem("3-another-machine").write_text(other)
     first.with_stem("3-another-work").write_text(json.dumps(written | {"rows": rows[1:2]}))
