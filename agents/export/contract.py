@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from agents.export.step import INPUTS, OUTPUTS, ExportedStep
-from agents.network.cores import PassThrough
 from agents.run.config import SUMMARY
 from agents.run.saved import LoadedAgent
 from envs.task import TaskConfig
@@ -61,7 +60,6 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
         "inputs": [entries[name] for name in INPUTS],
         "outputs": [entries[name] for name in OUTPUTS],
         "normalizer": _normalizer(agent, step),
-        "network": _network(step),
         "checkpoint": {
             "file": agent.path.name,
             "sha256": file_hash(agent.path),
@@ -137,31 +135,6 @@ def _normalizer(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
             "scale": step.scale[columns].tolist(),
         }
     return found
-
-
-def _network(step: ExportedStep) -> dict[str, Any]:
-    """Return the sizes by which the numpy runner computes."""
-    policy = step.policy
-    cells = {"clstm": "lstm", "mlp": "tanh"}
-    cores = ("feature_core", "actor_core")
-    discrete = policy.discrete
-    return {
-        "cell": cells.get(policy.config.policy, policy.config.policy),
-        "layers": policy.config.num_layers,
-        "hidden_size": policy.config.hidden_size,
-        "cores": [name for name in cores if not isinstance(getattr(policy, name), PassThrough)],
-        "actor_states": policy.actor_core.num_states,
-        "feature_states": policy.feature_core.num_states,
-        "memory_size": step.memory_size,
-        "state_size": step.state_size,
-        "normalize": step.normalize,
-        "clip": step.clip,
-        "mask_columns": policy.mask_columns,
-        "choices": step.decoder.sizes.tolist(),
-        "start": step.start.tolist() if discrete else [],
-        "squash": policy.config.squash_actions,
-        "action_shape": list(step.action_shape),
-    }
 
 
 def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from agents.export import numpy_policy
+from agents.export.layers import Layers
 from agents.export.step import INPUTS, OUTPUTS, ExportedStep
 from rl_dist.errors import UserError, one_line
 
@@ -81,12 +82,10 @@ def run_pt2(path: Path) -> Runner:
 
 
 def write_safetensors(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
-    """Write all tensors with the contract in their header; the runner beside them."""
-    tensors = {
-        name.removeprefix("policy."): value.numpy().astype(np.float32)
-        for name, value in step.state_dict().items()
-        if not name.startswith(("policy.critic", "policy.log_std"))
-    }
+    """Write the tensors with the contract in their header, the runner beside them."""
+    layers = Layers(step)
+    tensors = layers.tensors
+    contract["network"] = layers.network
     header: dict[str, Any] = {"__metadata__": {"contract": json.dumps(contract)}}
     end = 0
     for name, value in tensors.items():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -170,6 +171,7 @@ def test_the_command_exports_a_run_that_numpy_runs_elsewhere(tmp_path, monkeypat
     arguments = [run_dir, "--format", "safetensors"]
     assert run_here(command.main, arguments, monkeypatch) == 0
     assert "differs from torch by at most" in capsys.readouterr().out
+    assert len(Path(numpy_policy.__file__).read_text().splitlines()) < 100
     folder = run_dir / "export" / "safetensors"
     card = (folder / "README.md").read_text()
     assert "Policy for Pendulum-v1" in card and "- return: " in card
