@@ -140,13 +140,10 @@ def _normalizer(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
 def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> str:
     """Return the policy card: task, training, scores, how to run it, configuration."""
     config, check = agent.config, contract["check"]
-    summary = agent.run_dir / SUMMARY
-    scores = "None yet: the run has no summary.json, as its training has not come to an end."
-    if summary.is_file():
-        lines = _score_lines(json.loads(read_plain(summary))["test"])
-        scores = "\n".join(["At the end of the training, of its newest weights:\n", *lines])
     task = config.task.env + (f" {config.task.env_kwargs}" if config.task.env_kwargs else "")
-    sections = {name: config.to_dict()[name] for name in ("task", "policy", "ppo")}
+    steps = f"{agent.global_step:,} environment steps"
+    trained = f"{agent.iteration} iterations of recurrent PPO, {steps}"
+    sections = {name: config.to_dict()[name] for name in ("task", "policy", "train", "ppo")}
     obs, state = (contract["inputs"][index]["shape"][-1] for index in (0, 1))
     return f"""# Policy for {config.task.env}
 
@@ -154,13 +151,13 @@ def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> 
 |---|---|
 | Task | `{task}` |
 | Policy | {config.policy.policy}, hidden size {config.policy.hidden_size}, without noise |
-| Trained | {agent.iteration} iterations of recurrent PPO, seed {config.train.seed} |
+| Trained | {trained}, seed {config.train.seed} |
 | Checkpoint | `{contract["checkpoint"]["file"]}`, SHA-256 `{contract["checkpoint"]["sha256"]}` |
 | File | `{contract["file"]}`, SHA-256 `{contract["sha256"]}` |
 | Checked | {check["runtime"]} differs from torch by at most {check["max_difference"]:.1e} |
 
 ## Scores
-{scores}
+{_scores(agent)}
 
 ## Use
 `obs` [batch, {obs}], `state` [batch, {state}] and `episode_start` [batch] go in, `action` and
@@ -197,6 +194,28 @@ def _make_env_lines(task: TaskConfig) -> str:
     kwargs = f", **{task.kwargs()}" if task.kwargs() else ""
     known = "import envs  # of the trainer: registers it\n" if ours else ""
     return f"{known}env = gymnasium.make({task.env!r}{kwargs})"
+
+
+def _scores(agent: LoadedAgent) -> str:
+    """Return the scores of these weights, and of the newest where they are others."""
+    found: list[str] = []
+    if agent.measured:
+        why = "by which the best checkpoint is chosen, which flatters it"
+        found = [f"Of these weights, in training, {why}:\n", *_score_lines(agent.measured), ""]
+    path = agent.run_dir / SUMMARY
+    if not path.is_file():
+        no_end = "the run has no summary.json, as its training has not come to an end."
+        return "\n".join([*found, f"None yet of the evaluation at the end: {no_end}"])
+    summary = json.loads(read_plain(path))
+    newest = summary["iteration"]
+    whose = "these weights"
+    if newest != agent.iteration:
+        whose = (
+            f"the newest weights, of iteration {newest}, NOT of these, of iteration "
+            f"{agent.iteration}, which python -m agents.evaluate measures"
+        )
+    lines = _score_lines(summary["test"])
+    return "\n".join([*found, f"At the end of the training, of {whose}:\n", *lines])
 
 
 def _score_lines(tested: Any, name: str = "") -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ class LoadedAgent:
     run_dir: Path  # of its run, or where the checkpoint was copied to
     spaces_json: str = ""  # of its environment; "": unknown
     chosen_by: str = ""  # in words, where it is the best checkpoint and not the newest
+    global_step: int = 0  # environment steps of all ranks
+    measured: Mapping[str, float] = field(default_factory=dict)  # by which the best is chosen
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
@@ -85,13 +88,21 @@ def load_agent(
     policy.load_state_dict(state["policy"])
     normalizer = observation_normalizer(layout, config.train.normalize_obs)
     normalizer.load_state_dict(state["obs_normalizer"])
-    chosen_by = ""
+    measured, chosen_by = state.get(MEASURED) or {}, ""
     if Path(path).is_dir() and file.name == BEST_FILE:
-        measured = state.get(MEASURED) or {}
         chosen_by = "".join(f", the best by {name} {value:.4g}" for name, value in measured.items())
-    moved = policy.to(device), normalizer.to(device)
-    own_spaces = state.get("spaces", "")
-    return LoadedAgent(*moved, config, state["iteration"], file, run_dir, own_spaces, chosen_by)
+    return LoadedAgent(
+        policy.to(device),
+        normalizer.to(device),
+        config,
+        state["iteration"],
+        file,
+        run_dir,
+        state.get("spaces", ""),
+        chosen_by,
+        state["global_step"],
+        measured,
+    )
 
 
 @dataclass(frozen=True)

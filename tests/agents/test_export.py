@@ -174,7 +174,8 @@ def test_the_command_exports_a_run_that_numpy_runs_elsewhere(tmp_path, monkeypat
     assert len(Path(numpy_policy.__file__).read_text().splitlines()) < 100
     folder = run_dir / "export" / "safetensors"
     card = (folder / "README.md").read_text()
-    assert "Policy for Pendulum-v1" in card and "- return: " in card
+    assert "Policy for Pendulum-v1" in card and ", 128 environment steps, seed 3 |" in card
+    assert "of these weights:\n\n- return: " in card and '"total_steps": 128' in card
 
     # the snippets of card and documentation run beside the file
     _, *documented = (REPO / "docs/deployment.md").read_text().split("```python\n")
@@ -182,10 +183,12 @@ def test_the_command_exports_a_run_that_numpy_runs_elsewhere(tmp_path, monkeypat
         code = [sys.executable, "-c", text.split("```")[0] + "print(np.abs(action).max() <= 2)"]
         done = subprocess.run(code, capture_output=True, text=True, cwd=folder, timeout=60)
         assert done.stdout == "True\n", done.stderr
-    (run_dir / "summary.json").unlink()  # as of a run that has not finished
-    assert run_here(command.main, arguments, monkeypatch) == 0
-    assert "## Scores\nNone yet: " in (folder / "README.md").read_text()
-
+    summary = run_dir / "summary.json"
+    summary.write_text(summary.read_text().replace('"iteration": ', '"iteration": 9'))
+    for problem in ("the newest weights, of iteration 9", "None yet of the evaluation at the end"):
+        assert run_here(command.main, arguments, monkeypatch) == 0
+        assert problem in (folder / "README.md").read_text()
+        summary.unlink(missing_ok=True)  # as of a run that has not finished
     # the copied runner alone acts as the policy does, in the environment
     monkeypatch.syspath_prepend(shutil.copytree(folder, tmp_path / "elsewhere"))
     copied = __import__("numpy_policy").NumpyPolicy(tmp_path / "elsewhere/policy.safetensors")
