@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = (
     *("batch_size", "world_size", "rl_dist_launch", "train_command", "check_gpu_setup"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
-    *("short_run", "supervisor", "export", "faults", "imports", "workers", "watchdog"),
+    *("short_run", "supervisor", "export", "docs_run", "faults", "imports", "workers", "watchdog"),
     *("foreign_runs", "state_schema", "all_reduce_bench", "supervised", "memory"),
 )
 
