@@ -93,9 +93,11 @@ def on_both(network, *flags, **options):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_hosts_train_as_one_host_with_two_ranks_does(network, tmp_path):
-    jobs = on_both(network, *SHORT, "--run_dir", tmp_path / "run")
-    for job in jobs:
-        job.succeed()
+    options = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}  # which a run does without, if it can
+    jobs = on_both(network, *SHORT, "--run_dir", tmp_path / "run", **options)
+    logs = [job.succeed() for job in jobs]
+    logs.append((tmp_path / "run/logs/rank_0.log").read_text())
+    assert [log.count("a lost host will end the job: set TORCH_") for log in logs] == [1, 0, 1]
     state = json.loads((tmp_path / "run/state.json").read_text())
     assert [rank["host"] for rank in state["ranks"]] == ["first", "second"]
     assert result(tmp_path / "run") == on_one_host(tmp_path / "alone", SHORT)

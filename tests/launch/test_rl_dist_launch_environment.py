@@ -120,10 +120,13 @@ def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
 
 def test_threads_that_are_asked_for_win_over_torchruns_variable(environment, monkeypatch):
     environment(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1", **dict.fromkeys(BOUND))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("PET_NNODES", "1:2")  # one of two hosts, the other may come later
     threads = torch.get_num_threads()
     try:
         opened = world.open_world("cpu", threads=3)
         assert torch.get_num_threads() == 3
+        assert "a lost host will end the job" in opened.warnings[-1]
         bound = [os.environ.get(name) for name in BOUND]
         world.close_world(opened)
         # what is started from here, such as torchrun from a notebook, may need other machines
