@@ -80,6 +80,14 @@ def start(*argv, **options):
     return subprocess.Popen(command, start_new_session=True, **options)
 
 
+def run_benchmark(name, *flags):
+    """The lines that a script prints, those of JSON as objects."""
+    job = start(REPO / "benchmarks" / name, *flags)
+    printed, errors = job.communicate(timeout=900)
+    assert job.returncode == 0, errors
+    return [json.loads(line) if line[:1] == "{" else line for line in printed.splitlines()]
+
+
 def start_training(*argv, **options):
     return start(REPO / "train_distributed.py", *argv, **options)
 

@@ -15,7 +15,6 @@ from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
 from agents.network.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from envs.trading import task as trading_task
-from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.process_group.world import World
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
@@ -95,19 +94,16 @@ def test_markets_spread_over_ranks_give_what_one_rank_gives(count, size, world, 
 
 
 def test_equal_weight_is_validated_once_and_its_figure_stays(world, monkeypatch):
-    market = SimulatedMarketConfig(num_stocks=2, num_worlds=2)
-    task = prepare_task(DataConfig(), market, TradingConfig(episode_days=20))
     monkeypatch.setattr(trading_task, "NUM_VALID_WORLDS", 2)
-    validate, made = markets.market_validation(task, world), []
-    make_env = TradingTask.evaluation_env
-    spy = lambda *args, **options: made.append(options) or make_env(*args, **options)  # noqa: E731
-    monkeypatch.setattr(TradingTask, "evaluation_env", spy)
-    space = spaces.Box(-1.0, 1.0, (2,))
+    market = SimulatedMarketConfig(num_stocks=2, num_worlds=2)
+    task = trading_task.prepare_task(DataConfig(), market, TradingConfig(episode_days=20))
+    made, make_rule = [], markets.EqualWeight
+    monkeypatch.setattr(markets, "EqualWeight", lambda: made.append(1) or make_rule())
     width = task.training_env(1).single_observation_space.shape[0]
-    policy, normalizer = Policy(PolicyConfig(hidden_size=4), width, space), Normalizer(width)
-    first, second = validate(policy, normalizer), validate(policy, normalizer)
-    assert [options.get("held", False) for options in made] == [False, True, False]
-    assert first == second and first["valid/equal_weight_sharpe"] != first["valid/sharpe"]
+    policy = Policy(PolicyConfig(hidden_size=4), width, spaces.Box(-1.0, 1.0, (2,)))
+    validate = markets.market_validation(task, world)
+    first, second = (validate(policy, Normalizer(width)) for _ in range(2))
+    assert first == second and len(made) == 1
 
 
 class Seeded(ScriptedEnv):

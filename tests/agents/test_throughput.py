@@ -4,40 +4,69 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from train_runs import run_benchmark as run
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.time_to_solve import Goal, Moment, solved_at
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def run(name, *flags):
-    command = [sys.executable, ROOT / "benchmarks" / name, *map(str, flags)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [line if line[0] != "{" else json.loads(line) for line in done.stdout.splitlines()]
+PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # of an environment with other trainers
+pytestmark = pytest.mark.timeout(1000)
 
 
+@pytest.mark.slow
 def test_each_work_is_compared_with_the_newest_file_of_this_kind_of_machine_that_has_it(tmp_path):
-    def bench(*works):
-        return run("throughput.py", "--turns", 1, "--threads", 1, "--folder", tmp_path, *works)
-
-    machine, *rows, below = [line for line in bench() if isinstance(line, dict)]
-    assert machine["torch"] and machine["cpu"] != "x86_64"
-    assert [row["work"] for row in rows[:3]] == ["A", "B", "C"] and len(rows) == 5
-    assert all(row["steps_per_gflop"][0] > 0 for row in rows)
-    assert all(row["part_of_product"] > 0 for row in rows[:3])
-    assert below["gb_per_s"] > 0 and len(below["points"]) == 3 * 5
-    assert all(point["gflops"] > 0 for point in below["points"])
+    command = ["throughput.py", "--turns", 1, "--threads", 1, "--folder", tmp_path]
+    machine, *rows, below = [line for line in run(*command) if isinstance(line, dict)]
+    assert machine["torch"] and [row["work"] for row in rows[:3]] == ["A", "B", "C"]
+    assert len(rows) == 5 and all(row["steps_per_gflop"][0] > 0 for row in rows)
+    assert len(below["points"]) == 3 * 5 and all(one["gflops"] > 0 for one in below["points"])
     (first,) = tmp_path.iterdir()
     written = json.loads(first.read_text())
     assert written == {"machine": machine, "rows": rows, "roofline": below}
     other = json.dumps(written | {"machine": machine | {"threads": 2}})
     first.with_stem("3-another-machine").write_text(other)
     first.with_stem("3-another-work").write_text(json.dumps(written | {"rows": rows[1:2]}))
-    compared = [line for line in bench("--work", "A") if isinstance(line, str)]
+    compared = [line for line in run(*command, "--work", "A") if isinstance(line, str)]
     assert [first.name in line for line in compared] == [True, True, True, False]
-    assert compared[0].startswith("A: ") and compared[1].startswith("trading environment alone")
+    trainers, picture = tmp_path / "trainers.jsonl", tmp_path / "speed.png"
+    trainers.write_text('{"task": "cartpole", "trainer": "ours", "collect_s": 1, "update_s": 2}')
+    run("speed_plot.py", trainers, first, picture)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_every_trainer_at_hand_takes_turns_with_ours():
+    flags = ["--python", PEERS, "--tasks", "cartpole", "--threads", 1]
+    _, *rows = run("against_peers.py", *flags, "--minutes", 0, "--fewest", 1, "--warm_up", 0)
+    ours, *peers = [row for row in rows if "left_out" not in row]
+    assert ours["trainer"] == "ours" and len(rows) == 5 and peers
+    assert all(row["steps_per_s"] > 0 and row["ours is faster"][0] > 0 for row in peers)
+
+
+@pytest.mark.slow
+def test_many_environments_are_measured_with_any_sizes_and_for_long():
+    sizes = ["--num_steps", 16, "--bptt_steps", 8, "--policy", "clstm", "--env", "Recall-v0"]
+    _, row, long = run("many_envs.py", "--num_envs", 4, "--iterations", 1, "--long", 5, *sizes)
+    assert row["num_envs"] == 4 and row["steps_per_s"] > 0 and abs(long["grown_mib"]) < 100
+    assert "4 environments: noise" in run("host_work.py", "--num_envs", 4, "--repeats", 1)[1]
+
+
+def test_a_task_is_solved_when_its_mean_comes_to_the_goal_to_stay():
+    def solved(*means):  # of two episodes each
+        moments = [Moment(0.0, 0.0, n, mean, 2 * bool(mean)) for n, mean in enumerate(means)]
+        return solved_at(moments, Goal(475.0, 4))
+
+    assert solved(500, 500, 500) is None  # not yet for 4 more episodes
+    assert solved(500, None, 500, 500, None, 500).steps == 2
+    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # it fell before
+
+
+@pytest.mark.slow
+def test_two_trainers_take_turns_until_both_have_solved_the_task():
+    if subprocess.run([PEERS, "-c", "import sb3_contrib"], capture_output=True).returncode:
+        pytest.skip("PEERS_PYTHON names no Python with sb3-contrib")
+    sizes = ["--seeds", 1, "--total_steps", 4096, "--mean", 10, "--episodes", 4, "--turn_s", 1]
+    *_, row, _, solved, _ = run("time_to_solve.py", "--python", PEERS, *sizes)
+    assert all(float(cell.replace(",", "")) > 0 for cell in row.split("|")[1:-1])
+    assert solved == "Solved: ours 1, sb3-contrib 1 of 1 seeds."

@@ -4,19 +4,11 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
-from train_runs import (
-    RECALL,
-    REPO,
-    daily_bars,
-    evaluate_here,
-    only_error,
-    run_here,
-    train_here,
-)
+from train_runs import RECALL, REPO, daily_bars, evaluate_here, only_error, run_here, train_here
+from train_runs import start as start_python
 
 import check_gpu_setup
 import train_distributed
@@ -65,14 +57,9 @@ def test_a_current_directory_that_was_deleted_is_one_line(command, tmp_path):
     script = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, {words})"
     folder = tmp_path / "gone"
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "current directory" in only_error(done.stderr)
+    job = start_python("-c", script, cwd=folder)
+    _, stderr = job.communicate(timeout=100)
+    assert job.returncode == 2 and "current directory" in only_error(stderr)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,14 @@
 """The benchmarks of scaling and of predictions run, in small, and print what they promise."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from train_runs import run_benchmark as run
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8",
     "--batch_size", "4",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def run(name, *flags):
-    command = [sys.executable, ROOT / "benchmarks" / name, *map(str, flags)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [line if line[0] != "{" else json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
