@@ -37,8 +37,8 @@ MAX_UNITS = {"rl_dist": (14, 45, 6), "envs": (14, 45, 6), "agents": (14, 50, 6)}
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 MAX_LINES = {
-    "source": 28_000,
-    "tests": 23_300,
+    "source": 28_500,
+    "tests": 23_900,
     "README.md": 150,
     "train_distributed.py": 150,
     "to understand PPO": 1_900,

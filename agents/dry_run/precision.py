@@ -15,6 +15,7 @@ from agents.run.limits import free_for_each_rank
 from agents.sizes import shard_sizes
 from agents.trainer import Job, MakeEnv
 from rl_dist.hardware.report import cpu_has_bf16
+from rl_dist.parallel.config import Precision
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
@@ -51,7 +52,7 @@ def resolve_precision(
 def bf16_speedup(job: Job, world: World) -> float:
     """Time of a gradient step in fp32 over that in bf16: medians, in turns."""
     sizes = shard_sizes(job.train, world.rank, world.size)
-    seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    seconds: dict[Precision, list[float]] = {"fp32": [], "bf16": []}
     with torch.random.fork_rng([]):
         torch.manual_seed(job.train.seed)
         runs = {}
