@@ -21,9 +21,9 @@ from rl_dist.checkpoint.own_modules import module_files
 from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
+from rl_dist.hardware.addresses import may_start_again
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
-from rl_dist.process_group.hosts import may_start_again
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import setup_logging, truncate_metrics

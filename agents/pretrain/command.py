@@ -324,8 +324,8 @@ def main() -> int:
             print(f"run directory: {run_dir}", flush=True)
             save_config(config, run_dir)
         args = (config, resolved, run_dir or RUNS, resume, lock)
-        options: dict[str, Any] = {"max_restarts": config.launch.max_restarts}
-        options["threads"] = resolved.threads
+        restarts, threads = config.launch.max_restarts, resolved.threads
+        options: dict[str, Any] = {"max_restarts": restarts, "threads": threads}
         code = launch(run_rank, args, resolved.num_ranks, run_dir=run_dir, **options)
 
         # a new run that failed at once leaves its logs at most, not in a folder that another took

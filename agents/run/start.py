@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,7 @@ from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, resta
 from rl_dist.process_group.process_ends import report
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import truncate_metrics
-from rl_dist.telemetry.state_file import (
-    ENDED,
-    SavedCheckpoint,
-    StateFileError,
-    begin_state,
-    read_state,
-)
+from rl_dist.telemetry.state_file import ENDED, SavedCheckpoint, begin_state, open_state
 
 CheckWeights = Callable[[RunConfig, Any], None]
 
@@ -136,10 +130,8 @@ def _is_restart(run_dir: Path) -> bool:
     """Return True if torchrun starts ranks again, also for a host that came or went."""
     if restart_count() or "TORCHELASTIC_RUN_ID" not in os.environ:
         return restart_count() > 0
-    with suppress(StateFileError):
-        state = read_state(run_dir)
-        return state is not None and state.phase not in ENDED
-    return False
+    keeper = open_state(run_dir)
+    return keeper is not None and keeper.state.phase not in ENDED
 
 
 def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
 import socket
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
@@ -31,7 +35,7 @@ def check_variables() -> None:
         if (size_text := os.environ.get("WORLD_SIZE", "1")) != "1":
             problem = f"WORLD_SIZE is {size_text}, but RANK is not set"
             raise ValueError(f"{problem}: set both, or neither")
-        _check_copies()
+        check_copies()
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
     if rank >= size:
@@ -48,8 +52,8 @@ def check_variables() -> None:
     _number("MASTER_PORT", 1, 65535)
 
 
-def _check_copies() -> None:
-    """Refuse to be one of several copies that would train alone, each without the others."""
+def check_copies() -> None:
+    """Refuse to be one of several copies, each of which would train alone."""
     for name, fix in COPIES.items():
         count = os.environ.get(name, "").split(":")[-1]  # torchrun allows 1:4
         if count.isdecimal() and int(count) > 1:
@@ -68,6 +72,29 @@ def check_counts() -> None:
 def elastic_count(name: str) -> int:
     """RESTART_COUNT or MAX_RESTARTS of torchrun (ValueError: no count), or 0."""
     return _number(name) if os.environ.get(name) else 0
+
+
+def may_start_again(signum: int) -> bool:
+    """Return True for a signal by which torchrun may end ranks to start them again.
+
+    It sends them SIGTERM where a host has come or gone, as it does where it is ended itself.
+    """
+    return signum == signal.SIGTERM and host_range()[1] > 1
+
+
+def host_range() -> tuple[int, int]:
+    """Return how many hosts torchrun takes, at least and at most; (1, 1): unknown.
+
+    It tells its ranks only how many there are. Its own command line or variable says the rest.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 1, 1
+    words = os.environ.get("PET_NNODES", "")
+    with suppress(OSError):  # Linux has it
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+        words = (re.findall(r"\0--nnodes[=\0]([\d:]+)(?=\0)", line) or [words])[-1]
+    found = re.fullmatch(r"(?:(\d+):)?(\d+)", words)
+    return (int(found[1] or found[2]), int(found[2])) if found else (1, 1)
 
 
 def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:

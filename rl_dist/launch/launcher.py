@@ -27,19 +27,16 @@ from typing import Any, Literal
 import torch
 
 from rl_dist.config import Text, configuration, recorded, setting
-from rl_dist.errors import (
-    UserError,
-    print_error_once,
-    report_to_caller,
-    restarts_refused,
-)
+from rl_dist.errors import UserError, print_error_once, report_to_caller, restarts_refused
 from rl_dist.hardware.addresses import (
     RESTART_COUNT,
     asked_for_address,
     check_address,
+    check_copies,
     check_counts,
     check_variables,
     elastic_count,
+    may_start_again,
 )
 from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_guarded
 from rl_dist.parallel.choice import Hardware, check_strategy
@@ -51,7 +48,6 @@ from rl_dist.parallel.config import (
     StrategyConfig,
     parameter_dtype,
 )
-from rl_dist.process_group.hosts import may_start_again
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import (
     close_any_world,
@@ -303,12 +299,11 @@ def launch(
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
-
-    Raises:
-        ValueError: variables contradict, or make this one of several copies without ranks.
     """
-    check_counts() if copies else check_variables()
-    if "RANK" in os.environ and restarts_refused():
+    check_counts()
+    if "RANK" not in os.environ and not copies:
+        check_copies()
+    elif restarts_refused():
         return 2
     restarts = restart_count()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
@@ -327,10 +322,7 @@ def launch(
     elif line:
         print_error_once(line)
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
-        code = report.exit_code
-        record_exit(
-            run_dir, launcher_pid(), code, report.summary, again=may_start_again(code - 128)
-        )
+        record_exit(run_dir, launcher_pid(), report.exit_code, report.summary)
     _notify_end(report, restarts)
     if report.failed and leave_world():
         # closing the process group could wait for ranks that are inside a collective

@@ -40,11 +40,9 @@ class SharedLoader(DataLoader):
         try:
             return super().__iter__()
         except Exception as error:
-            pickled = getattr(self.multiprocessing_context, "_name", "fork") != "fork"
-            # what cannot be pickled raises one of these
-            unfit = isinstance(error, TypeError | AttributeError)
-            if not pickled or not (unfit or type(error).__name__ == "PicklingError"):
-                raise
+            start = getattr(self.multiprocessing_context, "_name", "fork")
+            if start == "fork" or isinstance(error, OSError | RuntimeError):
+                raise  # else it could not be pickled, which raises errors of many kinds
             raise UserError(
                 f"num_workers {self.num_workers}: workers start anew beside NCCL, and the dataset, "
                 f"collate_fn or worker_init_fn cannot be sent to them ({one_line(error)}): define "

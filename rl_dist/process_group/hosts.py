@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
-import signal
 import socket
 import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +18,7 @@ import numpy as np
 import torch
 
 from rl_dist.errors import UserError, refuse_restarts
-from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
+from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count, host_range
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 
 if TYPE_CHECKING:
@@ -149,26 +146,3 @@ def share_cores(ranks: list[dict[str, Any]], rank: int) -> str:
             words = f"{wanted} threads for {cores} core(s), and those that wait for one spin"
             warning = warning or f"host {each['host']}: {words}: {fix}"
     return warning
-
-
-def may_start_again(signum: int) -> bool:
-    """Return True for a signal by which torchrun may end ranks to start them again.
-
-    It sends them SIGTERM where a host has come or gone, as it does where it is ended itself.
-    """
-    return signum == signal.SIGTERM and host_range()[1] > 1
-
-
-def host_range() -> tuple[int, int]:
-    """Return how many hosts torchrun takes, at least and at most; (1, 1): unknown.
-
-    It tells its ranks only how many there are. Its own command line or variable says the rest.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return 1, 1
-    words = os.environ.get("PET_NNODES", "")
-    with suppress(OSError):  # Linux has it
-        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
-        words = (re.findall(r"\0--nnodes[=\0]([\d:]+)(?=\0)", line) or [words])[-1]
-    found = re.fullmatch(r"(?:(\d+):)?(\d+)", words)
-    return (int(found[1] or found[2]), int(found[2])) if found else (1, 1)

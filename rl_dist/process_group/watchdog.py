@@ -264,12 +264,7 @@ class Watchdog:
             elif seen.number != number:
                 seen.number = number
                 seen.news += 1
-        return (
-            self._unconnected(now_s)
-            or self._departed()
-            or self._different_calls()
-            or self._absent(now_s)
-        )
+        return self._departed() or self._different_calls() or self._absent(now_s)
 
     def _statuses_by_rank(self) -> dict[int, RankStatus]:
         seen = {rank: seen.status for rank, seen in self._seen.items()}
@@ -317,6 +312,8 @@ class Watchdog:
 
     def _absent(self, now_s: float) -> str:
         """Name ranks that have kept this one waiting without any progress for too long."""
+        if unconnected := self._unconnected(now_s):
+            return unconnected
         if self._waited_s() < self._limit_s():
             return ""
         missing = []

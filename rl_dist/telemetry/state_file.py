@@ -21,6 +21,7 @@ from typing import IO, Annotated, Any, Literal
 import pydantic
 
 from rl_dist.errors import UserError
+from rl_dist.hardware.addresses import may_start_again
 from rl_dist.hardware.plain_files import leads_to, log_once, read_plain
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 
@@ -190,20 +191,13 @@ def update_state(run_dir: Path, **changes: Any) -> None:
 
 
 def record_exit(
-    run_dir: Path,
-    pid: int,
-    code: int,
-    error: str = "",
-    signum: int | None = None,
-    *,
-    again: bool = False,
+    run_dir: Path, pid: int, code: int, error: str = "", signum: int | None = None
 ) -> None:
     """Write how a run ended, unless that is known; its ranks are gone.
 
     Args:
         pid: the launcher's.
         signum: what ended it, where the code does not say so.
-        again: torchrun may start it again.
     """
     keeper = open_state(run_dir)
     if not keeper or keeper.state.launcher_pid != pid or keeper.state.exit:
@@ -220,7 +214,8 @@ def record_exit(
         error=" ".join(line.split())[:LONGEST_ERROR] if code else "",
     )
     phase = "stopped" if stopped or saved else "failed" if code else "done"
-    update_state(run_dir, phase="restarting" if again else phase, exit=ended)
+    phase = "restarting" if may_start_again(code - 128) else phase
+    update_state(run_dir, phase=phase, exit=ended)
 
 
 def replace_file(path: Path, text: str, *, sync: bool = False) -> None:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from rl_dist.process_group.hosts import code_version, difference, host_range, versions
+from rl_dist.hardware.addresses import host_range
+from rl_dist.process_group.hosts import code_version, difference, versions
 
 HOSTS = ["first", "first", "second"]
 
