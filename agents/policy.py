@@ -116,7 +116,8 @@ class Policy(nn.Module):
     """
 
     low_precision: torch.dtype | None = None
-    zero: Tensor  # on the policy's device
+    zero: Tensor  # on the policy's device, as is
+    mask_index: Tensor  # mask_columns
     BATCH_AXES = (1, 1, 0, 1)  # of the sequences, in the inputs of `forward`; 1 in its outputs
 
     def __init__(
@@ -142,6 +143,8 @@ class Policy(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
         self.mask_columns = self.layout.columns("mask")
+        index = torch.tensor(self.mask_columns, dtype=torch.int64)
+        self.register_buffer("mask_index", index, persistent=False)
 
         # encoder and cores
         size = config.hidden_size
@@ -266,12 +269,17 @@ class Policy(nn.Module):
         num_own = self.num_decision_states
         features, feature_state = self.features(obs, before[num_own:], *resets)
         (actor, values), own_states = self.decisions(features, before[:num_own], *resets)
-        if self.mask_columns:
-            newest = obs[..., -self.num_obs :]
-            actor = heads.forbid(actor, newest[..., self.mask_columns])
+        actor = self._allowed(actor, obs)
         vectors = [vector for part in (*own_states, feature_state) for vector in part]
         after = torch.stack(vectors).permute(1, 0, 2) if vectors else state
         return (actor, values), after.to(state.dtype)
+
+    def _allowed(self, logits: Tensor, obs: Tensor) -> Tensor:
+        """Logits without the choices that obs [..., F] or windows of them forbid."""
+        if not self.mask_columns:
+            return logits
+        newest = obs[..., -self.num_obs :]
+        return heads.forbid(logits, newest.index_select(-1, self.mask_index))
 
     def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
         """First half of the cascade.
@@ -382,9 +390,7 @@ class Policy(nn.Module):
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Entropy [...] of choices where all that are allowed at obs [..., F] are alike."""
         alike = obs.new_zeros(self.num_actions)  # logits; without masks the same everywhere
-        if self.mask_columns:
-            newest = obs[..., -self.num_obs :]
-            alike = heads.forbid(alike, newest[..., self.mask_columns])
+        alike = self._allowed(alike, obs)
         return self.distribution(alike).entropy().expand(obs.shape[:-1])
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:

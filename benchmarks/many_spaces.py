@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "--num_gpus 1 --device cpu --gae_lambda 0.98 --validate_every 0"
 TASKS = {  # flags, and the best mean return that is possible
     "MaskedCartPole-v0": (
-        "--info_mask --refresh_states --min_adv_std 0.2 --total_steps 200000",
+        "--info_mask --refresh_states --min_adv_std 0.2 --total_steps 100000",
         500,
     ),
     "PatchRecall-v0": ("--policy gru --total_steps 100000", 1),

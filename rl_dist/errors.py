@@ -157,7 +157,7 @@ def refuse_restarts() -> None:
 
 
 def restarts_refused() -> bool:
-    """Return True in a rank after `refuse_restarts` at an earlier start; it was printed then."""
+    """Return True in a rank after `refuse_restarts` at an earlier start."""
     mark = _mark_of_refusal()
     return mark is not None and mark.exists()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agents_ranks import CASES, make_job, tiny_markets
+from agents_ranks import CASES, ENV_IDS, make_job, tiny_markets
 
 from agents.trainer import Training, train
 from envs import make_vector_env
@@ -60,7 +60,8 @@ def make_env_on(device, task, num_envs, env_offset=0):
         config = TradingConfig(episode_days=7)
         setup = {"markets": markets, "span": span, "train_span": span, "config": config}
         return TradingVectorEnv(num_envs, **setup, device=device)
-    return make_vector_env("CartPole-v1", num_envs, env_offset=env_offset, device=device)
+    options = {"env_offset": env_offset, "device": device, "info_mask": task == "levers"}
+    return make_vector_env(ENV_IDS[task], num_envs, **options)
 
 
 def job_on(device, name=TRADING, run_dir="", *, fused_adam=True, strategy=None, **options):

@@ -24,18 +24,22 @@ class RunningMoments(nn.Module):
     count: Tensor
     mean: Tensor
     variance: Tensor
+    index: Tensor  # of the columns
 
     def __init__(self, num_features: int, columns: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.columns = slice(None) if columns is None else list(columns)
+        self.all_columns = columns is None
+        index = torch.arange(num_features) if columns is None else torch.tensor([*columns]).long()
+        self.register_buffer("index", index, persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(num_features, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
         """Sums [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
-        own = samples.flatten(0, -2)[:, self.columns]
-        deviations = own.double() - self.mean[self.columns]
+        own = samples.flatten(0, -2)
+        own = own if self.all_columns else own.index_select(1, self.index)
+        deviations = own.double() - self.mean.index_select(0, self.index)
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
@@ -49,10 +53,10 @@ class RunningMoments(nn.Module):
         total = self.count + count
         shift = deviations / total
         # Chan et al. (1979), parallel variance, written around the old mean
-        mean, variance = self.mean[self.columns], self.variance[self.columns]
+        mean, variance = (each.index_select(0, self.index) for each in (self.mean, self.variance))
         merged = (variance * self.count + squares) / total - shift.square()
-        self.variance[self.columns] = merged.clamp(min=0.0)
-        self.mean[self.columns] = mean + shift
+        self.variance.index_copy_(0, self.index, merged.clamp(min=0.0))
+        self.mean.index_copy_(0, self.index, mean + shift)
         self.count.copy_(total)
 
 

@@ -14,7 +14,7 @@ _numbers = count()
 
 
 def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
-    """Return a mesh over all ranks, whose groups are asked for by axis; all ranks call.
+    """Return a mesh over all ranks; ask for its groups by axis; all ranks call.
 
     torch's own groups of a mesh give up after 10 minutes over NCCL and 30 over gloo, whatever
     `--collective_timeout` says: here only the watchdog decides. The names of its axes are its own:

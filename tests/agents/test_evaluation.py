@@ -2,6 +2,7 @@
 
 import functools
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,8 +211,9 @@ def controller(zero_state=False, policy="clstm", window=0, seed=0):
 
 
 def answers(one, observations, starts):
+    env = SimpleNamespace(single_observation_space=spaces.Box(-np.inf, np.inf, (4,)))
     return torch.stack(
-        [one(None, obs, start) for obs, start in zip(observations, starts, strict=True)]
+        [one(env, obs, start) for obs, start in zip(observations, starts, strict=True)]
     )
 
 
