@@ -424,3 +424,13 @@ def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
                 f"the checkpoint is of another shape: {name} is {there} there and {here} here; use "
                 "the environment, --observation, --policy and --hidden_size it was trained with"
             )
+
+
+def check_readable(policy: Policy, now: Layout) -> None:
+    """Refuse observations that are read otherwise than in the policy's training."""
+    trained = policy.layout.kinds()
+    if now.kinds() != trained:
+        raise UserError(
+            f"the policy was trained on observations of parts {trained:.200}, and these are "
+            f"{now.kinds():.200}: use the environment and the version it was trained with"
+        )

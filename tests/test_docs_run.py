@@ -31,6 +31,12 @@ loader = train_loader = valid_loader = test_loader = torch.utils.data.DataLoader
 net, device = nn.Linear(4, 2), "cpu"
 step = lambda batch: net(batch[0]).sum().backward()
 """
+FLOATS = """
+import gymnasium
+import numpy as np
+env = gymnasium.Env()
+env.observation_space = gymnasium.spaces.Box(0.0, 1.0, (16, 16, 3))
+"""
 CARTPOLE = "--env CartPole-v1 --total_steps 1024 --eval_episodes 2 --validate_every 0"
 # page and number of the block: what is defined before it, what stands for what, packages it needs
 BLOCKS = {
@@ -40,7 +46,8 @@ BLOCKS = {
     ("pretraining", 0): (DEFINED, {}, ()),
     ("deployment", 0): ("", {}, ONNX),
     ("migrating", 0): ("", {"200_000": "1024", "n_envs=16": "n_envs=2"}, ("sb3_contrib",)),
-    ("own_environment", 1): ("observation, reward, terminated, truncated = 0, 0, 0, 0\n", {}, ()),
+    ("own_environment", 1): (FLOATS, {}, ()),
+    ("own_environment", 2): ("observation, reward, terminated, truncated = 0, 0, 0, 0\n", {}, ()),
 }
 
 
@@ -70,7 +77,7 @@ def runs(tmp_path_factory):
         for form in ("safetensors", *(["onnx"] if all(map(find_spec, ONNX)) else [])):
             assert run_here(export.main, ["runs/pendulum", "--format", form], patch) == 0
             shutil.copytree(f"runs/pendulum/export/{form}", folder, dirs_exist_ok=True)
-    drift, _, decay = page_blocks("own_environment")
+    drift, *_, decay = page_blocks("own_environment")
     made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'  # README's
     (folder / "my_module.py").write_text(drift + made + decay)
     return folder

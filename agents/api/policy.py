@@ -12,9 +12,10 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.noise import action_noise
+from agents.policy import check_readable
 from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
-from agents.run.saved import LoadedAgent, check_readable, load_agent
+from agents.run.saved import LoadedAgent, load_agent
 from envs.vector.layout import Layout
 from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
 from rl_dist.errors import UserError, one_line

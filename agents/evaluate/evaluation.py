@@ -15,9 +15,8 @@ from torch import Tensor
 
 from agents.network.normalize import Normalizer
 from agents.noise import action_noise
-from agents.policy import Policy
+from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history
-from agents.run.saved import check_readable
 from envs.task import GymTask
 from envs.vector.faults import Interruption
 from envs.vector.layout import Layout

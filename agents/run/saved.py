@@ -26,7 +26,6 @@ from rl_dist.parallel.config import autocast_dtype
 if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
-    from envs.vector.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,6 @@ class LoadedAgent:
             return from_json(self.spaces_json)
         high = np.full(self.policy.num_obs, np.inf, np.float32)
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
-
-
-def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations that are read otherwise than in the policy's training."""
-    trained = policy.layout.kinds()
-    if now.kinds() != trained:
-        raise UserError(
-            f"the policy was trained on observations of parts {trained:.200}, and these are "
-            f"{now.kinds():.200}: use the environment and the version it was trained with"
-        )
 
 
 def load_agent(

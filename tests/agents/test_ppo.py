@@ -117,6 +117,7 @@ class Line(nn.Module):
     """A policy of one parameter: value = parameter, log-probability = 0."""
 
     config = PolicyConfig(policy="mlp")
+    discrete = False
 
     def __init__(self, value=0.0):
         super().__init__()

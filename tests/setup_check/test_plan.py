@@ -36,7 +36,7 @@ def test_64_ranks_share_environments_sequences_and_shards(monkeypatch, capsys):
     monkeypatch.setattr(sys.modules[__name__], "SMALL", SMALL.removesuffix(" --json"))
     code, said = planned(flags, monkeypatch, capsys)
     head, _, titles, *rows, total, verdict = said.out.splitlines()
-    assert code == 0 and head == "64 ranks on cuda, strategy hybrid"
+    assert code == 0 and head == f"64 ranks on cuda, strategy {plan['strategy']}"
     assert titles.split() == ["ranks", *ranks[0]]
     assert len(rows) == len({tuple(rank.values()) for rank in ranks})
     assert sum(int(row.split()[0]) for row in rows) == 64
