@@ -118,8 +118,7 @@ def compare_hosts(world: World, threads: int, modules: Mapping[str, Sequence[Pat
     several = most > 1 or len({rank["host"] for rank in ranks}) > 1
     again = least < most or elastic_count(MAX_RESTARTS)
     if several and again and os.environ.get(SHARED_STORE) != "1":
-        fix = f"set {SHARED_STORE}=1 for torchrun on every host"
-        warnings.append(f"a lost host will end the job: {fix}")
+        warnings.append(f"a lost host will end the job: set {SHARED_STORE}=1 for every torchrun")
     if world.is_main_process:
         world.warnings += filter(None, warnings)
 

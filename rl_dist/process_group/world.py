@@ -82,9 +82,8 @@ class World:
 
     def log_warnings(self) -> None:
         """Log what was found when the world was opened, before there were logs; once."""
-        for warning in self.warnings:
-            logger.warning(warning)
-        self.warnings.clear()
+        while self.warnings:
+            logger.warning(self.warnings.pop(0))
 
     def set_phase(self, phase: str) -> None:
         """Begin a phase of the work, such as collect or update."""
@@ -192,7 +191,7 @@ class World:
 
 
 _current: World | None = None
-_bound: list[str] = []  # variables that `_stay_on_loopback` has set
+_bound: list[str] = []  # variables of `_stay_on_loopback`; programs started later lack them
 
 
 def broadcast_from_rank0(tensor: torch.Tensor) -> None:
@@ -232,8 +231,6 @@ def open_world(
 ) -> World:
     """Join the process group that the environment describes, or open one of size 1.
 
-    Hosts of ranks that another launcher started are compared; see `compare_hosts`.
-
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
         timeout_s: longest wait for a rank that makes no progress.
@@ -244,7 +241,7 @@ def open_world(
         modules: files of the user's own modules, by name; alike on all hosts, as our code is.
 
     Raises:
-        UserError: no CUDA device for this rank, or its host has another version of something.
+        UserError: no CUDA device for this rank, or its host is unlike others: see `compare_hosts`.
         ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
     global _current
@@ -256,27 +253,23 @@ def open_world(
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
         leave_with_parent(os.getppid())  # a killed torchrun would leave it training on alone
     torch.set_num_threads(threads or threads_per_rank(local_size))
-    # ranks that srun or mpirun started may be on several machines without saying so
-    one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
-    if one_machine or size == 1:
-        _stay_on_loopback()
     place = torch.device("cpu")
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         place = _own_gpu(local_rank, gpu_ids)
         torch.cuda.set_device(place)
         options = {"backend": "nccl", "device_id": place}
-    try:
-        store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
-    except BaseException:
-        _leave_loopback()
-        raise
+    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
     if device == "cuda" and size > 1:
         _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank)
     _current = World(rank, local_rank, size, place, options["backend"])
     if size > 1:
         limits_s = timeout_s, startup_timeout_s
         _current.watchdog = Watchdog(_current.doing, store, rank, size, *limits_s)
+    # ranks that srun or mpirun started may be on several machines without saying so
+    one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
+    if one_machine or size == 1:
+        _stay_on_loopback()
     # they meet in the store, but may not reach each other: then the watchdog ends this rank
     _current.doing.place = CONNECTION
     try:
@@ -361,10 +354,7 @@ def leave_world() -> bool:
 
 
 def _stay_on_loopback() -> None:
-    """Keep one machine's traffic off the network; a variable set by the user is respected.
-
-    Until the world is closed: what this process starts later may reach for other machines.
-    """
+    """Keep one machine's traffic off the network; a variable set by the user is respected."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:

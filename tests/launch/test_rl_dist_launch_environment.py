@@ -106,11 +106,12 @@ def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
         monkeypatch.delenv(name, raising=False)
     found = []
 
-    def nobody_there(*args):
+    def nobody_there(**options):
         found.extend(os.environ.get(name, "") for name in BOUND)
         raise ValueError("nobody there")
 
-    monkeypatch.setattr(world, "open_store", nobody_there)
+    monkeypatch.setattr(world, "open_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", nobody_there)
     monkeypatch.setattr(world, "leave_with_parent", lambda parent: None)
     with pytest.raises(ValueError, match="nobody there"):
         world.open_world("cpu")

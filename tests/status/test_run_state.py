@@ -146,6 +146,7 @@ def test_a_locked_one_says_what_it_does(phase, changes, state, reason, run):
     [
         ("done", 0, "", "finished", ""),
         ("stopped", 143, "", "stopped", "--resume goes on"),
+        ("restarting", 143, "", "stopped", "torchrun ended its ranks and did not"),
         ("failed", 1, "rank 1 failed with X", "failed", "rank 1 failed with X"),
         ("training", None, "", "dead", "during training"),
     ],
