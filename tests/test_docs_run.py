@@ -40,8 +40,8 @@ env.observation_space = gymnasium.spaces.Box(0.0, 1.0, (16, 16, 3))
 CARTPOLE = "--env CartPole-v1 --total_steps 1024 --eval_episodes 2 --validate_every 0"
 # page and number of the block: what is defined before it, what stands for what, packages it needs
 BLOCKS = {
-    ("python", 1): ("", {"20_000": "1024, eval_episodes=2"}, ()),
-    ("python", 2): ("", {"50_000": "1024", "on_iteration": "eval_episodes=2, on_iteration"}, ()),
+    ("python", 2): ("", {"20_000": "1024, eval_episodes=2"}, ()),
+    ("python", 3): ("", {"50_000": "1024", "on_iteration": "eval_episodes=2, on_iteration"}, ()),
     ("planning", 0): (DEFINED, {}, ()),
     ("pretraining", 0): (DEFINED, {}, ()),
     ("deployment", 0): ("", {}, ONNX),
