@@ -31,7 +31,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(ENV)/bin/python"
 help:
 	@echo "make train [ARGS='...']   install into .venv (once) and train; ARGS are flags of train_distributed.py"
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
-	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed (an hour or more)"
+	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed, and the rehearsal (an hour or more)"
 	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.md"
 	@echo "make rehearse             the path to GPUs without one, with a CUDA build of torch in .venv-rehearse"
 	@echo "make bench [ARGS='...']   speed of this checkout, compared with the last time by ratios (some minutes)"
@@ -59,6 +59,7 @@ test: ready-test
 test-all: ready-test
 	@$(call complete,test wandb mlflow popgym ray)
 	@$(RUN) -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
+	@$(MAKE) --no-print-directory rehearse
 
 test-gpu: ready-test
 	@GPU_REPORT="gpu_report_`date +%Y-%m-%d_%H-%M`.md" $(RUN) -m pytest -n 0 -m gpu tests/gpu $(ARGS)

@@ -3,7 +3,8 @@
     python benchmarks/two_hosts.py --rounds 3
 
 The hosts are network namespaces of this machine (root and Linux): a cable between them costs what
-the kernel takes for it. Each rank has one core, as the two runs take turns.
+the kernel takes for it. Each rank has one core, as the two runs take turns. Before them the
+estimator predicts two ranks; after each run, so does the model with that run's own times.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,10 +24,20 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 from simulated_hosts import connected, torchrun  # noqa: E402
 from train_runs import start_training  # noqa: E402
 
-FLAGS = shlex.split(
+JOB = shlex.split(
     "--env Recall-v0 --num_envs 64 --num_steps 64 --bptt_steps 16 --batch_size 64 "
-    "--hidden_size 64 --device cpu --total_steps 163840"
+    "--hidden_size 64 --device cpu"
 )
+FLAGS = [*JOB, "--total_steps", "163840"]
+
+
+def predicted() -> float:
+    """Return the steps/s of two ranks by `rl_dist.speedup`, which trains with one and two."""
+    words = ["-m", "rl_dist.speedup", "--gpus", "1", "2", "--scaling", "strong", "--json"]
+    command = [sys.executable, *words, *JOB]
+    done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=True)
+    (two,) = (row for row in json.loads(done.stdout)["rows"] if row["gpus"] == 2)
+    return float(two["steps_per_s"])
 
 
 def scaling(run_dir: Path) -> tuple[float, float, str]:
@@ -40,7 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = []
-    for number in range(1, parser.parse_args().rounds + 1):
+    count = parser.parse_args().rounds
+    print(f"predicted beforehand: {predicted():.0f} steps/s", flush=True)
+    for number in range(1, count + 1):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             with connected(folder, "first", "second") as network:
