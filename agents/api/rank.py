@@ -69,7 +69,7 @@ def run_rank(
             from agents.dry_run.batch_size import resolve_batch_size
 
             config = resolve_batch_size(config, make_env, run_dir, world)
-        if config.launch.precision == "auto" and not resume_from:
+        if config.launch.precision == "auto":
             from agents.dry_run.precision import resolve_precision
 
             config = resolve_precision(config, make_env, run_dir, world)
@@ -200,7 +200,8 @@ def agree_on_start(
     run_dir = Path(gathered[0][0])
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]
-        dry_run = config.train.batch_size == AUTO or config.launch.strategy == "auto"
+        launch = config.launch
+        dry_run = "auto" in (launch.strategy, launch.precision) or config.train.batch_size == AUTO
         phase = "dry_run" if dry_run else "starting"
         update_state(run_dir, ranks=ranks, num_ranks=world.size, phase=phase)
     return run_dir, share_checkpoint(run_dir, [each[1] for each in gathered], world)

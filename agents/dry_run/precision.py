@@ -18,6 +18,7 @@ from rl_dist.hardware.report import cpu_has_bf16
 from rl_dist.parallel.config import Precision
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
+from rl_dist.telemetry.state_file import update_state
 
 ROUNDS = 5
 WORTH = 1.1  # bf16 rounds to 8 bits: it has to be this many times as fast
@@ -29,7 +30,7 @@ def resolve_precision(
     """Return the configuration with precision auto decided; all ranks call.
 
     bf16 on CPUs that have units for it, if a gradient step is so much faster on every rank; fp32 on
-    all others. config.json keeps it.
+    all others. config.json keeps it, and ranks that start again take it from there.
     """
     precision = saved_section("launch", run_dir, world)["precision"]
     reason = ""
@@ -45,6 +46,7 @@ def resolve_precision(
     config = replace(config, launch=replace(config.launch, precision=precision))
     if world.is_main_process and reason:
         save_config(config, run_dir)
+        update_state(run_dir, precision=precision)
         print(f"precision auto: {precision}, {reason}", flush=True)
     return config
 

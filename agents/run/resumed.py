@@ -46,6 +46,8 @@ CHANGEABLE = {
 def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
     """Return the configuration to go on with, and print flags to give again."""
     saved = json.loads(found.state["config"])
+    if saved.get("launch", {}).get("precision") == "auto":  # of older versions; nobody measured
+        saved["launch"]["precision"] = "fp32"
     config = resumed_config(RunConfig.from_dict(saved), parsed)
     if config.task.is_trading:
         check_data(config.data, f"begin a run with --init_from {run_dir}")

@@ -122,7 +122,8 @@ def prepare(
         events.configure(config.launch.on_event, start.run_dir)
         if again:  # by torchrun; our own launcher sends this event itself
             where, count = resume_from or "the beginning", restart_count()
-            events.notify("restarted", f"restart {count}, going on from {where}", restart=count)
+            number = f"restart {count}, " if count else ""  # 0: a host came or went
+            events.notify("restarted", f"{number}going on from {where}", restart=count)
     return start
 
 

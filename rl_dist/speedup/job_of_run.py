@@ -69,6 +69,8 @@ def flags_of(config: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 continue
             if name == "num_episodes" and config["train"].get("total_steps"):
                 continue
+            if (name, value) == ("precision", "auto"):  # what it meant in older versions
+                value = "fp32"
             flag = "preset" if name == "chosen_preset" else name
             flags.append(f"--{flag}={'none' if value is None else value}")
     return flags

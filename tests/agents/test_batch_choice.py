@@ -114,6 +114,7 @@ def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its
     assert train_here(monkeypatch, *flags) == 0
     state = load_checkpoint(latest_checkpoint(tmp_path / "auto"))
     assert json.loads(state["config"])["launch"]["precision"] == chosen
+    assert json.loads((tmp_path / "auto/state.json").read_text())["precision"] == chosen
 
 
 def test_precision_auto_is_fp32_where_nothing_is_measured(tmp_path, monkeypatch, capsys):

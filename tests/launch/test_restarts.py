@@ -74,6 +74,7 @@ def restarted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("restarted")
     note = f"cat >> {folder}/events; echo $RL_EVENT >> {folder}/names"
     flags = [*SIX, "--run_dir", folder / "run", "--max_restarts", "2", "--on_event", note]
+    flags += ["--precision", "auto"]
     (folder / "tmp").mkdir()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
@@ -115,6 +116,8 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
 
 def test_after_a_restart_a_run_ends_bit_for_bit_as_if_nothing_had_happened(restarted, reference):
     assert_as_if_nothing_had_happened(restarted[0] / "run", reference)
+    config = json.loads(load_checkpoint(latest_checkpoint(restarted[0] / "run"))["config"])
+    assert config["launch"]["precision"] == "fp32"  # what auto came to before the restart
 
 
 def test_one_line_and_one_event_say_who_died_of_what_and_where_the_restart_goes_on(restarted):
