@@ -74,9 +74,9 @@ class DeployedPolicy:
 
     def _as_input(self, action: np.ndarray) -> np.ndarray:
         """Return an action as the next row holds it: one-hot, or within -1 and 1."""
-        choices = np.array(self.contract["network"]["choices"], np.int64)
-        if len(choices):
-            return one_hot(action - self.contract["network"]["start"], choices)
+        made = self.contract["outputs"][0]
+        if made["choices"]:
+            return one_hot(action - made["start"], np.array(made["choices"]))
         bounds: tuple[list[float], list[float]] = ([], [])
         for space in leaves(self.spaces["action"]):
             for name, found in zip(("low", "high"), bounds, strict=True):

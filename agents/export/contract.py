@@ -45,7 +45,11 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
         "state": state,
         "episode_start": {"shape": batch, "type": "bool"},
         "action": {"shape": [*batch, *step.action_shape], "type": action_type}
-        | {"parts": _action_parts(agent)},
+        | {"parts": _action_parts(agent)}
+        | {
+            "choices": step.decoder.sizes.tolist(),
+            "start": step.start.tolist() if policy.discrete else [],
+        },
         "next_state": state,
     }
     entries = {

@@ -34,8 +34,6 @@ class Layers:
             "vectors_size": (own.num_states + features.num_states) * self.size,
             "state_size": step.state_size,
             "mask_columns": policy.mask_columns,
-            "choices": step.decoder.sizes.tolist(),
-            "start": step.start.tolist() if policy.discrete else [],
             "action_shape": list(step.action_shape),
         }
         self._keep(shift=step.shift, scale=step.scale, clip=torch.tensor(step.clip))

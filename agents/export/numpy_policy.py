@@ -82,12 +82,12 @@ class NumpyPolicy:
         return values
 
     def _action(self, actor: Array, seen: Array) -> Array:
-        net = self.net
+        net, made = self.net, self.contract["outputs"][0]
         if net["mask_columns"]:
             actor = np.where(seen[:, net["mask_columns"]] > 0.5, actor, -1e9)
-        if net["choices"]:
-            each = np.split(actor, np.cumsum(net["choices"])[:-1], axis=1)
-            actions = np.stack([logits.argmax(1) for logits in each], axis=1) + net["start"]
+        if made["choices"]:
+            each = np.split(actor, np.cumsum(made["choices"])[:-1], axis=1)
+            actions = np.stack([logits.argmax(1) for logits in each], axis=1) + made["start"]
         else:
             stretched = actor * self.tensors["stretch"] + self.tensors["offset"]
             actions = np.clip(stretched, self.tensors["low"], self.tensors["high"])

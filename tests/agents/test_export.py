@@ -58,9 +58,9 @@ HAS_ONNX = all(map(find_spec, ("onnx", "onnxscript", "onnxruntime")))
 NEEDS_ONNX = pytest.mark.skipif(not HAS_ONNX, reason="the extra `export` is not installed")
 
 
-def few_of(quick):
-    """All forms, of which only the quick ones are tested by default: tracing takes seconds."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in ALL]
+def few_of(quick, forms=ALL):
+    """Forms, of which only the quick ones are tested by default: tracing takes seconds."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in forms]
 
 
 def agent_of(form, folder, extras=()):
@@ -96,7 +96,7 @@ def test_torch_runs_what_was_exported(form, tmp_path):
 
 
 @NEEDS_ONNX
-@pytest.mark.parametrize("form", few_of({"clstm", "own", "several masked choices"}))
+@pytest.mark.parametrize("form", few_of({"clstm", "own"}))
 def test_onnx_runtime_computes_every_form(form, tmp_path):
     import onnx
 
@@ -213,12 +213,19 @@ PLAYED = {  # form: what its rows hold besides the observation
 }
 
 
-@pytest.mark.parametrize("form", PLAYED)
-def test_the_example_plays_any_space_as_the_policy_does(form, tmp_path):
+IN_ONNX = [
+    pytest.param(*each.values, "onnx", marks=[*each.marks, NEEDS_ONNX])
+    for each in few_of({"several masked choices"}, PLAYED)
+]
+
+
+@pytest.mark.parametrize(("form", "kind"), [*((form, "safetensors") for form in PLAYED), *IN_ONNX])
+def test_the_example_plays_any_space_as_the_policy_does(form, kind, tmp_path):
     agent = agent_of(form, tmp_path, PLAYED[form])
-    path, contract = export(agent, "safetensors", tmp_path)
+    path, contract = export(agent, kind, tmp_path)
     policy = LoadedPolicy(agent)
-    played = deployment.DeployedPolicy(json.loads(json.dumps(contract)), NumpyPolicy(path))
+    step = NumpyPolicy(path) if kind == "safetensors" else deployment.load(tmp_path)[1]
+    played = deployment.DeployedPolicy(json.loads(json.dumps(contract)), step)
     asked = {part.name for part in PLAYED[form]}
     policy.observation_space.seed(1)
     rng, state, reward = np.random.default_rng(2), None, 0.0
