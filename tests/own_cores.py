@@ -66,7 +66,7 @@ class Broken(Decay):
     """Raises."""
 
     def forward(self, inputs, state):
-        raise RuntimeError("no such shape")
+        raise KeyError("no such shape")
 
 
 class Stateless(nn.Linear):

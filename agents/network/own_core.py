@@ -59,9 +59,9 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
             output, after = run(step[None], after)
             steps.append(output)
         fewer = run(inputs[:, :-1], state[:, :-1])
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as error:  # foreign code raises anything
         raise UserError(f"core {name!r} fails: {one_line(error)}: {CONTRACT}") from error
     problem = ""
     if differs(whole, again):
