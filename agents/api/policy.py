@@ -12,12 +12,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.noise import action_noise
-from agents.policy import check_readable
 from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
 from agents.run.saved import LoadedAgent, load_agent
 from envs.vector.layout import Layout
-from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder
+from envs.vector.spaces import MASK_KEY, ActionDecoder
 from rl_dist.errors import UserError, one_line
 from rl_dist.seeding import PREDICTION_STREAM, stream_seeds
 
@@ -35,13 +34,10 @@ class LoadedPolicy:
         self.agent = agent
         self.observation_space, self.action_space = agent.spaces
         self._decode = ActionDecoder(self.action_space, "of this policy")
-        mask_size = self._decode.mask_size
-        self._encode = ObservationEncoder(self.observation_space, "of this policy", mask_size)
+        self._encode = agent.encoder()
         # without spaces of their own rows come whole
         parts = agent.policy.layout.parts
         own = len(self._encode.parts) if agent.spaces_json else len(parts)
-        if agent.spaces_json:
-            check_readable(agent.policy, Layout((*self._encode.parts, *parts[own:])))
         self._extras = {part.name: part.size for part in parts[own:]}
         self._own_mask = Layout(self._encode.parts).columns("mask")
         self._noise_seed = stream_seeds(seed, PREDICTION_STREAM, 0, 1)[0]

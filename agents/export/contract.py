@@ -16,7 +16,7 @@ from agents.export.step import INPUTS, OUTPUTS, ExportedStep
 from agents.run.config import SUMMARY
 from agents.run.saved import LoadedAgent
 from envs.task import TaskConfig
-from envs.vector.spaces import ObservationEncoder, categories_of, image_axes, leaves, named
+from envs.vector.spaces import categories_of, image_axes, leaves, named
 from rl_dist.hardware.plain_files import read_plain
 
 CONTRACT_VERSION = 1
@@ -96,7 +96,7 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
     """Return the parts of a row: columns, kind, and how the environment's values become numbers."""
     observation = agent.spaces[0]
     own = {named(path) or "observation": space for path, space in leaves(observation)}
-    known = bool(agent.spaces_json) and len(ObservationEncoder(observation, "").parts)
+    known = len(agent.encoder().parts) if agent.spaces_json else 0
     found = []
     for number, (part, place) in enumerate(agent.policy.layout.slices()):
         entry: dict[str, Any] = {

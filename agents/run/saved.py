@@ -14,10 +14,11 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.network.normalize import Normalizer, observation_normalizer
-from agents.policy import Policy, PolicyConfig, check_weights, spaces_of
+from agents.policy import Policy, PolicyConfig, check_readable, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe
-from envs.vector.spaces import from_json
+from envs.vector.layout import Layout
+from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.checkpoint.own_modules import check_core
 from rl_dist.errors import UserError
@@ -50,6 +51,16 @@ class LoadedAgent:
             return from_json(self.spaces_json)
         high = np.full(self.policy.num_obs, np.inf, np.float32)
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
+
+    def encoder(self) -> ObservationEncoder:
+        """Return what makes rows of observations; refuse other rows than in training."""
+        observation, action = self.spaces
+        mask_size = ActionDecoder(action, "of this policy").mask_size
+        encoder = ObservationEncoder(observation, "of this policy", mask_size)
+        if self.spaces_json:
+            extras = self.policy.layout.parts[len(encoder.parts) :]
+            check_readable(self.policy, Layout((*encoder.parts, *extras)))
+        return encoder
 
 
 def load_agent(

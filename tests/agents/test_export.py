@@ -130,9 +130,14 @@ def test_what_differs_is_refused_and_removed(tmp_path, monkeypatch):
     assert refused.value.exit_code == 1 and not run.exists()
 
 
-def test_a_core_of_ones_own_needs_another_format(tmp_path):
+def test_what_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path):
     with pytest.raises(UserError, match="cannot hold --core own_cores:Decay.*onnx or pt2"):
-        export(agent_of("own", tmp_path), "safetensors", tmp_path)
+        export(agent_of("own", tmp_path), "safetensors", tmp_path / "out")
+    turned = spaces.Dict({**IMAGES.spaces, "camera": spaces.Box(0, 255, (2, 3, 12, 13), np.uint8)})
+    agent = replace(agent_of("images", tmp_path), spaces_json=to_json(turned, spaces.Discrete(4)))
+    with pytest.raises(UserError, match="trained on observations of .*the version it was trained"):
+        export(agent, "pt2", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_contract_names_every_column_and_its_encoding(tmp_path):
