@@ -171,7 +171,7 @@ def check_resumable(
     if state["environments"] is not None and not found.can_snapshot:
         compared["snapshots of environments"] = ("none", "some")
     differing = [f"{name} {a} (it has {b})" for name, (a, b) in compared.items() if a != b]
-    refuse_differences(differing, "use the environment and the sizes it was trained with")
+    refuse_differences(differing, "use the environment, sizes and version it was trained with")
 
 
 def _actions(shapes: dict[str, Any]) -> str:
