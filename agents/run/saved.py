@@ -55,8 +55,8 @@ class LoadedAgent:
     def encoder(self) -> ObservationEncoder:
         """Return what makes rows of observations; refuse other rows than in training."""
         observation, action = self.spaces
-        mask_size = ActionDecoder(action, "of this policy").mask_size
-        encoder = ObservationEncoder(observation, "of this policy", mask_size)
+        sizes = ActionDecoder(action, "of this policy").sizes.tolist()
+        encoder = ObservationEncoder(observation, "of this policy", sizes)
         if self.spaces_json:
             extras = self.policy.layout.parts[len(encoder.parts) :]
             check_readable(self.policy, Layout((*encoder.parts, *extras)))

@@ -95,8 +95,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._begins_next = np.zeros(self.num_envs, np.bool_)
         self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
-        mask_size = self._decoder.mask_size
-        self._encoder = ObservationEncoder(env.single_observation_space, env_id, mask_size)
+        sizes = self._decoder.sizes.tolist()
+        self._encoder = ObservationEncoder(env.single_observation_space, env_id, sizes)
         self._warn_of_spaces()
         self._own_mask = Layout(self._encoder.parts).columns("mask")
         self._info_mask, self._inputs = info_mask, (previous_action, previous_reward)
@@ -124,7 +124,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                     env_restarts,
                     self._watch,
                     self._encoder.shapes,
-                    info_mask * mask_size,
+                    sizes if info_mask else (),
                 )
                 for row, (one, make) in enumerate(zip(env.envs, env.env_fns, strict=True))
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from envs.vector.faults import MAX_OBSERVATION, MAX_REWARD, RowFaultError, are_flags
 from envs.vector.hangs import HangWatch
 from envs.vector.snapshots import has_protocol
-from envs.vector.spaces import MASK_KEY, Path, flat_mask, named, pick, rebuilt
+from envs.vector.spaces import MASK_KEY, Path, flat_mask, mask_words, named, pick, rebuilt
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         max_restarts: int,
         watch: HangWatch,
         shapes: Mapping[Path, tuple[int, ...]],
-        mask_size: int = 0,
+        mask_sizes: Sequence[int] = (),
     ) -> None:
         """Guard `env`, whose observations have parts of these shapes.
 
         Args:
-            mask_size: numbers of the mask of actions that info must have; 0: it need not.
+            mask_sizes: options of each choice, for which info must have a mask; (): it need not.
         """
         super().__init__(env)
         self.restarts = 0
@@ -52,7 +52,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._max_restarts = max_restarts
         self._watch = watch
         self._shapes = shapes
-        self._mask_size = mask_size
+        self._mask_sizes = mask_sizes
         self.life_seed = 0
         self._new_seed: int | None = None  # of an environment made again and not yet reset
         self._last_obs: Any = None
@@ -111,15 +111,15 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _mask_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the mask of actions in an info, where one is asked for."""
-        if not self._mask_size:
+        if not self._mask_sizes:
             if MASK_KEY in info and (MASK_KEY,) not in self._shapes:
                 _say_unused()
             return {}
         if MASK_KEY not in info:
             raise RowFaultError(self._row, f"info has no {MASK_KEY}, which --info_mask asks for")
         mask = flat_mask(info[MASK_KEY])
-        if mask.shape != (self._mask_size,):
-            problem = f"{MASK_KEY} has {len(mask)} numbers, not {self._mask_size}, one per action"
+        if mask.shape != (sum(self._mask_sizes),):
+            problem = f"{MASK_KEY} has {len(mask)} numbers, not {mask_words(self._mask_sizes)}"
             raise RowFaultError(self._row, problem)
         return {MASK_KEY: mask.astype(np.float32)}
 

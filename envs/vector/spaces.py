@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,18 @@ Space = spaces.Space[Any]
 Path = tuple[Any, ...]  # keys from the top of a nested observation to one part of it
 
 
-def _refusal(env_id: str, kind: str, space: Any, fix: str) -> ValueError:
-    shown = " ".join(str(space).split())[:160]
-    return ValueError(
-        f"environment {env_id} has {kind} space {shown}, which is not supported: {fix}"
-    )
+def _refusal(env_id: str, kind: str, space: Any, fix: str, path: Path = ()) -> ValueError:
+    shown = re.sub(", charset=[^)]*", "", " ".join(str(space).split()))[:160]  # of a Text
+    where = f": {kind} part {named(path)!r} has" if path else f" has {kind}"
+    return ValueError(f"environment {env_id}{where} space {shown}, which is not supported: {fix}")
+
+
+def mask_words(sizes: Sequence[int]) -> str:
+    """Say how many numbers a mask has, of choices of so many options."""
+    if len(sizes) == 1:
+        return f"{sizes[0]}, one per action"
+    shown = " + ".join(map(str, sizes[:6])) + " + ..." * (len(sizes) > 6)
+    return f"{sum(sizes)} ({shown}: one for each option of each choice, in order)"
 
 
 def leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
@@ -126,7 +134,7 @@ class _Leaf:
         if not (self.categories or _is_box(space) or isinstance(space, spaces.MultiBinary)):
             fix = "its parts must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
             fix += "; a gymnasium.wrappers.TransformObservation can make it so"
-            raise _refusal(env_id, "observation", space, fix)
+            raise _refusal(env_id, "observation", space, fix, path)
         flat = spaces.flatten_space(space)
         assert isinstance(flat, spaces.Box)
         with np.errstate(over="ignore"):  # float64 bounds may be beyond float32
@@ -183,24 +191,24 @@ class _Leaf:
 class ObservationEncoder:
     """Encode observations, nested ones too, as rows [B, F] float32.
 
-    Categories become one-hot, and images channels first in [0, 1]. With `mask_size`, a part called
-    action_mask of a Dict is a mask of that many numbers.
+    Categories become one-hot, and images channels first in [0, 1]. With `mask_sizes`, the
+    options of each choice, a part called action_mask of a Dict is a mask of all of them.
     """
 
-    def __init__(self, source: Space, env_id: str, mask_size: int = 0) -> None:
+    def __init__(self, source: Space, env_id: str, mask_sizes: Sequence[int] = ()) -> None:
         found = list(leaves(source))
         if not found:
             raise _refusal(env_id, "observation", source, "it has no parts")
         self._leaves = [
-            _Leaf(path, space, env_id, bool(mask_size) and path == (MASK_KEY,))
+            _Leaf(path, space, env_id, bool(mask_sizes) and path == (MASK_KEY,))
             for path, space in found
         ]
         self.parts = tuple(leaf.part for leaf in self._leaves)
         self.flattened = [leaf.why_flat for leaf in self._leaves if leaf.why_flat]
-        for part in self.parts:
-            if part.kind == "mask" and part.size != mask_size:
-                fix = f"its {MASK_KEY} must have {mask_size} numbers, one per action"
-                raise _refusal(env_id, "observation", source, fix)
+        for leaf in self._leaves:
+            if leaf.part.kind == "mask" and leaf.part.size != sum(mask_sizes):
+                fix = f"it has {leaf.part.size} numbers, not {mask_words(mask_sizes)}"
+                raise _refusal(env_id, "observation", leaf.space, fix, leaf.path)
         low, high = (
             np.concatenate([getattr(leaf, bound) for leaf in self._leaves])
             for bound in ("low", "high")

@@ -132,22 +132,23 @@ def test_seeds_are_the_documented_words_of_numpys_seed_sequence():
     assert stream_seeds(7, ENVIRONMENT_STREAM, 12, 1) == [int(word) // 2]
 
 
+NAMES = spaces.Tuple([spaces.Text(5)])
 MIXED = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1)))
 
 
 @pytest.mark.parametrize(
-    ("kind", "space"),
+    ("kind", "space", "shown"),
     [
-        ("observation", spaces.Text(3)),
-        ("observation", spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))),
-        ("action", spaces.Text(3)),
-        ("action", MIXED),
-        ("action", spaces.Box(0, 9, (2,), np.int64)),
+        ("observation", spaces.Text(3), r" has observation space Text\(1, 3\)"),
+        ("observation", spaces.Dict(a=NAMES), r": observation part 'a/0' has space Text\(1, 5\)"),
+        ("action", spaces.Text(3), r" has action space Text\(1, 3\)"),
+        ("action", MIXED, " has action space Tuple.*"),
+        ("action", spaces.Box(0, 9, (2,), np.int64), " has action space Box.*"),
     ],
     ids=str,
 )
-def test_spaces_without_a_row_of_numbers_are_refused_by_name(kind, space):
-    found = f"Scripted-v0 has {kind} space .*, which is not supported: "
+def test_spaces_without_a_row_of_numbers_are_refused_by_name(kind, space, shown):
+    found = f"Scripted-v0{shown}, which is not supported: "
     with pytest.raises(ValueError, match=found):
         around(ScriptedEnv(**{f"{kind}_space": space}))
 
