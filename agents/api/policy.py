@@ -42,6 +42,7 @@ class LoadedPolicy:
         self._own_mask = Layout(self._encode.parts).columns("mask")
         self._noise_seed = stream_seeds(seed, PREDICTION_STREAM, 0, 1)[0]
         self._num_drawn = 0
+        self._warned_of_masks = False
 
     def predict(
         self,
@@ -62,7 +63,8 @@ class LoadedPolicy:
             episode_start: [B] bool, whose state is forgotten first; None: nobody's.
             deterministic: the most likely action; else drawn anew at every call, from numbers that
                 no training draws. That is white noise, whatever --noise_color the policy had.
-            action_masks: [B, choices], for a policy trained with --info_mask; None: all allowed.
+            action_masks: [B, choices], for a policy trained with --info_mask; None: all count as
+                allowed, with a warning at the first call.
             reward: [B] of the step before, for a policy trained with --previous_reward.
 
         Raises:
@@ -158,6 +160,11 @@ class LoadedPolicy:
         """Return what a row has beyond the observation, each [B, n] float32."""
         columns = {"previous_action": action}
         if size := self._extras.get(MASK_KEY):
+            if masks is None and not self._warned_of_masks:
+                self._warned_of_masks = True
+                text = "predict got no action_masks: all actions count as allowed, though this "
+                text += "policy was trained with --info_mask; pass action_masks=info['action_mask']"
+                warnings.warn(text, stacklevel=3)
             given = np.ones((count, size)) if masks is None else np.asarray(masks)
             if given.size != count * size:
                 raise UserError(f"action_masks has {given.size} numbers, not {count} x {size}")

@@ -1,5 +1,7 @@
 """What `predict` refuses in one line, and what it draws."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -55,12 +57,19 @@ def test_what_does_not_fit_is_refused_in_one_line(name, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_a_mask_of_info_that_allows_nothing_is_refused(tmp_path):
+def test_a_mask_of_info_that_allows_nothing_is_refused_and_none_is_warned_of(tmp_path):
     mask = Part("action_mask", "mask", (3,))
     policy = LoadedPolicy(agent_of("start of choices", tmp_path, (mask,)))
     assert policy.predict(np.zeros(4), action_masks=[0, 1, 0])[0] == 6
     with pytest.raises(UserError, match="allows no action"):
         policy.predict(np.zeros(4), action_masks=[0, 0, 0])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):  # said once
+            policy.predict(np.zeros(4))
+    assert [(one.filename, "pass action_masks=info" in str(one.message)) for one in said] == [
+        (__file__, True)
+    ]
 
 
 def test_a_policy_whose_observations_were_read_otherwise_is_refused(tmp_path):
