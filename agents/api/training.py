@@ -79,6 +79,12 @@ def train(
     named = {"env": env, "num_gpus": num_ranks} | settings
     callbacks = {"iteration": on_iteration, "evaluation": on_evaluation}
     callbacks["checkpoint"] = on_checkpoint
+    for kind, callback in callbacks.items():
+        if not (callback is None or callable(callback)):
+            raise UserError(
+                f"on_{kind} must be a function, got {callback!r:.80}: give the function itself, "
+                "or callback='module:function'"
+            )
     with ExitStack() as held:
         start = _prepare(held, as_flags(_flat(named)))
         args = start.config, start.resolved, start.run_dir, start.resume_from, start.lock

@@ -77,6 +77,8 @@ def test_a_bad_setting_is_an_error_in_python_and_leaves_nothing(tmp_path, capsys
     with pytest.raises(UserError, match="must be functions of a module"):
         own = {"num_ranks": 2, "on_iteration": lambda moment: True}
         train("CartPole-v1", run_dir=tmp_path / "run", **own, **TINY)
+    with pytest.raises(UserError, match="got 'calls:watch': .*callback='module:function'"):
+        train("CartPole-v1", run_dir=tmp_path / "run", on_iteration="calls:watch", **TINY)
     assert not (tmp_path / "run").exists()
 
 
