@@ -23,6 +23,9 @@ RESULT_FILE = "RL_DIST_RESULT_FILE"
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}  # to this user
 
+# the same, for the program that calls ours as a function
+reported: dict[str, str] = {}
+
 FIRST_RANK_S = 10.0  # for the first rank of a machine to print what the others see as well
 _WRONG_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP)
 _USER_FIXES = {
@@ -112,7 +115,8 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Leave run_dir, error or unknown_flag to the program that started this one."""
+    """Leave run_dir, error or unknown_flag to who started or called this program."""
+    reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
             known = json.loads(Path(path).read_text())

@@ -16,7 +16,7 @@ from agents.api.policy import LoadedPolicy, load_policy
 from agents.api.rank import check_weights, run_rank
 from agents.run.config import SUMMARY
 from agents.run.start import Start, prepare
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError, one_line, reported
 from rl_dist.launch.launcher import launch
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.launch.training_process import as_flags
@@ -74,11 +74,12 @@ def train(
         settings: flags by name: True is --name, False --no-name, None no flag, a mapping JSON.
 
     Raises:
-        UserError: the settings do not fit, or training failed; the reason was printed.
+        UserError: the settings do not fit, or training failed; it gives the reason, also printed.
     """
     named = {"env": env, "num_gpus": num_ranks} | settings
     callbacks = {"iteration": on_iteration, "evaluation": on_evaluation}
     callbacks["checkpoint"] = on_checkpoint
+    reported.pop("error", None)  # of an earlier training
     for kind, callback in callbacks.items():
         if not (callback is None or callable(callback)):
             raise UserError(
@@ -105,9 +106,7 @@ def train(
         if code:
             start.discard(code)
         if 0 < code < 128:
-            raise UserError(
-                f"training failed with code {code}: its lines above say why", exit_code=code
-            )
+            raise UserError(f"training failed with code {code}: {_reason()}", exit_code=code)
         return TrainedRun(run_dir=start.run_dir.absolute(), exit_code=code)
 
 
@@ -118,8 +117,13 @@ def _prepare(held: ExitStack, words: list[str]) -> Start:
     except SystemExit as leaving:  # a flag that cannot be read
         raise leaving.__cause__ or UserError("the settings do not fit") from None
     if isinstance(start, int):
-        raise UserError("the settings do not fit: the line above says why", exit_code=start)
+        raise UserError(_reason(), exit_code=start)
     return start
+
+
+def _reason() -> str:
+    """Return the error that was printed; under torchrun only some ranks print one."""
+    return reported.get("error", "the lines above say why")
 
 
 def _check_importable(callbacks: Callbacks, start: Start) -> None:
@@ -136,6 +140,11 @@ def _check_importable(callbacks: Callbacks, start: Start) -> None:
 
 def _flat(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return flags whose lists are words: stop_at=("valid/return", 475)."""
+    for name, value in named.items():
+        if callable(value) and name in ("core", "callback"):
+            module = value.__module__.replace("__main__", "module")
+            own = f"{module}:{getattr(value, '__name__', 'Name')}"
+            raise UserError(f"{name} is {value!r:.80}: give its name: {name}={own!r}")
     return {
         name: " ".join(map(str, value)) if isinstance(value, list | tuple) else value
         for name, value in named.items()

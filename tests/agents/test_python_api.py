@@ -13,6 +13,7 @@ import pytest
 import torch
 from agents_ranks import world_of_one
 from gymnasium import spaces
+from own_cores import Decay
 from train_runs import REPO, only_error, records, run_here, train_here
 
 import agents
@@ -71,9 +72,11 @@ def test_python_trains_what_the_command_trains(pendulum, tmp_path, monkeypatch):
 
 def test_a_bad_setting_is_an_error_in_python_and_leaves_nothing(tmp_path, capsys):
     for settings in ({"learning_rat": 1}, {"learning_rate": 99.0}, {"env": "Nope-v9"}):
-        with pytest.raises(UserError, match=r"learning_rat|line above"):
+        with pytest.raises(UserError, match="learning_rat|'Nope-v9'") as refused:
             train(**settings, run_dir=tmp_path / "run")
-        assert capsys.readouterr().err.startswith("error: ")
+        assert only_error(capsys.readouterr().err) == f"error: {refused.value}"
+    with pytest.raises(UserError, match="give its name: core='own_cores:Decay'"):
+        train("CartPole-v1", policy="own", core=Decay)
     with pytest.raises(UserError, match="must be functions of a module"):
         own = {"num_ranks": 2, "on_iteration": lambda moment: True}
         train("CartPole-v1", run_dir=tmp_path / "run", **own, **TINY)
