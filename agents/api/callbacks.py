@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_dist.checkpoint.own_modules import import_own
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.world import World
+from rl_dist.process_group.world import World, connection_broke
 from rl_dist.telemetry.metrics import without_nan
 
 if TYPE_CHECKING:
@@ -77,14 +78,28 @@ class Watch:
             self.wants_end |= callback(moment) is False
         except UserError:
             raise
-        except ValueError as error:  # of foreign code: a failure, with its traceback
-            raise RuntimeError(f"the callback raised {one_line(error)}") from error
+        except Exception as error:  # foreign code raises anything
+            if connection_broke(error):  # to another rank, whose end is the reason
+                raise
+            log = training.job.run_dir / "logs" / f"rank_{self.world.rank}.log"
+            said = f"{_fault(callback, error)}; traceback in {log}"
+            raise UserError(said, exit_code=1) from error
 
     def _reached(self, metrics: Mapping[str, Any]) -> str:
         name, _, wanted = self.stop_at.partition(" ")
         value = metrics.get(name)
         reached = isinstance(value, int | float) and value >= float(wanted)
         return f"{name} is {value:.6g}, at least {float(wanted):g}" if reached else ""
+
+
+def _fault(callback: Callback, error: Exception) -> str:
+    """Say which callback raised what, and where in its own code."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without our call
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    name = getattr(callback, "__qualname__", type(callback).__qualname__)
+    named = f"{callback.__module__}:{name}"
+    return f"callback {named!r} raised {one_line(error)}{place}"
 
 
 def make_watch(stop_at: str, named: str, callbacks: Callbacks, world: World) -> Watch | None:

@@ -285,11 +285,16 @@ def raise_value_error(moment):
     return int("seven")
 
 
-def test_what_a_callback_raises_is_a_failure_with_its_traceback(tmp_path, capsys):
-    with pytest.raises(UserError, match="failed with code 1"):
+def test_what_a_callback_raises_is_a_failure_in_one_line_with_its_place(tmp_path, capsys):
+    with pytest.raises(UserError, match="failed with code 1: callback") as failed:
         train("CartPole-v1", run_dir=tmp_path / "run", on_iteration=raise_value_error, **TINY)
-    err = capsys.readouterr().err
-    assert "in raise_value_error" in err and "the callback raised ValueError: invalid" in err
+    progress, error = capsys.readouterr().err.splitlines()
+    assert progress.startswith("iteration 1 ") and failed.value.exit_code == 1
+    assert error.removeprefix("error: ") in str(failed.value)
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    what = "callback 'test_python_api:raise_value_error' raised ValueError: invalid"
+    assert re.search(rf"{what}.* \(test_python_api.py:\d+\); traceback in {log}$", error)
+    assert "in raise_value_error" in log.read_text()
 
 
 def test_a_callback_of_the_command_stops_training_which_still_ends_in_order(tmp_path):
