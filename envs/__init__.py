@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from envs.vector.faults import is_own_fault
 from envs.vector.hangs import own_place_of
-from rl_dist.errors import UserError, check_one_copy, did_you_mean, one_line
+from rl_dist.errors import UserError, check_one_copy, did_you_mean, no_module, one_line
 
 check_one_copy(__file__)
 # torch and pandas are loaded when a factory is called, not when ids are registered
@@ -120,10 +120,9 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     except BaseException as error:
         if not is_own_fault(error):
             raise
-        raise ValueError(
-            f"environment {env_id!r}: its module raised {one_line(error)}{own_place_of(error)}: "
-            "check it and the Python path"
-        ) from error
+        raised = f"its module raised {one_line(error)}{own_place_of(error)}: check it and the "
+        why = no_module(module, error) or f"{raised}Python path"
+        raise ValueError(f"environment {env_id!r}: {why}") from error
 
 
 def _refuse_file(env_id: str, module: str, name: str) -> None:

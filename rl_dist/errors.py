@@ -90,6 +90,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
+def is_here_on_path() -> bool:
+    """Return whether Python looks for modules in the current directory."""
+    return bool({"", str(Path.cwd())} & set(sys.path))
+
+
+def no_module(module: str, error: BaseException) -> str:
+    """Say that a module to import, or a package of it, is not there; "": it is."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not missing or not f"{module}.".startswith(f"{missing}."):
+        return ""
+    looked = "nor elsewhere on" if is_here_on_path() else "which is not on"
+    return f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
+
+
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
     """Return an error on one line of about `limit` characters, with its type."""
     message = " ".join(str(error).split())

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import UserError, did_you_mean, one_line
+from rl_dist.errors import UserError, did_you_mean, is_here_on_path, no_module, one_line
 from rl_dist.hardware.plain_files import plain_file, read_open
 
 
@@ -27,12 +27,8 @@ def import_from_here(*named: str) -> None:
 
     It comes last on the path, where a script has its own folder instead; ranks inherit the path.
     """
-    if any(":" in value for value in named) and not _is_here_on_path():
+    if any(":" in value for value in named) and not is_here_on_path():
         sys.path.append(str(Path.cwd()))
-
-
-def _is_here_on_path() -> bool:
-    return bool({"", str(Path.cwd())} & set(sys.path))
 
 
 def import_own(field: str, value: str) -> Any:
@@ -47,11 +43,7 @@ def import_own(field: str, value: str) -> Any:
     try:
         found = importlib.import_module(module)
     except Exception as error:  # foreign code raises anything
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        why = f"its module raised {one_line(error)}"
-        if missing and f"{module}.".startswith(f"{missing}."):
-            looked = "nor elsewhere on" if _is_here_on_path() else "which is not on"
-            why = f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
+        why = no_module(module, error) or f"its module raised {one_line(error)}"
         raise UserError(f"{field} {value!r}: {why}") from error
     own = getattr(found, name, None)
     if not callable(own):

@@ -279,7 +279,10 @@ UNMADE = f"{__name__}:Unmade-v0"
             {"env_id": "many_choices:Humanoid-v0"},  # a class, and an id near to MuJoCo's
             "unknown environment 'many_choices:Humanoid-v0': many_choices registers Many-v0$",
         ),
-        ({"env_id": "no_such_module:Task-v0"}, "No module named 'no_such_module': check it"),
+        (
+            {"env_id": "no_such_module:Task-v0"},
+            "'no_such_module:Task-v0': there is no module no_such_module in /.* the Python path$",
+        ),
         (
             {"env_id": "broken_module:Task-v0"},
             r"KeyError: 'seven' \(broken_module.py:1\): check it",
