@@ -70,7 +70,8 @@ def train_seeds(
         own = folder / f"seed_{seed}"
         # also one that has finished: other settings are refused, and a longer one trains on
         print(f"seed {seed}: {own}", flush=True)
-        run = [*words, f"--seed={seed}", f"--run_dir={own}", "--resume=auto"]
+        run = [*words, f"--seed={seed}", f"--run_dir={own}"]
+        run += ["--resume=auto"] if own.exists() else []
         done = launch_distributed_training(run)
         if done.exit_code:
             why = done.error or f"code {done.exit_code}"

@@ -392,13 +392,14 @@ def test_a_folder_of_several_runs_names_them(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capsys):
+def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     flags = [f"--{name}={value}" for name, value in TINY.items()]
     flags += ["--env=CartPole-v1", "--total_steps=64", "--run_dir", tmp_path, "--seeds", 1, 2]
     assert train_here(monkeypatch, *flags) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "mean return without noise of seeds 1, 2:" in out and "interquartile mean" in out
     assert "lowest and highest [" in out and "95 %" not in out
+    assert "nothing to resume" not in out
     found = json.loads((tmp_path / "seeds.json").read_text())
     for seed in (1, 2):
         assert records(tmp_path / f"seed_{seed}")[-1]["iteration"] == 1
