@@ -82,16 +82,19 @@ def may_start_again(signum: int) -> bool:
     return signum == signal.SIGTERM and host_range()[1] > 1
 
 
-def host_range() -> tuple[int, int]:
+def host_range(agent_pid: int | None = None) -> tuple[int, int]:
     """Return how many hosts torchrun takes, at least and at most; (1, 1): unknown.
 
-    It tells its ranks only how many there are. Its own command line or variable says the rest.
+    It tells its ranks only how many there are. Its own command line or variable says the rest;
+    `agent_pid` is its process, by default the parent of this one.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 1, 1
     words = os.environ.get("PET_NNODES", "")
     with suppress(OSError):  # Linux has it
-        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+        line = (
+            Path(f"/proc/{agent_pid or os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+        )
         words = (re.findall(r"\0--nnodes[=\0]([\d:]+)(?=\0)", line) or [words])[-1]
     found = re.fullmatch(r"(?:(\d+):)?(\d+)", words)
     return (int(found[1] or found[2]), int(found[2])) if found else (1, 1)

@@ -1,8 +1,9 @@
 """Hosts of one job: the same torch, the same code, clocks, cores."""
 
-import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -54,10 +55,11 @@ def test_how_many_hosts_torchrun_may_take_is_read_off_its_command(
     flags, variable, expected, monkeypatch
 ):
     agent = subprocess.Popen([sys.executable, "-c", "input()", *flags], stdin=subprocess.PIPE)
-    monkeypatch.setattr(os, "getppid", lambda: agent.pid)
+    while not Path(f"/proc/{agent.pid}/cmdline").read_bytes():  # it is about to begin
+        time.sleep(0.01)
     monkeypatch.setenv("PET_NNODES", variable)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert host_range() == (1, 1)
+    assert host_range(agent.pid) == (1, 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    assert host_range() == expected
+    assert host_range(agent.pid) == expected
     agent.communicate(b"\n")
