@@ -16,7 +16,7 @@ from agents.export.step import INPUTS, OUTPUTS, ExportedStep
 from agents.run.config import SUMMARY
 from agents.run.saved import LoadedAgent
 from envs.task import TaskConfig
-from envs.vector.spaces import categories_of, image_axes, leaves, named
+from envs.vector.spaces import categories_of, image_axes, image_scale, leaves, named
 from rl_dist.hardware.plain_files import read_plain
 
 CONTRACT_VERSION = 1
@@ -111,8 +111,9 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
             first, sizes = (values.tolist() for values in categories)
             entry["one_hot"] = {"first": first, "sizes": sizes}
         elif part.kind == "image":
-            axes = image_axes(own[part.name])
-            entry["image"] = {"axes": list(axes or ()), "divided_by": 255}
+            space = own[part.name]
+            axes, scale = image_axes(space), image_scale(space)
+            entry["image"] = {"axes": list(axes or ()), "divided_by": scale}
         found.append(entry)
     return found
 

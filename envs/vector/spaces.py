@@ -93,6 +93,12 @@ def image_axes(space: Space) -> tuple[int, ...] | None:
     return None if _why_no_image(space) else _axes_of(space.shape or ())
 
 
+def image_scale(space: Space) -> int:
+    """Return what pixels of an image are divided by: the largest that the space allows."""
+    assert isinstance(space, spaces.Box)
+    return max(int(space.high.max()), 1)
+
+
 def _axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Put the axes of an image [H, W], [H, W, C] or [C, H, W], or of frames of it, in order.
 
@@ -146,7 +152,8 @@ class _Leaf:
         if self.axes:
             *channels, height, width = (int(space.shape[axis]) for axis in self.axes)  # type: ignore[index]
             self.part = Part(name, "image", (math.prod(channels), height, width))
-            self.high = self.high / np.float32(255)
+            self.scale = np.float32(image_scale(space))
+            self.high = self.high / self.scale
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, n] float32 of values [count, ...]."""
@@ -160,7 +167,7 @@ class _Leaf:
             )
         if self.axes:
             channels_first = values.transpose(0, *(axis + 1 for axis in self.axes))
-            return channels_first.reshape(count, -1).astype(np.float32) / np.float32(255)
+            return channels_first.reshape(count, -1).astype(np.float32) / self.scale
         if self.categories is None:
             with np.errstate(over="ignore"):  # becomes infinity, which the caller reports
                 return np.array(values, dtype=np.float32).reshape(count, -1)

@@ -136,6 +136,14 @@ def test_images_are_bytes_whose_frames_become_channels(shape, caplog):
     assert env.layout.describe() == f"image {' x '.join(map(str, part.shape))} through the CNN"
 
 
+@pytest.mark.parametrize("most", [1, 10, 255])
+def test_pixels_are_divided_by_the_largest_that_their_space_allows(most):
+    inner = DrawnEnv(spaces.Box(0, most, (8, 9, 3), np.uint8), spaces.Discrete(2))
+    row = around(inner).reset(seed=[1])[0][0].numpy()
+    np.testing.assert_allclose(row.max(), inner.observation.max() / most, rtol=1e-6)
+    assert row.max() == pytest.approx(1.0, abs=0.1)
+
+
 @pytest.mark.parametrize(("shape", "dtype"), FLAT)
 def test_several_axes_that_are_no_image_are_named_with_the_reason(shape, dtype, caplog):
     adapter._warn_once.cache_clear()
