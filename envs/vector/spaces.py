@@ -94,7 +94,7 @@ def image_axes(space: Space) -> tuple[int, ...] | None:
 
 
 def image_scale(space: Space) -> int:
-    """Return what pixels of an image are divided by: the largest that the space allows."""
+    """Return what pixels are divided by: the largest that the space allows."""
     assert isinstance(space, spaces.Box)
     return max(int(space.high.max()), 1)
 
