@@ -17,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,20 @@ RESAMPLES = 10_000
 class Trainer:
     """A process of one driver, which iterates when it is told to."""
 
-    def __init__(self, held: ExitStack, python: str, driver: str, task: str, threads: int) -> None:
+    def __init__(
+        self, held: ExitStack, python: str, driver: str, task: str, *flags: str | int
+    ) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # held
         self.process = subprocess.Popen(
-            [python, str(DRIVERS / f"{driver}.py"), task, "--threads", str(threads)],
+            [python, str(DRIVERS / f"{driver}.py"), task, *map(str, flags)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
             bufsize=1,
             env=environment,
+            start_new_session=True,
         )
         held.callback(self.end)
         self.about: dict[str, Any] = {}
@@ -61,7 +65,8 @@ class Trainer:
     def turn(self) -> dict[str, Any]:
         """Let it iterate once, and return what it measured."""
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write("go\n")
+        with suppress(BrokenPipeError):  # it has ended: the report has its last words
+            self.process.stdin.write("go\n")
         return self.report()
 
     def report(self) -> dict[str, Any]:
@@ -77,8 +82,8 @@ class Trainer:
         return report
 
     def end(self) -> None:
-        """End the process."""
-        self.process.kill()
+        """End the process, and its ranks."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -149,9 +154,10 @@ def medians(reports: list[dict[str, Any]]) -> dict[str, Any]:
 def compare(task: str, args: argparse.Namespace, missing: dict[str, str]) -> None:
     """Start all trainers on a task, warm them up, let them take turns, and print."""
     with ExitStack() as held:
-        ours = Trainer(held, sys.executable, "ours", task, args.threads)
+        threads = ("--threads", args.threads)
+        ours = Trainer(held, sys.executable, "ours", task, *threads, "--ranks", args.ranks)
         wanted = [name for name in args.peers if name not in missing]
-        peers = {name: Trainer(held, args.python, name, task, args.threads) for name in wanted}
+        peers = {name: Trainer(held, args.python, name, task, *threads) for name in wanted}
         for name, trainer in {"ours": ours, **peers}.items():
             try:
                 trainer.report()
@@ -181,9 +187,10 @@ def main() -> None:
     parser.add_argument("--fewest", type=int, default=4, help="pairs of each peer, at least")
     parser.add_argument("--warm_up", type=int, default=2, help="turns before the first pair")
     parser.add_argument("--threads", type=int, default=2, help="of each trainer")
+    parser.add_argument("--ranks", type=int, default=1, help="of ours; they share its threads")
     args = parser.parse_args()
     missing = lacking(args.python)
-    print(json.dumps(describe(args.threads)))
+    print(json.dumps(describe(args.threads) | {"ranks": args.ranks}))
     for name, reason in missing.items():
         print(json.dumps({"left_out": name, "reason": reason}))
     for task in args.tasks:

@@ -1,10 +1,13 @@
 """This project's trainer, by its Python function; every iteration is one of a plain training.
 
-VECTORIZATION=sync in the environment steps Gymnasium's CartPole-v1 one by one, as most peers do.
+With --ranks N that many processes share work and threads; needs /proc. VECTORIZATION=sync in the
+environment steps Gymnasium's CartPole-v1 one by one, as most peers do.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -13,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
+import psutil
 import torch
 from turns import (
     BPTT_STEPS,
@@ -30,20 +34,24 @@ from turns import (
     Task,
     Turns,
     arguments,
+    silence,
 )
 
 from agents import train
 
+DRIVER = "BENCHMARK_DRIVER"  # for ranks: the process that takes the turns, where it reports
 
-def settings(task: Task, threads: int) -> dict[str, Any]:
+
+def settings(task: Task, threads: int, ranks: int = 1) -> dict[str, Any]:
     """Return the flags of the comparison, or those of the main job."""
     plain = {
-        "threads": threads,
+        "threads": max(threads // ranks, 1),
         "device": "cpu",
-        "num_gpus": 1,
+        "num_gpus": ranks,
         "total_steps": 10**9,
         "validate_every": 0,
         "checkpoint_every": 10**9,
+        "collective_timeout": 80_000,  # ranks wait for their turns
     }
     if task.cascade:
         return plain | {"num_stocks": 30}
@@ -68,22 +76,45 @@ def settings(task: Task, threads: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Train until the turns end."""
-    task, threads = arguments()
-    turns = Turns(trainer="ours", torch=torch.__version__)
+@functools.cache
+def turns() -> Turns:
+    """Take the turns of the process that was started, also in a rank that it has started."""
+    number, reports = map(int, os.environ[DRIVER].split())
+    about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
+    if number == os.getpid():
+        return Turns(reports=os.fdopen(reports, "w", buffering=1), **about)
+    driver = psutil.Process(number)
 
-    def end_of_iteration(moment: Any) -> None:
-        metrics = moment.metrics
-        turns.next(
+    def cpu_s() -> float:
+        each = [process.cpu_times() for process in driver.children(recursive=True)]
+        return sum(times.user + times.system for times in each)
+
+    own = Path(f"/proc/{number}/fd")
+    orders, answers = (own / "0").open(), (own / str(reports)).open("w", buffering=1)
+    return Turns(orders, answers, cpu_s, **about)
+
+
+def end_of_iteration(moment: Any) -> None:
+    """Report, and wait for the next turn; other ranks wait for the first one to go on."""
+    metrics = moment.metrics
+    if moment.is_main_process:
+        turns().next(
             collect_s=metrics["time/collect_s"],
             update_s=metrics["time/update_s"],
             episode_length=metrics["episode/length"],
         )
 
+
+def main() -> None:
+    """Train until the turns end."""
+    task, threads = arguments()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=1)
+    ranks = parser.parse_known_args()[0].ranks
+    os.environ[DRIVER] = f"{os.getpid()} {silence()}"
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        train(on_iteration=end_of_iteration, run_dir=run, **settings(task, threads))
+        train(on_iteration=end_of_iteration, run_dir=run, **settings(task, threads, ranks))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES, BPTT_STEPS = 64, 128, 4, 4, 32
 STEPS = NUM_ENVS * NUM_STEPS  # of an iteration
@@ -60,27 +61,47 @@ def arguments() -> tuple[Task, int]:
     parser = argparse.ArgumentParser()
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()  # a driver may have more flags
     return TASKS[args.task], args.threads
 
 
 class Turns:
-    """This process's side of the turns; everything else that it prints goes to standard error."""
+    """A trainer's side of the turns; everything else that it prints goes to standard error.
 
-    def __init__(self, **about: Any) -> None:
-        self._reports = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)
+    Args:
+        orders, reports: what it reads and writes; None: standard input and output.
+        cpu_s: returns the seconds of CPU that the trainer has used.
+        about: told once, with the first report.
+    """
+
+    def __init__(
+        self,
+        orders: TextIO | None = None,
+        reports: TextIO | None = None,
+        cpu_s: Callable[[], float] = time.process_time,
+        **about: Any,
+    ) -> None:
+        self._orders = orders or sys.stdin
+        self._reports = reports or os.fdopen(silence(), "w", buffering=1)
+        self._cpu_s = cpu_s
         self._about = about
         self._began = self._cpu_began = 0.0
 
     def next(self, **measured: Any) -> None:
         """Report the iteration that ended, if there was one, and wait for the next turn."""
-        ended, cpu_ended = time.perf_counter(), time.process_time()
+        ended = time.perf_counter()
         if self._began:
             measured["seconds"] = ended - self._began
-            measured["cpu_s"] = cpu_ended - self._cpu_began
+            measured["cpu_s"] = self._cpu_s() - self._cpu_began
         print(json.dumps(measured | self._about), file=self._reports)
         self._about = {}
-        if not sys.stdin.readline():
+        if not self._orders.readline():
             os._exit(0)  # whatever the trainer would still do
-        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        self._cpu_began, self._began = self._cpu_s(), time.perf_counter()
+
+
+def silence() -> int:
+    """Send what this process prints to standard error; return what was standard output."""
+    reports = os.dup(1)
+    os.dup2(2, 1)
+    return reports
