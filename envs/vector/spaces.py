@@ -153,7 +153,8 @@ class _Leaf:
             *channels, height, width = (int(space.shape[axis]) for axis in self.axes)  # type: ignore[index]
             self.part = Part(name, "image", (math.prod(channels), height, width))
             self.scale = np.float32(image_scale(space))
-            self.high = self.high / self.scale
+            bounds = (bound.reshape(space.shape or ()) for bound in (self.low, self.high))
+            self.low, self.high = (b.transpose(self.axes).ravel() / self.scale for b in bounds)
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, n] float32 of values [count, ...]."""
@@ -198,7 +199,7 @@ class _Leaf:
 class ObservationEncoder:
     """Encode observations, nested ones too, as rows [B, F] float32.
 
-    Categories become one-hot, and images channels first in [0, 1]. With `mask_sizes`, the
+    Categories become one-hot, and images channels first, by their largest value. With `mask_sizes`, the
     options of each choice, a part called action_mask of a Dict is a mask of all of them.
     """
 

@@ -144,6 +144,16 @@ def test_pixels_are_divided_by_the_largest_that_their_space_allows(most):
     assert row.max() == pytest.approx(1.0, abs=0.1)
 
 
+def test_bounds_of_an_image_lie_where_its_pixels_do():
+    low, high = np.zeros((2, 8, 9, 3), np.uint8)
+    low[..., 0], high[...] = 10, (255, 1, 51)
+    env = around(DrawnEnv(spaces.Box(low, high, dtype=np.uint8), spaces.Discrete(2)))
+    bounds = env.single_observation_space
+    pixels = 8 * 9
+    np.testing.assert_allclose(bounds.low[::pixels], np.divide([10, 0, 0], 255), rtol=1e-6)
+    np.testing.assert_allclose(bounds.high[::pixels], np.divide([255, 1, 51], 255), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("shape", "dtype"), FLAT)
 def test_several_axes_that_are_no_image_are_named_with_the_reason(shape, dtype, caplog):
     adapter._warn_once.cache_clear()
