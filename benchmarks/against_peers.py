@@ -48,6 +48,8 @@ class Trainer:
         self, held: ExitStack, python: str, driver: str, task: str, *flags: str | int
     ) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        environment["TMPDIR"] = held.enter_context(folder)  # removed behind a driver that is killed
         self.errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # held
         self.process = subprocess.Popen(
             [python, str(DRIVERS / f"{driver}.py"), task, *map(str, flags)],
@@ -189,6 +191,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of each trainer")
     parser.add_argument("--ranks", type=int, default=1, help="of ours; they share its threads")
     args = parser.parse_args()
+    if args.ranks < 1 or args.threads % args.ranks:
+        parser.error("--threads must be a multiple of --ranks, which share them")
     missing = lacking(args.python)
     print(json.dumps(describe(args.threads) | {"ranks": args.ranks}))
     for name, reason in missing.items():

@@ -45,7 +45,7 @@ DRIVER = "BENCHMARK_DRIVER"  # for ranks: the process that takes the turns, wher
 def settings(task: Task, threads: int, ranks: int = 1) -> dict[str, Any]:
     """Return the flags of the comparison, or those of the main job."""
     plain = {
-        "threads": max(threads // ranks, 1),
+        "threads": threads // ranks,
         "device": "cpu",
         "num_gpus": ranks,
         "total_steps": 10**9,
