@@ -199,8 +199,8 @@ class _Leaf:
 class ObservationEncoder:
     """Encode observations, nested ones too, as rows [B, F] float32.
 
-    Categories become one-hot, and images channels first, by their largest value. With `mask_sizes`, the
-    options of each choice, a part called action_mask of a Dict is a mask of all of them.
+    Categories become one-hot, and images channels first, divided by their largest value. With
+    `mask_sizes`, the options of each choice, a part called action_mask of a Dict is a mask of all.
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: Sequence[int] = ()) -> None:
