@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # other tasks do without pandas and talib
 
 Which = Literal["last", "best", ""]  # of a run's checkpoints
 SUMMARY = "summary.json"  # of a finished run, and of no other
+SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
 EVALUATING = "final evaluation"  # the phase after training
 
 
@@ -120,6 +121,19 @@ class RunConfig:
         from envs.trading.task import prepare_task
 
         return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
+
+
+def with_threads(config: RunConfig) -> RunConfig:
+    """Return the configuration with one thread if its network is small and none were asked for.
+
+    One thread is as fast as two below some 10 million multiplications for each gate and pass, and
+    much faster beside other programs: docs/performance.md.
+    """
+    train = config.train
+    steps = train.batch_size * train.bptt_steps  # of a minibatch; 0 if measured later
+    if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
+        return config
+    return replace(config, launch=replace(config.launch, threads=1))
 
 
 SECTIONS: dict[str, type] = {item.name: item.default_factory for item in fields(RunConfig)}  # type: ignore[misc]

@@ -137,6 +137,8 @@ def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
         reset["num_gpus"] = -1
     if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
         reset["gpu_ids"] = ""
+    if "threads" not in changes and changes.keys() & {"num_gpus", "device", "gpu_ids"}:
+        reset["threads"] = 0  # other ranks share the cores
     # else these changes would do nothing
     if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:
         reset |= {"chosen_strategy": "", "chosen_on": ""}

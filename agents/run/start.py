@@ -35,6 +35,7 @@ from agents.run.config import (
     is_unused,
     probe,
     save_config,
+    with_threads,
 )
 from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
@@ -103,8 +104,10 @@ def prepare(
         if parsed.extra.seeds and several_seeds:
             return several_seeds(parsed)
         config, run_dir, found, lock = choose_run(parsed, held)
-        launch, resolved = _resolve(config.launch)
-        config = dataclasses.replace(config, launch=launch)
+        launch, resolved = _resolve(with_threads(config).launch)
+        config = dataclasses.replace(
+            config, launch=dataclasses.replace(launch, threads=resolved.threads)
+        )
         is_new = not found and (run_dir is None or is_unused(run_dir))
         if is_first():
             announce(config, resolved, found, check_weights)

@@ -76,9 +76,11 @@ class LaunchConfig:
     gpu_ids: Text = setting("")
     """GPUs to use, one rank each, such as 0,2,3; the ids count those in CUDA_VISIBLE_DEVICES, if
     that is set."""
-    threads: int = setting(0, "threads", within=(0, 1024), derived="the cores, shared by the ranks")
-    """Threads of each rank on the CPU; wins over OMP_NUM_THREADS, also under torchrun. Give 1 where
-    other programs or hosts share the cores: threads that wait for a core slow each other down."""
+    threads: int = setting(
+        0, "threads", within=(0, 1024), derived="1 for small networks, else the rank's cores"
+    )
+    """Threads of each rank on the CPU; wins over OMP_NUM_THREADS, also under torchrun. A resumed
+    run keeps its number, and with it its results to the bit."""
     strategy: Mode = setting("default")
     """How the ranks train together; default: ddp on several ranks, none on one; dp: one process
     for several GPUs; hybrid: see hybrid_form; auto: the fastest in a few gradient steps at the
@@ -169,7 +171,7 @@ class ResolvedLaunch:
     message: str  # one line for the user, to be printed once
     # of this machine's ranks, or of the one process of dp; (): rank i takes number i
     gpu_ids: tuple[int, ...] = ()
-    threads: int = 0  # of each rank; 0: the cores, shared by the ranks
+    threads: int = 0  # of each rank
 
     @property
     def place(self) -> str:
@@ -209,7 +211,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
         num_ranks = num_ranks if adopted else 1
     check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
-    threads = config.threads or threads_per_rank(num_ranks)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if adopted else num_ranks
+    threads = config.threads or threads_per_rank(local_ranks)
     message = _describe(num_ranks, on_gpu, gpus, gpu_ids, threads, config.num_gpus)
     # where they meet
     if not adopted and num_ranks > 1 and (address := asked_for_address()):
@@ -222,7 +225,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         device_type=device_type,
         message=message,
         gpu_ids=gpu_ids,
-        threads=config.threads,
+        threads=threads,
     )
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, RESTART_COUNT, asked_for_address
-from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.plain_files import leads_to, plain_file
 from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank
 from rl_dist.process_group.process_ends import (
@@ -101,7 +100,8 @@ class RankGroup:
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # its start unblocks signals
-        with _prepared_for_starts(openmp_variables(self.num_ranks, self.threads)):
+        threads = self.threads or threads_per_rank(self.num_ranks)
+        with _prepared_for_starts({"OMP_NUM_THREADS": str(threads)}):
             for rank in range(self.num_ranks):
                 page = ReportPage()
                 place = self._variables(rank), page, os.getpid()
@@ -209,21 +209,6 @@ class RankGroup:
         # a cleaner of temporary files may have taken it
         Path(self.job_dir).mkdir(mode=0o700, exist_ok=True)
         return True
-
-
-def openmp_variables(num_ranks: int, threads: int) -> dict[str, str]:
-    """Return what OpenMP of a rank's process reads before anything else.
-
-    Threads that wait for the others of their process spin, and take the cores from those that they
-    wait for, if ranks have more threads than there are cores. Then they sleep instead, unless the
-    user has decided.
-    """
-    threads = threads or threads_per_rank(num_ranks)
-    variables = {"OMP_NUM_THREADS": str(threads)}
-    crowded = threads > 1 and num_ranks * threads > available_cores()
-    if crowded and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        variables["OMP_WAIT_POLICY"] = "PASSIVE"
-    return variables
 
 
 @contextmanager

@@ -29,7 +29,6 @@ PACKAGES = ("rl_dist", "agents", "envs")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of a machine, however many hosts it plays
 MOST_APART_S = 60.0  # clocks: beyond it times of files and logs mislead
-WAIT_POLICIES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # a user who sets one has decided
 
 
 def code_version() -> str:
@@ -82,13 +81,12 @@ def difference(hosts: list[str], found: list[Mapping[str, str]]) -> str:
     return ""
 
 
-def compare_hosts(world: World, threads: int, modules: Mapping[str, Sequence[Path]]) -> None:
+def compare_hosts(world: World, modules: Mapping[str, Sequence[Path]]) -> None:
     """Compare the hosts of a job that another launcher started; all ranks call.
 
     What is no error goes to `world.warnings`, on the main process.
 
     Args:
-        threads: asked for by the user; 0: ranks on the same cores share them.
         modules: files of the user's own modules, by name.
 
     Raises:
@@ -103,14 +101,12 @@ def compare_hosts(world: World, threads: int, modules: Mapping[str, Sequence[Pat
         "cores": len(cores),
         "which": zlib.crc32(f"{machine} {cores}".encode()),
         "threads": torch.get_num_threads(),
-        "fixed": threads > 0,
-        "spins": not WAIT_POLICIES & os.environ.keys(),
     }
     ranks = all_gather_json(about, world)
     if complaint := difference([r["host"] for r in ranks], [r["versions"] for r in ranks]):
         refuse_restarts()
         raise UserError(complaint)
-    warnings = [share_cores(ranks, world.rank)] if cores else []
+    warnings = [warn_of_shared_cores(ranks)] if cores else []
     clocks_s = all_gather_json(time.time(), world)  # right after a meeting
     if (apart_s := max(clocks_s) - min(clocks_s)) > MOST_APART_S:
         warnings.append(f"the hosts' clocks are {apart_s:.0f} s apart: set them by NTP")
@@ -123,25 +119,18 @@ def compare_hosts(world: World, threads: int, modules: Mapping[str, Sequence[Pat
         world.warnings += filter(None, warnings)
 
 
-def share_cores(ranks: list[dict[str, Any]], rank: int) -> str:
-    """Take this rank's share of cores that others use, too; return a warning.
+def warn_of_shared_cores(ranks: list[dict[str, Any]]) -> str:
+    """Return a warning if the job's ranks have more threads than their machine has cores.
 
-    Agents on one machine do not know of each other, and each gives its ranks all cores; threads
-    that wait for a core spin. Not if the user has given --threads.
+    Agents on one machine do not know of each other, and each gives its ranks all cores.
     """
-    together = Counter(each["which"] for each in ranks)
-    warning = ""
-    for number, each in enumerate(ranks):
-        cores, threads = each["cores"], each["threads"]
-        share = max(1, cores // together[each["which"]])
-        wanted = together[each["which"]] * threads
-        if share < threads and not each["fixed"]:
-            words = f"{share} thread(s) for each rank instead of {threads} (--threads)"
-            warning = warning or f"hosts of this job share cores: {words}"
-            if number == rank:
-                torch.set_num_threads(share)
-        elif threads > 1 and wanted > cores and each["spins"]:
-            fix = "give fewer --threads, or set OMP_WAIT_POLICY=PASSIVE"
-            words = f"{wanted} threads for {cores} core(s), and those that wait for one spin"
-            warning = warning or f"host {each['host']}: {words}: {fix}"
-    return warning
+    ranks_on = Counter(rank["which"] for rank in ranks)
+    for rank in ranks:
+        wanted = ranks_on[rank["which"]] * rank["threads"]
+        if rank["threads"] > 1 and wanted > rank["cores"]:
+            share = max(1, rank["cores"] // ranks_on[rank["which"]])
+            return (
+                f"host {rank['host']}: {wanted} threads of this job share {rank['cores']} core(s): "
+                f"give --threads {share}"
+            )
+    return ""

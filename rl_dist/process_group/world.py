@@ -284,7 +284,7 @@ def open_world(
     if isinstance(store, dist.FileStore) and options["backend"] == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
-        compare_hosts(_current, threads, modules or {})
+        compare_hosts(_current, modules or {})
     logger.info("rank %d of %d on %s, %d threads", rank, size, place, torch.get_num_threads())
     return _current
 

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 from agents.noise import sequence_orders, stratum_size
+from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
+from agents.run.config import SECTIONS, RunConfig, with_threads
+from agents.run.resumed import resumed_config
 from agents.run.start import sizes_table
-from agents.sizes import Sizes, TrainConfig, shard_sizes
+from agents.sizes import AUTO, Sizes, TrainConfig, shard_sizes
+from rl_dist.config import parse_flags
+from rl_dist.launch.launcher import LaunchConfig
 
 
 def sizes_of(num_ranks, saved_num_envs=0, **options):
@@ -168,3 +173,30 @@ def test_the_table_says_what_each_rank_and_all_ranks_do_and_how_the_rate_is_scal
     rate = sizes_table(config, shard_sizes(config, 0, 4), 4, ppo).splitlines()[-1]
     assert "0.001 x 2 (sqrt of a 4-fold batch) = 0.002, rising over the first 5 it" in rate
     assert rate.endswith("falling to 0 over 4096 steps")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "hidden_size", "asked", "expected"),
+    [(8, 64, 0, 1), (128, 128, 0, 0), (8, 64, 3, 3), (AUTO, 64, 0, 0)],
+)
+def test_a_small_network_takes_one_thread_unless_more_are_asked_for(
+    batch_size, hidden_size, asked, expected
+):
+    config = RunConfig(
+        launch=LaunchConfig(threads=asked),
+        train=TrainConfig(batch_size=batch_size),
+        policy=PolicyConfig(hidden_size=hidden_size),
+    )
+    assert with_threads(config).launch.threads == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], 3), (["--num_gpus", "2"], 0), (["--num_gpus", "2", "--threads", "5"], 5)],
+)
+def test_a_resumed_run_keeps_its_threads_on_the_same_number_of_ranks(flags, expected):
+    saved = RunConfig(launch=LaunchConfig(threads=3, num_gpus=1))
+    assert (
+        resumed_config(saved, parse_flags(SECTIONS, flags, description="")).launch.threads
+        == expected
+    )

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,6 @@ from rl_dist.hardware.memory import available_cores
 from rl_dist.launch import rank_group
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
 from rl_dist.launch.rank import run_guarded
-from rl_dist.launch.rank_group import openmp_variables
 from rl_dist.process_group.process_ends import ReportPage
 from rl_dist.process_group.world import close_world, open_world, stop_flag, threads_per_rank
 
@@ -242,19 +242,18 @@ def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "threads", "by_user", "asleep"),
-    [(2, 4, {}, True), (2, 2, {}, False), (2, 0, {}, False), (8, 0, {}, False)]
-    + [(2, 4, {"OMP_WAIT_POLICY": "ACTIVE"}, False), (2, 4, {"GOMP_SPINCOUNT": "5"}, False)],
+    ("by_user", "expected"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        ({"GOMP_SPINCOUNT": "5"}, (None, "5")),
+    ],
 )
-def test_threads_wait_asleep_where_ranks_have_more_than_the_cores(
-    num_ranks, threads, by_user, asleep, monkeypatch
-):
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in by_user.items():
-        monkeypatch.setenv(name, value)
-    for module in ("launch.rank_group", "process_group.world"):
-        monkeypatch.setattr(f"rl_dist.{module}.available_cores", lambda: 4)
-    variables = openmp_variables(num_ranks, threads)
-    assert variables["OMP_NUM_THREADS"] == str(threads or max(1, 4 // num_ranks))
-    assert variables.get("OMP_WAIT_POLICY") == ("PASSIVE" if asleep else None)
+def test_waiting_threads_yield_unless_the_user_has_decided(by_user, expected):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    code = f"import os, sys, rl_dist; print([os.environ.get(name) for name in {names}]);"
+    code += "print('torch' in sys.modules)"  # OpenMP reads them when torch is loaded
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=inherited | by_user, capture_output=True, text=True).stdout
+    assert out.splitlines() == [str(list(expected)), "False"]
