@@ -22,7 +22,19 @@ class TrainConfig:
         5000, "episodes", within=(1, 10**12), presets={"--quick": 96}, main=True
     )
     """Training episodes, total over all ranks."""
-    total_steps: int = setting(0, "steps", within=(0, 10**15), derived="by episodes", main=True)
+    total_steps: int = setting(
+        0,
+        "steps",
+        within=(0, 10**15),
+        derived="by episodes",
+        presets={
+            "--preset small": 200_000,
+            "--preset control": 200_000,
+            "--preset memory": 200_000,
+            "--quick": 0,
+        },
+        main=True,
+    )
     """Stop after this many environment steps of all ranks instead; 0: by episodes."""
     batch_size: int = setting(
         128,

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
+from agents.network.normalize import Normalizer, observation_normalizer
+from agents.policy import Policy
 from agents.run.config import EVALUATING, SUMMARY, RunConfig
 from agents.trainer import Training
+from envs import find_spec
 from envs.task import GymTask
+from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR
 from rl_dist.launch.short_run import ended_lines
-from rl_dist.process_group.collectives import parameter_hash
+from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.process_ends import stopped_in_evaluation
+from rl_dist.process_group.world import broadcast_from_rank0
 from rl_dist.telemetry.metrics import write_whole
 
 NEARLY_RANDOM = 0.95  # share of the largest entropy from which on a policy counts as random
@@ -32,7 +38,7 @@ def evaluate_and_finish(
     world.set_phase(EVALUATING)
     try:
         with stoppable(world):
-            summary, text = evaluate_run(config, task, training, run_dir / "plots")
+            summary, text = evaluate_run(config, task, training, run_dir)
             if world.is_main_process:
                 finish(config, run_dir, training, summary, text)
     except Stopped as stopped:
@@ -44,17 +50,70 @@ def evaluate_and_finish(
 
 
 def evaluate_run(
-    config: RunConfig, task: TradingTask | GymTask, training: Training, plots: Path
+    config: RunConfig, task: TradingTask | GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate on the test span, once, or in whole episodes; a summary and its text."""
-    agent = training.policy, training.obs_normalizer
+    """Evaluate on the test span, once, or in whole episodes; the summary's figures and a text."""
     if isinstance(task, GymTask):
-        figures = episode_figures(task, config, *agent, training.world, sampled=True)
-        return figures, episode_text(figures)
-    markets, picture = task.markets("test"), plots / "equity.png"
+        return evaluate_last_and_best(config, task, training, run_dir)
+    agent = training.policy, training.obs_normalizer
+    markets, picture = task.markets("test"), run_dir / "plots" / "equity.png"
     from agents.evaluate.markets import report
 
-    return report(task, markets, task.spans.test, {"policy": agent}, training.world, picture)
+    figures, text = report(
+        task, markets, task.spans.test, {"policy": agent}, training.world, picture
+    )
+    return {"test": figures}, text
+
+
+def evaluate_last_and_best(
+    config: RunConfig, task: GymTask, training: Training, run_dir: Path
+) -> tuple[dict[str, Any], str]:
+    """Evaluate the last policy in whole episodes, and that of best.pt where it is another one."""
+    last = (training.policy, training.obs_normalizer)
+    iteration, best = load_best(training, run_dir)
+    agents = {"last, which is best.pt" if iteration == training.iteration else "last": last}
+    if best:
+        agents[f"best.pt (iteration {iteration})"] = best
+    figures = {
+        name: episode_figures(task, config, *agent, training.world, sampled=True)
+        for name, agent in agents.items()
+    }
+    lines = [f"{name}: {episode_text(values)}" for name, values in figures.items()]
+    threshold = find_spec(config.task.env).reward_threshold
+    if threshold is not None:
+        solved = [name for name, values in figures.items() if values["return"] >= threshold]
+        counts = f"{config.task.env} counts as solved from a mean return of {threshold:g} on"
+        lines.append(f"{counts}: {' and '.join(solved) or 'not yet'}")
+    of_last, *of_best = figures.values()
+    summary: dict[str, Any] = {"test": of_last}
+    if of_best:
+        summary["best"] = {"iteration": iteration, **of_best[0]}
+    return summary, "\n".join(lines)
+
+
+def load_best(
+    training: Training, run_dir: Path
+) -> tuple[int | None, tuple[Policy, Normalizer] | None]:
+    """Return best.pt's iteration (None: no such file), and its agent if it is not the last one.
+
+    All ranks call; the main process alone reads the file, which other hosts may lack.
+    """
+    world, path = training.world, run_dir / CHECKPOINT_DIR / BEST_FILE
+    state = load_checkpoint(path) if world.is_main_process and path.exists() else None
+    iteration = all_gather_json(state and state["iteration"], world)[0]
+    if iteration in (None, training.iteration):
+        return iteration, None
+    last = training.policy
+    policy = Policy(last.config, last.layout, training.action_space)
+    policy.to(world.device, training.job.dtype).low_precision = last.low_precision
+    normalizer = observation_normalizer(last.layout, training.job.train.normalize_obs)
+    normalizer.to(world.device)
+    for module, name in ((policy, "policy"), (normalizer, "obs_normalizer")):
+        if state:
+            module.load_state_dict(state[name])
+        for tensor in module.state_dict().values():
+            broadcast_from_rank0(tensor)
+    return iteration, (policy, normalizer)
 
 
 def randomness_warning(run_dir: Path) -> str:
@@ -82,7 +141,7 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
     # the summary is the last file: who finds it, finds all
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
-    found = counters | {"parameter_sha256": parameter_hash(training.policy), "test": summary}
+    found = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     scaling = None
     if training.ppo.strategy.mode == "ddp" and training.world.size > 1:
         from rl_dist.speedup.outcome import describe, outcome_of

@@ -224,6 +224,8 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         defaults.pop("num_steps", None)
     if parsed.given & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
         defaults.pop("num_envs", None)
+    if "num_episodes" in parsed.given:
+        defaults.pop("total_steps", None)
     if extra.quick:
         defaults |= preset(SECTIONS, "--quick")
 

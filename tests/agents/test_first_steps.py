@@ -160,6 +160,22 @@ def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected):
     assert config.ppo.refresh_states == has_states
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (0, 5000)),
+        ("--env CartPole-v1", (200_000, 5000)),
+        ("--env Pendulum-v1 --total_steps 5000", (5000, 5000)),
+        ("--env CartPole-v1 --num_episodes 10", (0, 10)),
+        ("--env Recall-v0 --quick", (0, 96)),
+    ],
+)
+def test_other_tasks_than_trading_have_a_budget_in_steps_unless_episodes_are_given(flags, expected):
+    parsed = parse_flags(SECTIONS, flags.split(), description="", extra=add_run_flags)
+    train = fresh_config(parsed).train
+    assert (train.total_steps, train.num_episodes) == expected
+
+
 # ---- what is evaluated, and what a run starts from
 
 
@@ -209,6 +225,23 @@ def test_the_best_checkpoint_is_evaluated_unless_another_is_asked_for(
         out = capsys.readouterr().out
         assert f"checkpoints/{name}, iteration {3 if flags else best['iteration']}" in out
         assert ("the best by valid/return" in out) == (not flags)
+
+
+def test_the_end_evaluates_the_last_policy_and_the_best_one_on_any_number_of_ranks(
+    finished, tmp_path, monkeypatch
+):
+    run_dir, printed = finished
+    best = json.loads((run_dir / "summary.json").read_text())["best"]
+    iteration = best.pop("iteration")
+    assert "\nlast: 2 episodes" in printed
+    assert f"\nbest.pt (iteration {iteration}): 2 episodes" in printed
+    assert "counts as solved from a mean return of 475 on: not yet" in printed
+    assert evaluate_here(monkeypatch, run_dir, "--json", tmp_path / "json") == 0
+    assert json.loads((tmp_path / "json").read_text())["policy"] == best
+    flags = [*CUE, "--env", "CartPole-v1", "--total_steps", 192, "--validate_every", 1]
+    two = tmp_path / "two"
+    assert train_here(monkeypatch, *flags, "--num_gpus", 2, "--run_dir", two) == 0
+    assert json.loads((two / "summary.json").read_text())["best"] == best | {"iteration": iteration}
 
 
 def test_a_policy_is_evaluated_by_other_episodes_than_those_that_chose_it(

@@ -12,7 +12,7 @@ from train_runs import SIZES, only_error, train_here
 
 from agents.run import interactive
 from agents.run.choice import add_run_flags, fresh_config
-from agents.run.config import SECTIONS, RunConfig
+from agents.run.config import SECTIONS, RunConfig, with_threads
 from rl_dist.config import parse_flags
 
 
@@ -57,7 +57,7 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
         assert reason in said, reason
     (command,) = re.findall(r"  python train_distributed.py (.*)", said)
     saved = RunConfig.from_dict(json.loads((run_dir / "config.json").read_text()))
-    assert fresh_config(parsed(*shlex.split(command))) == saved
+    assert with_threads(fresh_config(parsed(*shlex.split(command)))) == saved
     found = (saved.policy.hidden_size, saved.train.total_steps, saved.launch.num_gpus)
     assert found == (6, 256, 1)
 
@@ -100,7 +100,7 @@ def test_several_ranks_are_asked_how_they_share_and_get_a_batch_that_divides(mon
 
 def test_no_is_an_answer(monkeypatch, capsys):
     flags = ["--env", "CartPole-v1", "--device", "cpu"]
-    assert ask(monkeypatch, flags, *[""] * 9, "no") is None
+    assert ask(monkeypatch, flags, *[""] * 8, "no") is None
 
 
 @pytest.mark.parametrize(
