@@ -1,0 +1,267 @@
+"""Small jobs on two checkouts: metrics, parameters and optimizer must be equal bit for bit.
+
+    git worktree add ../base COMMIT
+    python benchmarks/same_numbers.py ../base [--jobs NAME ...] [--table]
+
+Runs every job at BASE and in this checkout, on this machine, one after the other, and compares the
+records of metrics.jsonl, the newest checkpoint and the figures of summary.json. It imports nothing
+of the project: what it compares, it reads itself. `--table` prints which job covers which option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+SIZES = (
+    "--device cpu --threads 1 --hidden_size 8 --num_envs 12 --num_steps 16 --bptt_steps 8 "
+    "--batch_size 12 --update_epochs 2 --checkpoint_every 1 --monitor_every 0"
+)
+TRAIN = f"train_distributed.py {SIZES} --total_steps 768"
+MARKETS = (
+    "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 "
+    "--test_start 2019-06-03 --test_end 2019-08-30"
+)
+WORLDS = "--num_worlds 2 --num_stocks 2 --episode_days 60"
+SPACES = "--env examples.many_spaces"
+# Every line is a command; RUN is the directory that is compared, DIR the folder of the job.
+# "kill" starts a command and kills it after its second iteration.
+JOBS: dict[str, list[str]] = {
+    "trading on 2 ranks": [
+        f"{TRAIN} --num_gpus 2 {MARKETS} {WORLDS} --grad_accumulation 2 --validate_every 2 "
+        "--batch_size 6 --run_dir RUN"
+    ],
+    "daily bars, feature window": [
+        f"{TRAIN} --num_gpus 1 --data DIR/prices.csv --train_end 2015-09-30 "
+        "--valid_start 2015-10-01 --valid_end 2015-12-31 --test_start 2016-01-04 "
+        "--episode_days 60 --feature_window 4 --target_kl 0.001 --clip_vloss --run_dir RUN"
+    ],
+    "CartPole on 3 ranks": [
+        f"{TRAIN} --env CartPole-v1 --num_gpus 3 --policy gru --warmup 2 --validate_every 1 "
+        "--ent_coef 0.01 --run_dir RUN"
+    ],
+    "hybrid, sharded": [
+        f"{TRAIN} --env Recall-v0 --num_gpus 2 --strategy hybrid --refresh_states --run_dir RUN"
+    ],
+    "hybrid, pipeline": [
+        f"{TRAIN} {MARKETS} {WORLDS} --num_gpus 2 --strategy hybrid --hybrid_form pipeline "
+        "--min_adv_std 0.2 --run_dir RUN"
+    ],
+    "workers and masks": [
+        f"{TRAIN} {SPACES}:MaskedCartPole-v0 --info_mask --num_gpus 2 --env_workers 2 "
+        "--env_groups 2 --policy mingru --run_dir RUN"
+    ],
+    "images in fp64": [
+        f"{TRAIN} {SPACES}:PatchRecall-v0 --precision fp64 --num_gpus 1 --policy lstm "
+        "--previous_action --num_layers 2 --run_dir RUN"
+    ],
+    "continuous in bf16": [
+        f"{TRAIN} --env Pendulum-v1 --precision bf16 --num_gpus 1 --squash_actions "
+        "--noise_color 1 --separate_trunks --run_dir RUN"
+    ],
+    "restarts, kill and resume": [
+        f"kill {TRAIN} --env flaky:Flaky-v0 --env_restarts 9 --num_gpus 2 --policy mlp "
+        "--run_dir RUN",
+        "train_distributed.py --resume RUN",
+    ],
+    "pre-training, other ranks": [
+        f"-m agents.pretrain --num_gpus 2 --device cpu --num_worlds 2 --num_stocks 2 {MARKETS} "
+        "--hidden_size 8 --window 20 --batch_size 16 --epochs 2 --no-progress --run_dir DIR/first",
+        f"{TRAIN} {MARKETS} {WORLDS} --num_gpus 2 --pretrained DIR/first --run_dir RUN",
+        "train_distributed.py --resume RUN --num_gpus 1 --total_steps 1536",
+    ],
+    "fit on 2 ranks": ["-m examples.image_classification --num_gpus 2 --epochs 2 --run_dir RUN"],
+}
+OPTIONS = (
+    "1 rank, 2 ranks, 3 ranks, ddp, hybrid, pipeline, trading, CSV, CartPole, Recall, workers, "
+    "groups, masks, images, feature window, GRU, minGRU, MLP, LSTM, fp32, fp64, bf16, accumulation,"
+    "target_kl, refreshed states, env restarts, pre-training, kill, resume, other ranks, fit, "
+    "validation, warm-up, floor of advantages, coloured noise"
+)
+PATTERNS = {  # where the words of the command differ from the option's name
+    "1 rank": "num_gpus 1", "2 ranks": "num_gpus 2", "3 ranks": "num_gpus 3",
+    "ddp": r"num_gpus [23](?!.*hybrid)", "pipeline": "hybrid_form pipeline",
+    "trading": "train_end", "CSV": "--data", "CartPole": "CartPole-v1", "workers": "env_workers",
+    "groups": "env_groups", "masks": "info_mask", "images": "PatchRecall",
+    "feature window": "feature_window", "GRU": "policy gru", "minGRU": "mingru",
+    "MLP": "policy mlp", "LSTM": "policy lstm", "fp32": r"train(?!.*precision)",
+    "accumulation": "grad_accumulation", "refreshed states": "refresh_states",
+    "env restarts": "env_restarts", "pre-training": "pretrain", "kill": "^kill",
+    "other ranks": r"resume.*num_gpus", "fit": "image_classification",
+    "validation": "validate_every", "warm-up": "warmup", "floor of advantages": "min_adv_std",
+    "coloured noise": "noise_color",
+}  # fmt: skip
+MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
+RENAMED: dict[str, str] = {}  # keys of BASE whose name has changed since, and the new name
+NOT_COMPARED = {"config"}  # text of the settings, whose names may change
+FLAKY = """
+import gymnasium, numpy as np
+
+class Flaky(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    life = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.age = 0
+        return self._obs(), {}
+
+    def _obs(self):
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+
+    def step(self, action):
+        self.life, self.age = self.life + 1, self.age + 1
+        if self.life % 23 == 0:
+            raise RuntimeError("fell over")
+        return self._obs(), float(action), self.age == 7, False, {}
+
+gymnasium.register("Flaky-v0", entry_point=Flaky)
+"""
+
+
+def covered(job: str) -> set[str]:
+    """Return the options that a job turns on."""
+    names = {name.strip() for name in OPTIONS.split(",")}
+    lines = JOBS[job]
+    return {n for n in names if any(re.search(PATTERNS.get(n, n), line) for line in lines)}
+
+
+def write_prices(path: Path) -> None:
+    """Write daily bars of two stocks: a fixed random walk."""
+    generator = torch.Generator().manual_seed(1)
+    lines = ["date,tic,open,high,low,close,adj_close,volume"]
+    days = [
+        f"{y}-{m:02d}-{d:02d}" for y in (2015, 2016) for m in range(1, 13) for d in range(1, 29)
+    ]
+    for ticker in ("AAA", "BBB"):
+        moves = 0.01 * torch.randn(len(days), generator=generator, dtype=torch.float64)
+        for day, price in zip(days, (100 * moves.cumsum(0).exp()).tolist(), strict=True):
+            prices = f"{price:.4f},{price * 1.01:.4f},{price * 0.99:.4f},{price:.4f},{price:.4f}"
+            lines.append(f"{day},{ticker},{prices},1000")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def run_job(tree: Path, commands: list[str], folder: Path) -> Path:
+    """Run a job's commands with the code of `tree`; return the run directory."""
+    folder.mkdir()
+    (folder / "flaky.py").write_text(FLAKY)
+    write_prices(folder / "prices.csv")
+    run_dir = folder / "run"
+    for command in commands:
+        words = command.replace("RUN", str(run_dir)).replace("DIR", str(folder)).split()
+        kill = words[0] == "kill"
+        words = words[kill:]
+        if words[0].endswith(".py"):
+            words[0] = str(tree / words[0])
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": f"{tree}:{folder}", "OMP_NUM_THREADS": "1"},
+            stdout=(folder / "output").open("a"),
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        if kill:
+            while process.poll() is None and len(read_records(run_dir)) < 2:
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        if code and not kill:
+            sys.exit(
+                f"{tree}: {command}\nended with code {code}:\n{(folder / 'output').read_text()}"
+            )
+    return run_dir
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the whole lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dictionaries and lists, by the path to them."""
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield name, value
+    for key, entry in items:
+        if not (str(key) in NOT_COMPARED or str(key).startswith(MACHINE)):
+            yield from flat(entry, f"{name}/{RENAMED.get(str(key), key)}")
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    """Read all that must be equal: records, newest checkpoint, figures of the end."""
+    checkpoint = max((run_dir / "checkpoints").glob("iteration_*.pt"))
+    state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    summary = run_dir / "summary.json"
+    figures = json.loads(summary.read_text()) if summary.exists() else {}
+    figures.pop("scaling", None)  # a speed
+    return dict(flat({"metrics": read_records(run_dir), "state": state, "summary": figures}))
+
+
+def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the paths whose values differ, or which only one of them has."""
+    return sorted(
+        name
+        for name in base.keys() | now.keys()
+        if name not in base or name not in now or not _equal(base[name], now[name])
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        bits = [t.contiguous().view(torch.uint8) for t in (left, right) if t.ndim]
+        same = left.dtype == right.dtype and left.shape == right.shape
+        return same and (torch.equal(*bits) if bits else left.item() == right.item())
+    return type(left) is type(right) and (left == right or left != left and right != right)
+
+
+def main() -> int:
+    """Compare all jobs; return 1 if one differs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("base", type=Path, nargs="?", help="checkout of the commit to compare with")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--table", action="store_true", help="print the options of each job")
+    args = parser.parse_args()
+    if missing := {n.strip() for n in OPTIONS.split(",")} - set().union(*map(covered, JOBS)):
+        sys.exit(f"no job turns on: {', '.join(sorted(missing))}")
+    if args.table or args.base is None:
+        for job in JOBS:
+            print(f"{job}: {', '.join(sorted(covered(job)))}")
+        return 0
+    differing = 0
+    for job in args.jobs:
+        with tempfile.TemporaryDirectory() as folder:
+            base, now = (
+                result_of(run_job(tree, JOBS[job], Path(folder, name)))
+                for name, tree in (("base", args.base.resolve()), ("now", REPO))
+            )
+        found = differences(base, now)
+        differing += bool(found)
+        words = f"DIFFERS in {len(found)}: {', '.join(found[:5])}" if found else "equal"
+        print(f"{job}: {words} ({len(base)} values)", flush=True)
+    print(f"{len(args.jobs) - differing} of {len(args.jobs)} equal")
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
