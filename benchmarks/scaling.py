@@ -2,7 +2,8 @@
 
     python benchmarks/scaling.py [--gpus 1 2 4] [--rounds 3] [--out FOLDER] [training flags]
 
-The combinations take turns, as in strategies.py. Speedups are relative to one rank with strategy
+The combinations take turns, all others being halted, so that other work on the machine falls on all
+of them. Speedups are relative to one rank with strategy
 none. Prints one JSON line for each, and draws speedup and efficiency; `shares` are where the time
 goes (own work by phase, reductions, waiting for others).
 """
@@ -11,18 +12,64 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 
+import torch
 from main_job import command_line
-from strategies import measure, seconds_of
 
+from rl_dist.errors import UserError
+from rl_dist.launch.short_run import ShortRunError, SideBySide, without
+from rl_dist.process_group.world import threads_per_rank
+from rl_dist.speedup.calibration import OF_RANKS
 from rl_dist.speedup.plots import plot_speedup
 
 Combination = tuple[int, str, str]  # ranks, scaling, strategy
+
+
+def seconds_of(record: dict[str, Any]) -> float:
+    """Of one iteration."""
+    return record["global_step"] / record["iteration"] / record["time/sps"]
+
+
+def measure(
+    variants: dict[Any, tuple[int, list[str]]], flags: list[str], rounds: int, turn_s: float
+) -> dict[Any, Any]:
+    """By variant (ranks, flags): its turns, each a list of metrics records; or why it cannot run.
+
+    Each is started once and then they take turns, all others being halted.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[Any, Any] = {}
+    with ExitStack() as stack:
+        sides: dict[Any, tuple[SideBySide, int]] = {}
+        for name, (ranks, own) in variants.items():
+            given = [flag[2:].partition("=")[0] for flag in own]
+            words = [*without(flags, [*OF_RANKS, *given]), *own]
+            threads = threads_per_rank(1)
+            side = SideBySide(words, 1, threads, num_gpus=ranks, device_type=device_type)
+            try:
+                stack.enter_context(side)
+                first = side.measure(1)[0][0]
+            except (UserError, ShortRunError) as error:
+                found[name] = str(error)
+                continue
+            side.halt()
+            sides[name] = (side, max(2, round(turn_s / seconds_of(first))))
+            found[name] = []
+            print(f"started: {name}", file=sys.stderr, flush=True)
+        for turn in range(rounds):
+            for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+                side, iterations = sides[name]
+                side.go_on()
+                found[name].append(side.measure(iterations)[0])
+                side.halt()
+            print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+    return found
 
 
 def combinations(gpus: list[int], strategies: list[str]) -> list[Combination]:

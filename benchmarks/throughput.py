@@ -10,8 +10,7 @@ whole iteration, its part of the product's, and steps in the time of a billion o
 product. That last figure is compared with the newest file of the folder that has the same work,
 processor, torch and threads, and the folder gains a new file. So figures of two days can be
 compared although the machine was faster on one of them. The trading environment alone, with random
-actions, is measured and compared in the same way. Last come the machine's roofs and what lies below
-them (see roofline.py).
+actions, is measured and compared in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ import torch
 from against_peers import Trainer, median_interval
 from machine import KIND, describe, product_gflops
 from main_job import trading_task
-from roofline import roofline
 from turns import NUM_ENVS, TASKS, Task
 
 from envs.trading.task import TradingTask
@@ -147,16 +145,11 @@ def main() -> None:
     for row in chain(measure(args.work, args.turns, args.threads), environment_rows(args.turns)):
         rows.append(row)
         print(json.dumps(row), flush=True)
-    below = roofline({letter: TASKS[LETTERS[letter]] for letter in args.work}, rows)
-    print(json.dumps(below), flush=True)
     for line in against_last(rows, machine, args.folder):
         print(line)
     args.folder.mkdir(parents=True, exist_ok=True)
     path = args.folder / f"{datetime.now():%Y-%m-%d_%H-%M-%S}.json"
-    path.write_text(
-        json.dumps({"machine": machine, "rows": rows, "roofline": below}, indent=1),
-        encoding="utf-8",
-    )
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
     print(f"written: {path}")
 
 

@@ -33,14 +33,3 @@ def test_accuracy_compares_predicted_with_measured_throughput():
     assert len(found["errors"]) == 2 and found["predicted"] > 0 and found["measured"] > 0
     assert found["median_error"] == pytest.approx(sum(found["errors"]) / 2, abs=1e-3)
     assert found["gradient_bytes"] > 10_000 and 0 < found["reduction_s"] < 5
-
-
-def test_strategies_are_compared_in_one_run_and_what_cannot_run_is_named():
-    turns = ("--rounds", 2, "--turn_s", 0.5)
-    found = run("strategies.py", *TINY, *turns, "--only", "none", "hybrid, sharded", "dp")
-    rows = {row["variant"]: row for row in found[1:5]}
-    assert list(rows) == ["ddp", "none", "hybrid, sharded", "dp"]
-    assert rows["ddp"]["relative"]["median"] == 1.0
-    assert rows["hybrid, sharded"]["relative"]["median"] > 0
-    assert "CUDA" in rows["dp"]["not_measured"]
-    assert found[5].startswith("| variant | ranks |")
