@@ -268,7 +268,7 @@ ODD_FILES: list[tuple[str, str, Callable[[Path], Any], dict[str, Any]]] = [
     ("metrics.jsonl", "with a null global_step", text('{"iteration": 1, "global_step": null}\n'),
      {"command": RESUME, "codes": (0, 1, 2)}),
     *((name, kind, make, {"command": RESUME, "codes": (0, 1, 2)})
-      for name in ("summary.json.superseded", "plots", "logs", "config.json", "logs/rank_0.log")
+      for name in ("plots", "logs", "config.json", "logs/rank_0.log")
       for kind, make in (("a folder", full_folder), ("a FIFO", os.mkfifo)) if (name, kind) not in
       (("plots", "a folder"), ("logs", "a folder"))),
     *((name, kind, make, {"command": STATUS, "codes": (0, 1, 2), "errors": None})

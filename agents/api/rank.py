@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.run.config import RunConfig, load_newest, open_run_writer, set_results_aside
+from agents.run.config import SUMMARY, RunConfig, load_newest, open_run_writer
 from agents.run.limits import check_rollouts, explained_faults
 from agents.sizes import AUTO
 from agents.trainer import Training, Validate, train
@@ -22,6 +22,7 @@ from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
 from rl_dist.hardware.addresses import may_start_again
+from rl_dist.hardware.plain_files import remove
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World, open_world, stop_flag
@@ -101,7 +102,7 @@ def run_rank(
         if resume_from:
             training.restore(load_checkpoint(resume_from))
         if world.is_main_process and training.progress < 1.0:
-            set_results_aside(run_dir)
+            remove(run_dir / SUMMARY)  # it says that the run has finished
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
         signum = train(training, writer, stop_flag)

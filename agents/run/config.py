@@ -318,14 +318,6 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
     return writer
 
 
-def set_results_aside(run_dir: Path) -> None:
-    """Rename the files that say that a run has finished: it goes on."""
-    for name in (SUMMARY, "plots/learning_curve.png", "plots/equity.png"):
-        path = run_dir / name
-        if path.exists():
-            path.replace(path.with_name(f"{path.name}.superseded"))
-
-
 def is_unused(run_dir: Path) -> bool:
     """Return whether a run may begin here: beside logs of a failed one at most."""
     if not run_dir.is_dir():

@@ -21,7 +21,6 @@ from rl_dist.checkpoint.file import CheckpointError, read_checkpoint
 from rl_dist.checkpoint.folder import (
     BEST_FILE,
     MEASURED,
-    SUPERSEDED,
     checkpoint_files,
     checkpoint_folder,
     latest_checkpoint,
@@ -111,7 +110,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     folder = checkpoint_folder(path)
     best = [folder / BEST_FILE] if (folder / BEST_FILE).exists() else []
-    return best + sorted(folder.glob(SUPERSEDED)) + checkpoint_files(folder)
+    return best + checkpoint_files(folder)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

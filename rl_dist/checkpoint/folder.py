@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,8 @@ from rl_dist.hardware.plain_files import log_once, remove
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
-logger = logging.getLogger(__name__)
-
 CHECKPOINT_DIR = "checkpoints"
 BEST_FILE = "best.pt"
-SUPERSEDED = "*.pt.superseded"  # from before a resume at an earlier iteration
 MEASURED = "measured"  # in a state: {metric: value} of the metric by which the best is chosen
 _NAME = re.compile(r"iteration_(\d+)\.pt")
 
@@ -37,9 +33,8 @@ def save_checkpoint(
 
     Args:
         state: tensors, numbers, strings, None, in dicts, lists and tuples.
-        iteration: part of the name. Later iterations already there are from a past that a resumed
-            run does not share; they are renamed to *.pt.superseded, and removed once the run has
-            passed them.
+        iteration: part of the name. Later iterations already there are removed: they are from a
+            past that a resumed run does not share.
         keep: how many of the newest checkpoints stay, at least 1.
         best: it becomes best.pt as well, which stays however many follow.
 
@@ -50,31 +45,17 @@ def save_checkpoint(
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     data = pack(state)
     # best.pt first: a run killed between the two repeats this iteration, and finds its best there.
-    for file in ([path.with_name(BEST_FILE)] if best else []) + [path]:
-        if file.is_dir():
-            _set_aside(file)
-        if file == path or not file.is_dir():
-            write_atomically(file, data)
+    best_path = path.with_name(BEST_FILE)
+    if best and not best_path.is_dir():
+        write_atomically(best_path, data)
+    write_atomically(path, data)
     known = checkpoint_files(path.parent)
     at = known.index(path)
     # a pipe or directory is none of those to keep
     oldest = [file for file in known[: at + 1] if file.is_file()][-keep:][0]
-    for old in known[: known.index(oldest)]:
-        remove(old)
-    for old in path.parent.glob(SUPERSEDED):
-        if 0 <= iteration_in_name(old) <= iteration and not old.is_dir():
-            remove(old)
-    for later in known[at + 1 :]:
-        _set_aside(later)
+    for file in [*known[: known.index(oldest)], *known[at + 1 :]]:
+        remove(file)
     return path
-
-
-def _set_aside(path: Path) -> None:
-    try:
-        path.replace(path.with_suffix(".pt.superseded"))
-        logger.warning("%s is from before this resume or not ours; renamed to .superseded", path)
-    except OSError as error:
-        log_once(f"{path} is from before this resume or not ours, and stays: {error.strerror}")
 
 
 class Found(NamedTuple):

@@ -84,7 +84,7 @@ def test_a_variable_of_torchrun_that_is_no_count_is_one_line_before_anything_is_
 
 # ---- something else in the place of a file or folder
 
-FILES = ["config.json", "metrics.jsonl", "summary.json.superseded", "logs/rank_0.log"]
+FILES = ["config.json", "metrics.jsonl", "logs/rank_0.log"]
 FILES += ["events.out.tfevents.1", "plots/learning_curve.png"]
 WRONG = [(name, kind) for name in FILES for kind in ("folder", "link")]
 WRONG += [(name, kind) for name in ("plots", "logs", "profile") for kind in ("file", "link")]

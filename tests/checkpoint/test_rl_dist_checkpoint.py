@@ -110,24 +110,18 @@ def test_the_newest_intact_checkpoint_is_found_and_leftovers_are_removed(tmp_pat
     assert names(folder) == [path.name for path in (*paths, new)]
 
 
-def test_a_folder_in_the_place_of_the_best_that_cannot_move_costs_only_the_best(tmp_path):
-    for name in ("best.pt/mine", "best.pt.superseded/mine"):
-        (tmp_path / name).mkdir(parents=True)
+def test_a_folder_in_the_place_of_the_best_costs_only_the_best(tmp_path):
+    (tmp_path / "best.pt/mine").mkdir(parents=True)
     state = {"iteration": 20}
     path = save_checkpoint(tmp_path, state, iteration=20, keep=3, best=True)
     assert latest_checkpoint(tmp_path) == path and (tmp_path / "best.pt/mine").is_dir()
 
 
-def test_superseded_checkpoints_stay_until_the_run_has_passed_them(tmp_path):
-    folder = tmp_path / "checkpoints"
-    for iteration in (20, 40, 60, 30):
-        save(folder, iteration)
-    assert save(folder, 50) == latest_checkpoint(tmp_path)
-    (folder / "mine.pt.superseded").touch()
-    superseded = [path.name for path in folder.glob("iteration_*.superseded")]
-    assert superseded == ["iteration_00000060.pt.superseded"]
-    save(folder, 70)
-    assert [path.name for path in folder.glob("*.superseded")] == ["mine.pt.superseded"]
+def test_later_checkpoints_are_removed_once_the_resumed_run_has_saved(tmp_path):
+    for iteration in (20, 40, 60):
+        save(tmp_path, iteration)
+    assert save(tmp_path, 30) == latest_checkpoint(tmp_path)
+    assert names(tmp_path) == ["iteration_00000020.pt", "iteration_00000030.pt"]
 
 
 def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
