@@ -18,24 +18,6 @@ from rl_dist.hardware.plain_files import plain_file, read_plain
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
 PROJECT = "clstm-ppo"  # where Weights & Biases and MLflow keep the runs, unless their variables say
-# TensorBoard's "Custom scalars": the first screen of a training, from what matters most
-LAYOUT = {
-    "is it learning?": {
-        "return": ["Multiline", [r"^episode/return$", r"^valid/return$"]],
-        "entropy": ["Multiline", [r"^loss/entropy(_max)?$"]],
-        "explained variance of the returns": ["Multiline", [r"^ppo/explained_variance$"]],
-    },
-    "are the updates sane?": {
-        "KL divergence": ["Multiline", [r"^ppo/approx_kl$"]],
-        "clipped share": ["Multiline", [r"^ppo/clip_fraction$"]],
-        "norm of the gradient": ["Multiline", [r"^optim/grad_norm$"]],
-    },
-    "is it fast?": {
-        "environment steps per second": ["Multiline", [r"^time/sps$"]],
-        "seconds of an iteration": ["Multiline", [r"^time/(collect|update|sync)_s$"]],
-    },
-}
-HPARAM_METRICS = ("episode/return", "valid/return", "time/sps")
 
 
 class Logger:
@@ -68,15 +50,6 @@ class Board(Logger):
         options: dict[str, Any] = {"purge_step": purge_step, "filename_suffix": suffix}
         # it writes in a thread, every 10 s
         self.board: Any = SummaryWriter(str(folder), flush_secs=10, **options)
-
-    def describe(self, settings: Mapping[str, Any]) -> None:
-        """Add the first screen's layout, and the settings to the tab HParams."""
-        from torch.utils.tensorboard.summary import hparams
-
-        self.board.add_custom_scalars(LAYOUT)
-        simple = {name: value for name, value in settings.items() if value is not None}
-        for part in hparams(simple, dict.fromkeys(HPARAM_METRICS, 0.0)):
-            self.board._get_file_writer().add_summary(part)
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add scalars at a step."""

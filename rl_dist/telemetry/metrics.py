@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import struct
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
@@ -70,8 +69,8 @@ class MetricsWriter(NullWriter):
             total: `done` at the end of the run.
             unit: of `done`, such as "episodes".
             start: `done` at the start, above 0 on resume.
-            purge_step: the first `global_step` still to come. A running TensorBoard forgets what
-                it has seen from there on, if the run's first writer gave this, too.
+            purge_step: the first `global_step` still to come. TensorBoard hides what an earlier
+                writer wrote from there on, if the run's first writer gave this, too.
             lock: path and open file that lock the directory; once it is gone, nothing is written.
             loggers: others to log to beside TensorBoard, see `loggers.LOGGERS`.
             config: the run's settings by section, which loggers show beside its metrics.
@@ -82,8 +81,6 @@ class MetricsWriter(NullWriter):
             Path(run_dir).mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(Path(run_dir, METRICS_FILE))
             board = Board(run_dir, purge_step=purge_step)
-            if settings and not start:
-                board.describe(settings)
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
         self._loggers = [Guarded("TensorBoard", board)]
@@ -211,10 +208,10 @@ def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
 
 
 def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
-    """Cut metrics.jsonl and the TensorBoard record after `iteration`, and torn ends.
+    """Cut metrics.jsonl after `iteration`, and its torn end.
 
     Returns:
-        Number of lines kept. The steps that TensorBoard's record keeps are those of these lines.
+        Number of lines kept.
 
     Raises:
         UserError: the disk is full or cannot be written; what is there stays as it was.
@@ -226,7 +223,7 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
         before = read_plain(path, None).decode(errors="replace")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    kept, global_step = "", 0
+    kept = ""
     for line in before.splitlines():
         try:
             record = json.loads(line)
@@ -237,15 +234,8 @@ def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
             logger.warning("%s: dropped a line that is no record: %.60s", path, line)
         elif counters[0] <= iteration:
             kept += line + "\n"
-            global_step = counters[1]
     if kept != before:
         write_whole(path, kept)
-    if kept or not iteration:  # else the lines were lost, and with them the step
-        for events in Path(run_dir).glob(EVENT_FILES):
-            try:
-                _cut_events(events, global_step)
-            except OSError as error:
-                raise unwritable(str(events), error) from None
     return kept.count("\n")
 
 
@@ -255,35 +245,6 @@ def write_whole(path: Path, text: str) -> None:
         replace_file(path, text, sync=True)
     except OSError as error:
         raise unwritable(str(error.filename or path), error) from None
-
-
-def _cut_events(path: Path, global_step: int) -> None:
-    """End a TensorBoard file before its first event after `global_step`, or where it is torn.
-
-    The mark that TensorBoard's writer can leave instead (`purge_step`) is not enough: a reader that
-    was not running at the time ignores the first such mark of a run and shows both pasts.
-    A record: length [8 bytes], checksum [4], event [length], checksum [4]; the first: the version.
-    """
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from tensorboard.compat.proto.event_pb2 import Event  # slow to import: when a run goes on only
-
-    data = read_plain(path, None)
-    end = num_kept = 0
-    while end + 12 < len(data):
-        stop = end + 12 + struct.unpack_from("<Q", data, end)[0]
-        if not end + 12 < stop <= len(data) - 4:
-            break
-        try:
-            if Event.FromString(data[end + 12 : stop]).step > global_step:
-                break
-        except DecodeError:
-            break
-        end = stop + 4
-        num_kept += 1
-    if num_kept <= 1:
-        path.unlink()
-    elif end < len(data):
-        os.truncate(path, end)
 
 
 # ---- logs

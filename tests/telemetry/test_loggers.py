@@ -2,11 +2,8 @@
 
 import json
 import logging
-import re
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import plugin_data_pb2
 from test_rl_dist_metrics import record, writer_of
 
 from rl_dist.errors import UserError
@@ -14,28 +11,6 @@ from rl_dist.telemetry import loggers
 from rl_dist.telemetry.loggers import Guarded, flat_settings, named_loggers
 
 CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
-
-
-def test_tensorboard_shows_the_settings_and_a_first_screen_of_scalars_that_exist(tmp_path):
-    from agents.run.metric_table import METRICS
-
-    writer = writer_of(tmp_path, config=CONFIG)
-    writer.write(record(1, **{"episode/return": 1.0}), done=1)
-    writer.close()
-    board = EventAccumulator(str(tmp_path))
-    board.Reload()
-    assert "custom_scalars__config__" in board.Tags()["tensors"]
-    found = {}
-    for content in board.summary_metadata.values():
-        if content.plugin_data.plugin_name == "hparams":
-            data = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content)
-            found |= {k: v.number_value for k, v in data.session_start_info.hparams.items()}
-    assert (found["train.seed"], found["ppo.gamma"]) == (3, 0.9)
-    # every scalar of the layout is a metric that some run writes
-    names = set(METRICS)
-    tags = [t for group in loggers.LAYOUT.values() for chart in group.values() for t in chart[1]]
-
-    assert not [tag for tag in tags if not any(re.search(tag, name) for name in names)]
 
 
 def test_nested_settings_become_one_level_of_simple_values():
