@@ -47,8 +47,6 @@ _KINDS = {  # by the first word of pydantic's name for the error
 }
 _ON_OFF = dict.fromkeys(("true", "yes", "on", "1"), True)
 _ON_OFF |= dict.fromkeys(("false", "no", "off", "0"), False)
-# flags of older versions without effect: configurations that hold them stay readable
-REMOVED = {"compile", "cudnn_autotune", "num_workers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ class Declaration:
     derived: str = ""  # what the default comes to, where it stands for a derived value
     main: bool = False  # --help shows it; --help_all shows all
     several: bool = False  # words may follow, which become one text
-    stored: bool = True  # or files only say whether it differed from the default
+    stored: bool = True  # or no file holds it
     is_flag: bool = True
     # known once the class exists
     owner: type = object
@@ -342,11 +340,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
     """Return what files hold of a configuration: values by section and name."""
-    saved = {heading: dict(vars(values)) for heading, values in vars(config).items()}
-    for heading, values in vars(config).items():
-        for name, item in _not_stored(type(values)).items():
-            saved[heading][name] = getattr(values, name) != item.default
-    return saved
+    return {heading: _stored(type(own), vars(own)) for heading, own in vars(config).items()}
 
 
 def read_sections(sections: Mapping[str, type[Any]], saved: Any) -> dict[str, Any]:
@@ -361,33 +355,13 @@ def read_sections(sections: Mapping[str, type[Any]], saved: Any) -> dict[str, An
             if not isinstance(values, dict) or heading not in sections:
                 raise ValueError(f"{heading!r:.80} is no section of it")
             cls = sections[heading]
-            ignored = REMOVED | _not_stored(cls).keys()
-            values = {n: v for n, v in values.items() if n not in ignored}
-            for name, item in declarations(cls).items():
-                if isinstance(values.get(name), str):  # as words of a command line
-                    values[name] = item.words.get(values[name], values[name])
-            built[heading] = cls(**values)
+            built[heading] = cls(**_stored(cls, values))
     except ValueError as error:
         raise ValueError(f"the saved configuration does not fit this version: {error}") from None
     return built
 
 
-def given_once(
-    sections: Mapping[str, type[Any]], saved: Mapping[str, Mapping[str, Any]]
-) -> set[str]:
-    """Return the flags that were given when it was saved, and are not stored."""
-    return {
-        name
-        for heading, values in saved.items()
-        for name in _not_stored(sections[heading])
-        if values.get(name)
-    }
-
-
-def removed_flags(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Return the flags of REMOVED that were set when a configuration was saved."""
-    return {name for values in saved.values() for name in REMOVED if values.get(name)}
-
-
-def _not_stored(cls: type[Any]) -> dict[str, Declaration]:
-    return {name: item for name, item in declarations(cls).items() if not item.stored}
+def _stored(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that files may hold; what is not stored is not read either."""
+    kept_out = {name for name, item in declarations(cls).items() if not item.stored}
+    return {name: value for name, value in values.items() if name not in kept_out}

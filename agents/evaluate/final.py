@@ -121,7 +121,7 @@ def randomness_warning(run_dir: Path) -> str:
     lines = ended_lines(run_dir)
     last = json.loads(lines[-1]) if lines else {}
     entropy, most = (last.get(f"loss/{name}") for name in ("entropy", "entropy_max"))
-    # 0: masks leave nothing to choose; continuous actions and runs of older versions have none
+    # 0: masks leave nothing to choose; continuous actions have none
     if not most or entropy is None or entropy < NEARLY_RANDOM * most:
         return ""
     return (

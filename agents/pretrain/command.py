@@ -31,7 +31,7 @@ from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
 from agents.run.config import discard_unstarted, fresh_directory, save_config, with_digest
-from agents.run.resumed import check_data, print_dropped_flags, refuse_differences
+from agents.run.resumed import check_data, refuse_differences
 from envs.task import TaskConfig, check_flags
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
@@ -285,7 +285,6 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
     check_data(sections["data"], "begin another pre-training")
-    print_dropped_flags(SECTIONS, saved, parsed.given)
     differing = []
     for name in parsed.given:
         section = OWNERS[name]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,6 @@ from agents.run.config import OWNERS, SECTIONS, RunConfig, data_digest, probe
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.trading_config import DataConfig
-from rl_dist.checkpoint.file import format_version_of
 from rl_dist.checkpoint.folder import Found
 from rl_dist.checkpoint.own_modules import (
     check_callback,
@@ -22,14 +19,13 @@ from rl_dist.checkpoint.own_modules import (
     check_module,
     import_from_here,
 )
-from rl_dist.config import ParsedFlags, given_once, removed_flags
+from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
 
 if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
 
-PHILOX_FORMAT = 3  # of checkpoints since random numbers come from Philox 4x32
 # What a resumed run may change: how long, where it runs, and what it keeps and reports.
 CHANGEABLE = {
     "num_episodes", "total_steps",
@@ -44,21 +40,11 @@ CHANGEABLE = {
 
 
 def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
-    """Return the configuration to go on with, and print flags to give again."""
-    saved = json.loads(found.state["config"])
-    if saved.get("launch", {}).get("precision") == "auto":  # of older versions; nobody measured
-        saved["launch"]["precision"] = "fp32"
-    config = resumed_config(RunConfig.from_dict(saved), parsed)
+    """Return the configuration to go on with."""
+    config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), parsed)
     if config.task.is_trading:
         check_data(config.data, f"begin a run with --init_from {run_dir}")
     check_own_modules(config, run_dir, parsed)
-    print_dropped_flags(SECTIONS, saved, parsed.given)
-    older = format_version_of(found.path) < PHILOX_FORMAT
-    if older and os.environ.get("RANK", "0") == "0":
-        print(
-            "this run began in an older version, which drew other random numbers: it goes on, but "
-            "not as it would have there"
-        )
     return config
 
 
@@ -73,17 +59,6 @@ def check_own_modules(config: RunConfig, run_dir: Path, parsed: ParsedFlags) -> 
     check_module(task.env, task.env_kwargs, run_dir, named["env"])
     check_core(core, run_dir, named["core"])
     check_callback(callback, run_dir, named["callback"])
-
-
-def print_dropped_flags(
-    sections: Mapping[str, type], saved: Mapping[str, Any], given: Set[str]
-) -> None:
-    """Name the flags of a saved configuration that have no effect now."""
-    if os.environ.get("RANK", "0") == "0":
-        for name in sorted(given_once(sections, saved) - given):
-            print(f"this run had --{name}, which is not stored: give it again to have it now")
-        for name in sorted(removed_flags(saved)):
-            print(f"this run had --{name}, which did nothing for it and is gone: it is ignored")
 
 
 def check_data(config: DataConfig, otherwise: str) -> None:

@@ -3,10 +3,10 @@
 A checkpoint is torch.save's zip archive, which plain `torch.load` reads, too. The comment of the
 archive is the end of the file:
 
-    rl_dist checkpoint, format 3, torch 2.13.0, sha256:<64 hexadecimal digits>
+    rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
 
 The digits are the SHA-256 of every byte before the word sha256, the format version included. So any
-changed byte is refused before torch sees the file, and a file of a newer format is known by its
+changed byte is refused before torch sees the file, and a file of another format is known by its
 version, not by a strange error.
 """
 
@@ -31,7 +31,8 @@ from torch import Tensor
 from rl_dist.checkpoint.schema import StateError, check_state
 from rl_dist.hardware.plain_files import plain_file, read_open, remove
 
-FORMAT_VERSION = 3  # raised when an older program could not go on from what a newer one writes
+FORMAT_VERSION = 4  # raised when this program could not go on from what another one writes
+LAST_READER = "0.5.0"  # version of this program that reads older formats
 _MARK = b"sha256:"
 _SEAL_BYTES = len(_MARK) + 64
 _ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
@@ -45,8 +46,8 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or trusted; names the path and the cause."""
 
 
-class NewerFormatError(CheckpointError):
-    """A whole checkpoint, written by a newer version of this program."""
+class OtherFormatError(CheckpointError):
+    """A whole checkpoint, written by another version of this program."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
 
     Raises:
-        CheckpointError: missing, empty, truncated, changed, of a newer format, or no checkpoint.
+        CheckpointError: missing, empty, truncated, changed, of another format, or no checkpoint.
     """
     return read_checkpoint(path).state
 
@@ -78,21 +79,14 @@ def read_checkpoint(path: str | Path) -> CheckpointFile:
     if found is None:
         raise CheckpointError(f"checkpoint {path} is not ours: it names no format")
     version, torch_version = int(found[1]), found[2].decode()
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"checkpoint {path} has format version {version}, and this program reads up to "
-            f"{FORMAT_VERSION}: use the version of the program that wrote it, or a newer one"
+    if version != FORMAT_VERSION:
+        reader = f"version {LAST_READER}" if version < FORMAT_VERSION else "a newer version"
+        raise OtherFormatError(
+            f"checkpoint {path} has format version {version}, and this program reads "
+            f"{FORMAT_VERSION}: use {reader} of the program"
         )
     digest = data[-64:].decode()
     return CheckpointFile(path, _unpack(path, data), version, torch_version, len(data), digest)
-
-
-def format_version_of(path: Path) -> int:
-    """Return the format of a checkpoint that has just been loaded."""
-    with path.open("rb") as file:
-        file.seek(-_SEAL_BYTES - _ABOUT_BYTES, os.SEEK_END)
-        found = _ABOUT.search(file.read(_ABOUT_BYTES))
-    return int(found[1]) if found else FORMAT_VERSION
 
 
 def pack(state: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rl_dist.checkpoint.file import (
     CheckpointError,
-    NewerFormatError,
+    OtherFormatError,
     load_checkpoint,
     pack,
     write_atomically,
@@ -71,13 +71,13 @@ def load_latest(run_dir: str | Path) -> Found | None:
     best.pt is the last resort: it may be all that a cleaner has left.
 
     Raises:
-        NewerFormatError: the newest one is whole, but of a newer format: falling back would lose
+        OtherFormatError: the newest one is whole, but of another format: falling back would lose
             the training in it.
     """
     for path in reversed(_best_and_files(checkpoint_folder(run_dir))):
         try:
             return Found(path, load_checkpoint(path))
-        except NewerFormatError:
+        except OtherFormatError:
             raise
         except CheckpointError as error:
             log_once(f"skipped: {error}")

@@ -108,7 +108,7 @@ def _run(state: State) -> Checks:
 
 
 def _fit(state: State) -> Checks:
-    for name in ("epoch", "best_epoch", "module", "optimizer"):
+    for name in ("epoch", "best_epoch", "bad_in_a_row", "module", "optimizer"):
         state[name]
     module = _tensors(state, "module", finite=False)  # a mask may hold infinities
     yield "module", not any(value.isnan().any() for value in module.values())
@@ -120,13 +120,12 @@ def _fit(state: State) -> Checks:
     yield "optimizer", isinstance(optimizer, dict) and isinstance(optimizer["state"], dict)
     yield "optimizer", isinstance(optimizer["param_groups"], list)
     yield "extra", isinstance(state["extra"], dict)
-    yield "facts", isinstance(state.get("facts"), dict | None)
+    yield "facts", isinstance(state["facts"], dict)
     yield from _strategy(state)
 
 
 def _strategy(state: State) -> Checks:
-    """Check the entry of a strategy; older checkpoints have none."""
-    strategy = {} if state.get("strategy") is None else state["strategy"]
+    strategy = state["strategy"]
     yield "strategy", isinstance(strategy, dict)
     if "loss_scaler" in strategy:
         scaler = strategy["loss_scaler"]

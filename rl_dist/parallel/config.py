@@ -80,14 +80,11 @@ class StrategyConfig:
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
 
-SWITCH_WORDS = {"auto": True, "on": True, "off": False}  # of older runs
-
-
 @configuration
 class SpeedConfig:
     """Faster ways to the same numbers, up to rounding."""
 
-    fused_adam: bool = setting(True, words=SWITCH_WORDS)
+    fused_adam: bool = setting(True)
     """Take Adam's step in one kernel."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_dist.config import REMOVED, declarations
+from rl_dist.config import declarations
 from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import read_plain
 from rl_dist.launch.launcher import LaunchConfig
@@ -17,8 +17,7 @@ CONFIG_FILE = "config.json"
 TRADING = "StockTrading-v0"
 OF_TRADING = ("data", "market", "trading")
 NO_FLAGS = (
-    REMOVED
-    | {"data_digest", "callback"}  # a measurement tells nobody
+    {"data_digest", "callback"}  # a measurement tells nobody
     | {
         name
         for name, item in declarations(LaunchConfig).items()

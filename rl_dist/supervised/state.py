@@ -84,9 +84,7 @@ class FitState:
 
     def load(self, state: dict[str, Any], best: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's content, and from that of the best epoch."""
-        saved = state.get("facts")
-        if saved is None:
-            raise UserError("this is no checkpoint of fit: name the run directory that fit wrote")
+        saved = state["facts"]
         differing = [
             f"{name} {now} (it has {saved[name]})"
             for name, now in self.facts.items()
@@ -96,7 +94,7 @@ class FitState:
             raise UserError(f"this differs from the run to resume: {', '.join(differing)}")
         try:
             self.strategy.load(state["module"], self.optimizer, state["optimizer"])
-            self.strategy.load_state_dict(state.get("strategy", {}))
+            self.strategy.load_state_dict(state["strategy"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
         except Exception as error:  # torch's of many kinds: other names, shapes and types
@@ -105,7 +103,7 @@ class FitState:
             ) from error
         for name in ("epoch", "best_epoch", "best_loss", "history"):
             setattr(self, name, state[name])
-        self.bad_in_a_row = state.get("bad_in_a_row", 0)
+        self.bad_in_a_row = state["bad_in_a_row"]
         if self.best_epoch == self.epoch:
             self.best_weights = state["module"]
         elif best is not None and best["epoch"] == self.best_epoch:

@@ -15,6 +15,7 @@ from benchmarks import corruptions
 from rl_dist.checkpoint.file import (
     FORMAT_VERSION,
     CheckpointError,
+    OtherFormatError,
     load_checkpoint,
     read_checkpoint,
     seal,
@@ -185,15 +186,14 @@ def archive_of(state):
     return buffer.getvalue()
 
 
-def test_a_newer_format_is_one_clear_line_and_no_reason_to_fall_back(tmp_path):
+@pytest.mark.parametrize(("version", "reader"), [(3, "version 0.5.0"), (5, "a newer version")])
+def test_another_format_is_one_clear_line_and_no_reason_to_fall_back(tmp_path, version, reader):
     directory = tmp_path / "checkpoints"
     save(directory, 1)
-    newer = directory / "iteration_00000002.pt"
-    newer.write_bytes(seal(archive_of({"iteration": 2}), format_version=FORMAT_VERSION + 1))
-    for read, path in ((load_checkpoint, newer), (latest_checkpoint, tmp_path)):
-        with pytest.raises(
-            CheckpointError, match=f"{newer} has format version {FORMAT_VERSION + 1}"
-        ):
+    other = directory / "iteration_00000002.pt"
+    other.write_bytes(seal(archive_of({"iteration": 2}), format_version=version))
+    for read, path in ((load_checkpoint, other), (latest_checkpoint, tmp_path)):
+        with pytest.raises(OtherFormatError, match=f"{other} .* {version}, .*{reader}"):
             read(path)
 
 

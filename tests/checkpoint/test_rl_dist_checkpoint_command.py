@@ -111,7 +111,7 @@ def test_inspect_shows_what_a_checkpoint_holds(trained, capsys):
     found = read_checkpoint(newest)
     assert command("inspect", trained) == 0
     text = " ".join(capsys.readouterr().out.split())
-    facts = [f"path {newest}", "format_version 3", f"sha256 {found.sha256}", "iteration 3"]
+    facts = [f"path {newest}", "format_version 4", f"sha256 {found.sha256}", "iteration 3"]
     for words in [*facts, "steps 192", "num_envs 4, num_steps 16", "policy/critic_head.bias"]:
         assert words in text
     assert command("inspect", newest, "--json") == 0
