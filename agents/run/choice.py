@@ -50,7 +50,6 @@ OTHER_NAMES = {
     other: flag
     for flag, others in {
         "learning_rate": "lr alpha step_size",
-        "anneal_lr": "lr_schedule schedule_type use_linear_lr_decay",
         "num_envs": "n_envs num_actors num_workers num_env_runners nenvs",
         "num_steps": "n_steps horizon_length rollout_length rollout_fragment_length nsteps",
         "bptt_steps": "seq_len seq_length sequence_length max_seq_len bptt",
@@ -61,31 +60,11 @@ OTHER_NAMES = {
         "num_episodes": "episodes n_episodes max_episodes",
         "gae_lambda": "tau lam lambda lambda_",
         "clip_coef": "clip_range e_clip clip_param cliprange clip_epsilon",
-        "clip_vloss": "clip_range_vf clip_value vf_clip_param",
         "ent_coef": "entropy_coef entropy_coeff ent_weight",
         "vf_coef": "value_coef critic_coef vf_loss_coeff value_loss_coef",
-        "max_grad_norm": "grad_norm grad_clip truncate_grads",
-        "target_kl": "kl_threshold kl_target",
-        "norm_adv": "normalize_advantage normalize_advantages",
-        "normalize_obs": "normalize_input norm_obs normalize_observations",
-        "normalize_rewards": "norm_reward normalize_value normalize_reward reward_shaper",
-        "hidden_size": "net_arch hidden_sizes lstm_hidden_size hidden_dim mlp_units",
-        "policy": "model network rnn use_lstm policy_class algo",
         "env": "env_id gym_id env_name task environment game",
         "num_gpus": "gpus n_gpus multi_gpu nproc_per_node num_ranks world_size num_processes",
-        "device": "cuda gpu use_cuda",
-        "run_dir": "log_dir logdir tensorboard_log save_path output_dir out_dir exp_name run_name "
-        "train_dir",
-        "resume": "load load_path restore checkpoint",
-        "stop_at": "score_to_win",
-        "info_mask": "use_action_masks use_action_masking",
-        "loggers": "track wandb report_to",
-        "separate_trunks": "enable_critic_lstm",
-        "squash_actions": "squash_output",
-        "keep_best": "save_best_after",
-        "checkpoint_every": "save_freq save_frequency save_interval checkpoint_freq",
-        "validate_every": "eval_freq eval_interval evaluation_interval eval_every",
-        "eval_episodes": "n_eval_episodes num_eval_episodes",
+        "run_dir": "log_dir logdir tensorboard_log save_path output_dir out_dir exp_name run_name",
     }.items()
     for other in others.split()
 }
@@ -234,11 +213,6 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     config = RunConfig(**parsed.with_defaults(defaults).configs)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
-    ppo = config.ppo
-    if "min_adv_std" in parsed.given and not ppo.norm_adv:
-        raise UserError("--min_adv_std does nothing without --norm_adv: leave it out")
-    if "refresh_states" in parsed.given and ppo.refresh_states and ppo.update_epochs == 1:
-        raise UserError("--refresh_states does nothing with --update_epochs 1: leave it out")
     if "batch_size" in parsed.given:
         _refuse_batch_of_steps(config.train)
     if not task.is_trading:

@@ -76,7 +76,7 @@ def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_ma
 
 
 def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
-    assert set(OTHER_NAMES.values()) <= OWNERS.keys() | {"run_dir", "resume"}
+    assert set(OTHER_NAMES.values()) <= OWNERS.keys() | {"run_dir"}
     assert not OTHER_NAMES.keys() & OWNERS.keys()
     names = {"--lr": "learning_rate", "--n-envs": "num_envs", "--e_clip=1": "clip_coef"}
     for word, flag in names.items():
