@@ -44,8 +44,8 @@ class TrainConfig:
         presets={"--preset small": 8, "--preset control": 8, "--preset memory": 8, "--quick": 64},
         main=True,
     )
-    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto (or 0):
-    the fastest that fits, measured at the start."""
+    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto: the
+    fastest that fits, measured at the start."""
     grad_accumulation: int = setting(1, within=(1, 10**6))
     """Minibatches whose gradients add up to one optimizer step: the effect of a batch_size this
     many times larger, in less memory."""

@@ -81,8 +81,10 @@ class Declaration:
     def range(self) -> str:
         """The least and the largest value, where there are any."""
         least, largest = self.within
+        if least is not None and least in self.words.values():  # the word means that number
+            least += 1
         if largest is not None:
-            return f"{least}..{largest}"
+            return " or ".join([*self.words, f"{least}..{largest}"])
         return "" if least is None else f"at least {least}"
 
     def shown(self, value: Any) -> str:
@@ -100,17 +102,30 @@ class Declaration:
         return f"{self.help} ({'; '.join(notes)})"
 
     def value_of(self, text: str) -> Any:
-        """Return the value of a word of a command line; what is no value stays as it is."""
+        """Return the value of a word of a command line; what is no value stays as it is.
+
+        Raises:
+            UserError: a number that only a word of this flag stands for.
+        """
         words = {**_ON_OFF, **self.words} if self.kind is bool else self.words
         if text.lower() in words:
             return words[text.lower()]
         if self.kind in (int, float):
-            with suppress(ValueError):
-                return int(text)
+            number: Any = text
             with suppress(ValueError):
                 number = float(text)
-                return int(number) if self.kind is int and number.is_integer() else number
+                if self.kind is int and number.is_integer():
+                    number = int(number)
+            with suppress(ValueError):  # more digits than a float has
+                number = int(text)
+            if number in self.words.values():
+                raise UserError(f"{self.name} must be {self.range}, got {text}")
+            return number
         return text
+
+    def word_of(self, value: Any) -> Any:
+        """Return the word that stands for a value, else the value."""
+        return next((word for word, meant in self.words.items() if meant == value), value)
 
     def add_to(self, group: Any, help_line: str) -> None:
         """Add the flag to a parser, which collects its value as text."""
@@ -249,7 +264,11 @@ class ParsedFlags:
     def words(self) -> list[str]:
         """Return the flags given, as words of a command line."""
         values = {n: v for config in self.configs.values() for n, v in vars(config).items()}
-        return [f"--{name}={value}" for name, value in values.items() if name in self.given]
+        return [
+            f"--{name}={self.declaration(name).word_of(value)}"
+            for name, value in values.items()
+            if name in self.given
+        ]
 
 
 def parse_flags(
@@ -299,9 +318,9 @@ def parse_flags(
         own = declarations(cls)
         texts = {name: known.pop(name) for name in own if name in known}
         values = {name: value for name, value in defaults.items() if name in own}
-        for name, text in texts.items():
-            values[name] = own[name].value_of(" ".join(text) if own[name].several else text)
         try:
+            for name, text in texts.items():
+                values[name] = own[name].value_of(" ".join(text) if own[name].several else text)
             configs[heading] = cls(**values)
         except ValueError as error:
             parser.error(str(error))
@@ -340,7 +359,14 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
     """Return what files hold of a configuration: values by section and name."""
-    return {heading: _stored(type(own), vars(own)) for heading, own in vars(config).items()}
+    return {
+        heading: {
+            name: item.word_of(getattr(values, name))
+            for name, item in declarations(type(values)).items()
+            if item.stored
+        }
+        for heading, values in vars(config).items()
+    }
 
 
 def read_sections(sections: Mapping[str, type[Any]], saved: Any) -> dict[str, Any]:
@@ -354,14 +380,13 @@ def read_sections(sections: Mapping[str, type[Any]], saved: Any) -> dict[str, An
         for heading, values in saved.items() if isinstance(saved, dict) else [("", None)]:
             if not isinstance(values, dict) or heading not in sections:
                 raise ValueError(f"{heading!r:.80} is no section of it")
-            cls = sections[heading]
-            built[heading] = cls(**_stored(cls, values))
+            values = dict(values)
+            for name, item in declarations(sections[heading]).items():
+                if not item.stored:
+                    values.pop(name, None)
+                elif isinstance(values.get(name), str):
+                    values[name] = item.words.get(values[name], values[name])
+            built[heading] = sections[heading](**values)
     except ValueError as error:
         raise ValueError(f"the saved configuration does not fit this version: {error}") from None
     return built
-
-
-def _stored(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that files may hold; what is not stored is not read either."""
-    kept_out = {name for name, item in declarations(cls).items() if not item.stored}
-    return {name: value for name, value in values.items() if name not in kept_out}

@@ -14,7 +14,7 @@ def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int
     """Seeds number first .. first + count - 1 of a stream, one 63-bit integer each.
 
     For environments the number is their global index; `resumed_at` is the iteration from
-    which a run goes on whose environments cannot be snapshot: other episodes than before.
+    which a run goes on whose environments cannot be snapshotted: other episodes than before.
     """
     sequences = (
         np.random.SeedSequence([seed, stream, first + i, resumed_at]) for i in range(count)

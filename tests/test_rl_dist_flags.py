@@ -89,7 +89,8 @@ def test_values_may_be_written_in_any_usual_form(argv, name, value):
     ("argv", "message"),
     [
         (["--num_envs", "1.5"], "num_envs must be a whole number, got 1.5"),
-        (["--num_envs", "-3"], f"num_envs must be 1..{2**62 + 1}, got -3"),
+        (["--num_envs", "-3"], f"num_envs must be auto or 2..{2**62 + 1}, got -3"),
+        (["--num_envs", "1"], f"num_envs must be auto or 2..{2**62 + 1}, got 1"),
         (["--learning_rate", "nan"], "learning_rate must be a number, got nan"),
         (["--device", "tpu"], "device must be one of auto, cpu, got 'tpu'"),
         (["--run_dir", "a\x1b[2J"], "run_dir must be text, got"),
@@ -152,16 +153,18 @@ def test_a_section_is_a_frozen_value_that_other_processes_can_have():
     assert pickle.loads(pickle.dumps(changed)) == changed == replace(Learning(), num_envs=3)
     with pytest.raises(AttributeError):
         changed.num_envs = 4
-    with pytest.raises(ValueError, match=r"^num_envs must be 1\.\..*, got 0$"):
+    with pytest.raises(ValueError, match=r"^num_envs must be auto or 2\.\..*, got 0$"):
         replace(changed, num_envs=0)
 
 
 def test_what_files_hold_is_read_back_without_what_is_not_stored():
     place = Place(command="echo secret", chosen="cpu")
-    saved = json.loads(json.dumps(config.saved_form(Run(place=place))))
+    run = Run(learning=Learning(num_envs=1), place=place)
+    saved = json.loads(json.dumps(config.saved_form(run)))
+    assert saved["learning"]["num_envs"] == "auto"
     assert saved["place"] == {"run_dir": "", "device": "auto", "chosen": "cpu"}
     read = config.read_sections(SECTIONS, saved)
-    assert read == {"learning": Learning(), "place": Place(chosen="cpu")}
+    assert read == {"learning": run.learning, "place": Place(chosen="cpu")}
 
 
 @pytest.mark.parametrize(

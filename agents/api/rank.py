@@ -56,6 +56,7 @@ def run_rank(
         run_dir, resume_from = agree_on_start(run_dir, resume_from, config, world)
         if world.is_main_process:
             events.configure(config.launch.on_event, run_dir)
+            stop_flag.notice = "saving after this iteration"
         setup_logging(run_dir, world.rank)
         place = f"rank {world.rank} of {world.size} on {world.device}"
         logger.info("%s, %s", config.task.env, place)
@@ -106,6 +107,7 @@ def run_rank(
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
         signum = train(training, writer, stop_flag)
+        stop_flag.notice = ""
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         if signum:

@@ -23,7 +23,7 @@ from agents.run.config import RunConfig, save_config
 from agents.run.limits import GIB, free_for_each_rank
 from agents.run.memory import MemoryNeed, compute_memory, observe_shapes
 from agents.run.start import sizes_table
-from agents.sizes import AUTO, Sizes, TrainConfig, learning_rate_factor, shard_sizes, shares_out
+from agents.sizes import Sizes, TrainConfig, learning_rate_factor, shard_sizes, shares_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.errors import UserError
 from rl_dist.hardware.memory import clear_gpu_memory
@@ -61,7 +61,7 @@ def resolve_batch_size(
     """
     batch_size = saved_section("train", run_dir, world)["batch_size"]
     reason = ""
-    if batch_size == AUTO:
+    if batch_size == "auto":
         batch_size, reason = choose_batch_size(config.job(make_env, run_dir), world)
     config = replace(config, train=replace(config.train, batch_size=batch_size))
     if world.is_main_process and reason:

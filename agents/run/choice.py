@@ -84,8 +84,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--run_dir", default="", metavar="DIR", help="directory to write (default: runs/DATE_TIME)"
     )
-    what = "go on with the run in this directory; auto: in run_dir, else the newest, else a new run"
-    group.add_argument("--resume", default="", metavar="DIR", help=what)
+    group.add_argument(
+        "--resume",
+        default="",
+        metavar="DIR",
+        help="go on with the run in this directory, from its newest checkpoint (no file is taken); "
+        "auto: in run_dir, else the newest, else a new run",
+    )
     group.add_argument(
         "--quick",
         action="store_true",
@@ -270,9 +275,10 @@ def _run_to_resume(parsed: ParsedFlags) -> Path | None:
     path = Path(extra.resume)
     folder = path.absolute().parent if path.is_file() else path.absolute()
     in_run = _is_in_run(folder)
-    if path.is_file() or in_run:
+    if in_run or not path.is_dir():
+        missing = "" if path.exists() else ", which does not exist"
         raise UserError(
-            f"--resume takes a run directory, whose newest checkpoint counts, got {path}"
+            f"--resume takes a run directory, whose newest checkpoint counts, got {path}{missing}"
             + (f": give --resume {folder.parent}" if in_run else "")
         )
     return path

@@ -218,7 +218,7 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
     if path.is_dir():
         found = load_latest(path)
         if found is None:
-            fix = runs_below(path) or "give a run directory or a .pt file"
+            fix = runs_below(path) or "give the directory of a run"
             raise UserError(f"{path} holds no valid checkpoint: {fix}")
     elif path.exists():
         found = Found(path, load_checkpoint(path))
@@ -312,8 +312,8 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
         writer.say(reason)
     if not getattr(training.env, "can_snapshot", False):
         writer.say(
-            f"{env} cannot be snapshot: after --resume its episodes begin again "
-            "(envs/vector/snapshots.py says how an environment takes part)"
+            f"{env} cannot be snapshotted: after --resume its episodes begin again "
+            "(docs/own_environment.md, Exact resume, shows the two methods that change this)"
         )
     return writer
 

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -394,6 +394,7 @@ class StopFlag(StopRelay):
     def __init__(self) -> None:
         super().__init__()
         self.signum = 0
+        self.notice = ""  # what the first signal leads to, printed when it comes
         self._second_ends = True
 
     def install(self, *, second_ends: bool = True) -> None:
@@ -404,12 +405,17 @@ class StopFlag(StopRelay):
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         self.signum = 0
+        self.notice = ""
         self._second_ends = second_ends
         super().install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         super()._on_signal(signum, frame)
+        if self.notice and not self.signum:
+            again = " (press again to end without saving)" if signum == signal.SIGINT else ""
+            with suppress(OSError):  # nobody reads it
+                os.write(2, f"\n{signal.Signals(signum).name}: {self.notice}{again}\n".encode())
         self.signum = self.signum or signum
         if self._second_ends and self.insists:
             os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")

@@ -189,9 +189,9 @@ def check(plan: ResumePlan) -> bool:
     state = load_checkpoint(saved)
     if state.get("environments") is None:
         _say(
-            "not bit-identical, and cannot be: this environment cannot be snapshot (it has no "
-            "get_state and set_state), so its episodes restart at resume; envs/vector/snapshots.py "
-            "shows how it can take part"
+            "not bit-identical, and cannot be: this environment cannot be snapshotted (it has no "
+            "get_state and set_state), so its episodes restart at resume; docs/own_environment.md, "
+            "Exact resume, shows how it can take part"
         )
         return False
     _say(f"killed after iteration {reached}; resumed: iterations {k + 1}..{2 * k} ...")

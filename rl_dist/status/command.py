@@ -43,7 +43,7 @@ USE = {  # of each rank: how its values are shown
 
 def describe(run: RunState) -> list[str]:
     """Return the lines for people."""
-    done = f"{run.done:,} of {run.total:,} {run.unit} ({_share(run):.0%})"
+    done = f"{min(run.done, run.total):,} of {run.total:,} {run.unit} ({_share(run):.0%})"
     rows = [
         ("run", run.run_dir),
         ("state", f"{run.state}: {_cut(run.reason)}" if run.reason else run.state),

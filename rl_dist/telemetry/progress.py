@@ -35,7 +35,7 @@ class Progress:
         options: dict[str, Any] = {"dynamic_ncols": True, "smoothing": 0.05}
         if not self._on_terminal:  # the bar only makes the text of lines
             options = {"bar_format": LINE, "file": io.StringIO(), "mininterval": math.inf}
-        self._bar = tqdm(total=total, unit=f" {unit}", initial=start, **options)
+        self._bar = tqdm(total=total, unit=f" {unit}", initial=min(start, total), **options)
 
     def show(self, record: dict[str, Any], done: int) -> None:
         """Take an iteration's metrics."""
@@ -46,11 +46,10 @@ class Progress:
             self._figures["return"] = _short(record["episode/return"])
         for name in ("valid/sharpe", "valid/return"):
             if record.get(name) is not None:
-                self._figures[name] = _short(record[name])
-        # the last iteration ends episodes beyond the budget
-        self._bar.total = max(self._bar.total, done)
+                self._figures[name] = f"{_short(record[name])} (iteration {record['iteration']})"
         self._bar.set_postfix(self._figures, refresh=False)
-        self._bar.update(done - self._bar.n)
+        # the last iteration goes beyond the budget
+        self._bar.update(min(done, self._bar.total) - self._bar.n)
         if self._on_terminal:
             self._bar.refresh()
             return

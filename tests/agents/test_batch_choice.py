@@ -132,7 +132,7 @@ def test_a_start_after_the_choice_takes_the_number_from_the_run_directory(
         save_config(replace(config, train=replace(config.train, batch_size=16)), run_dir)
 
     monkeypatch.setattr(agents.run.start, "save_config", chosen_before)
-    assert train(monkeypatch, tmp_path / "run", "--batch_size 0") == 0
+    assert train(monkeypatch, tmp_path / "run", "--batch_size auto") == 0
     state = load_checkpoint(latest_checkpoint(tmp_path / "run"))
     assert json.loads(state["config"])["train"]["batch_size"] == 16
     assert "batch_size auto:" not in capsys.readouterr().out

@@ -88,14 +88,14 @@ def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
     ("flags", "expected"),
     [
         ("--preset smal", "there is no preset 'smal': did you mean small?"),
+        ("--batch_size 0", "batch_size must be auto or 1..10000000, got 0"),
         ("--preset none", "choose from trading, small, control, memory, paper"),
         ("--env ./lamp.py:Lamp-v0", "names a file: name its module, lamp:Lamp-v0"),
         ("--env /up/lamp.py:Lamp-v0", "module, lamp:Lamp-v0, and run in /up or add that to "),
-        ("--refresh_states --update_epochs 1", "does nothing with --update_epochs 1: leave"),
-        ("--no-norm_adv --min_adv_std 0.2", "--min_adv_std does nothing without --norm_adv"),
         ("--resume {}/checkpoints", "whose newest checkpoint counts, got {0}/checkpoints: give "),
         ("--resume auto --run_dir {}/checkpoints", "is inside a run: give --run_dir {0}"),
         ("--resume {}/checkpoints/best.pt", "best.pt: give --resume {0}"),
+        ("--resume {}/nothing.pt", "takes a run directory, whose newest "),
         (
             "--env CartPole-v1 --bptt_steps 48",
             "num_steps 128 (the default beside --bptt_steps) must",

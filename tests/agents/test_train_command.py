@@ -26,6 +26,7 @@ from train_runs import (
 
 from agents.run.config import SECTIONS
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
+from agents.trainer import Training
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
@@ -203,6 +204,26 @@ def test_a_stop_signal_saves_and_resume_goes_on_without_repeated_or_missing_iter
     assert len(lines[saved["iteration"] - 1]["ranks"]) == 2 and len(lines[-1]["ranks"]) == 1
 
 
+@pytest.mark.parametrize(("signum", "ends"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_the_first_stop_signal_is_answered_before_the_iteration_ends(
+    signum, ends, tmp_path, monkeypatch, capfd
+):
+    update, answers = Training.update, []
+
+    def interrupted(training, rollout):
+        signal.raise_signal(signum)
+        answers.append(capfd.readouterr().err)
+        return update(training, rollout)
+
+    monkeypatch.setattr(Training, "update", interrupted)
+    flags = [*SIZES, "--env", "CartPole-v1", "--num_episodes", 99, "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *flags) == 128 + signum
+    (answer,) = answers
+    assert f"{signum.name}: saving after this iteration" in answer
+    assert ("(press again to end without saving)" in answer) == ends
+    assert latest_checkpoint(tmp_path / "run").name == "iteration_00000001.pt"
+
+
 def test_resume_auto_begins_a_run_and_then_goes_on_with_it(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -254,7 +275,7 @@ REFUSED = [
     ("--data x.csv --market_edge 3", "--market_edge belongs to the simulated market"),
     ("--eval_episodes 3", "--eval_episodes does nothing"),
     ("--total_steps 1000", "--num_episodes does nothing beside --total_steps"),
-    ("--resume no_such_run", "no_such_run does not exist"),
+    ("--resume no_such_run", "no_such_run, which does not exist"),
     ("--resume runs --quick", "--quick does nothing with --resume"),
 ]
 

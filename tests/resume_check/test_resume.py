@@ -77,7 +77,7 @@ def test_an_environment_without_the_protocol_is_announced_and_resumes_determinis
         shutil.copytree(killed, tmp_path / name)
         assert train_here(monkeypatch, "--resume", tmp_path / name) == 0
         assert (
-            "Forgetful-v0 cannot be snapshot: after --resume its episodes begin again"
+            "Forgetful-v0 cannot be snapshotted: after --resume its episodes begin again"
             in capsys.readouterr().out
         )
     once, again = tmp_path / "once", tmp_path / "again"

@@ -8,7 +8,7 @@ def shown(rates, total=96, start=0):
     for iteration, rate in enumerate(rates, 1):
         record = {"iteration": iteration, "time/sps": rate, "episode/return": None}
         if iteration == 1:
-            record["episode/return"] = 0.25
+            record |= {"episode/return": 0.25, "valid/return": 0.5}
         display.show(record, start + 33 * iteration)
     display.close()
 
@@ -17,9 +17,9 @@ def test_without_a_terminal_there_are_a_few_plain_lines(capsys):
     shown([7123.4] * 3)
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("iteration 1 | 33/96 episodes (34%)")
-    # episodes beyond the budget are the whole
-    assert last.startswith("iteration 3 | 99/99 episodes (100%)")
-    for words in ("steps/s=7,123", "return=0.25", "ETA "):
+    # 99 episodes have ended
+    assert last.startswith("iteration 3 | 96/96 episodes (100%)") and last.endswith("ETA 00:00")
+    for words in ("steps/s=7,123", "return=0.25", "valid/return=0.5 (iteration 1)", "ETA "):
         assert words in first and words in last
 
 
