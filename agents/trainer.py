@@ -403,6 +403,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     if no_best and not signal and world.is_main_process:
         name = config.keep_best
         logger.warning("keep_best %s never had a value in this run: there is no best.pt", name)
+    stop.notice = ""
     return signal or all_reduce_max(stop.signum, world)  # it may have come during the last save
 
 

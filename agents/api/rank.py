@@ -58,8 +58,7 @@ def run_rank(
             events.configure(config.launch.on_event, run_dir)
             stop_flag.notice = "saving after this iteration"
         setup_logging(run_dir, world.rank)
-        place = f"rank {world.rank} of {world.size} on {world.device}"
-        logger.info("%s, %s", config.task.env, place)
+        logger.info("%s, rank %d of %d", config.task.env, world.rank, world.size)
 
         # environments, and the choices that only measurements can make
         task = config.prepare_task(world.heartbeat)
@@ -107,7 +106,6 @@ def run_rank(
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
         signum = train(training, writer, stop_flag)
-        stop_flag.notice = ""
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         if signum:
