@@ -1,7 +1,7 @@
 # The two commands of the README (`make train`, `make test`) and a few for developers; `make help` lists them.
 # They need Python >= 3.11, pip and make: the rest is installed into .venv, once.
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-gpu bench rehearse lint format docs clean ready ready-test ready-docs
+.PHONY: help train test test-all test-gpu bench lint format docs clean ready ready-test ready-docs
 .NOTPARALLEL:
 
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -31,9 +31,8 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" "$(ENV)/bin/python"
 help:
 	@echo "make train [ARGS='...']   install into .venv (once) and train; ARGS are flags of train_distributed.py"
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
-	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed, and the rehearsal (an hour or more)"
+	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed (an hour or more)"
 	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.md"
-	@echo "make rehearse             the path to GPUs without one, with a CUDA build of torch in .venv-rehearse"
 	@echo "make bench [ARGS='...']   speed of this checkout, compared with the last time by ratios (some minutes)"
 	@echo "make lint                 ruff and mypy alone"
 	@echo "make format               let ruff repair and format the code"
@@ -59,18 +58,12 @@ test: ready-test
 test-all: ready-test
 	@$(call complete,test wandb mlflow popgym ray)
 	@$(RUN) -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
-	@$(MAKE) --no-print-directory rehearse
 
 test-gpu: ready-test
 	@GPU_REPORT="gpu_report_`date +%Y-%m-%d_%H-%M`.md" $(RUN) -m pytest -n 0 -m gpu tests/gpu $(ARGS)
 
 bench: ready
 	@$(RUN) benchmarks/throughput.py $(ARGS)
-
-rehearse: ENV = .venv-rehearse
-rehearse: .venv-rehearse/.installed
-	@$(call complete,test)
-	@REHEARSE=1 $(RUN) -m pytest -n 0 -m "" tests/rehearsal tests/gpu $(ARGS)
 
 lint: ready-test
 	@$(RUN) -m ruff check .
@@ -85,13 +78,8 @@ docs: ready-docs
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet && echo "built site/index.html"
 
 clean:
-	rm -rf .venv .venv-rehearse site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-# The newest torch as the index has it: on Linux that is a build with CUDA, which needs no GPU here.
-.venv-rehearse/.installed:
-	@echo "installing torch with CUDA into .venv-rehearse (once; gigabytes) ..."
-	@"$(PYTHON)" -m venv .venv-rehearse && .venv-rehearse/bin/python -m pip install -qq torch && touch $@
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(call install,.)

@@ -50,15 +50,13 @@ from rl_dist.launch.short_run import SideBySide, without
 from rl_dist.setup_check.checks import PROBLEM, WARNING, Check, Plan, check_facts
 from rl_dist.setup_check.measured import MemoryFigures, memory_checks, worst
 
-OWN_FLAGS = ("json", "full", "strict")
+OWN_FLAGS = ("json", "strict")
 DESCRIPTION = (
     "Check that this machine can train with these flags, if it fits, and how long it takes."
 )
 EPILOG = """examples:
   python check_gpu_setup.py                                  the main job on this machine
   python check_gpu_setup.py --num_gpus 8 --batch_size 512    another one
-  python check_gpu_setup.py --env CartPole-v1 --full         measure longer, always the dry run
-  python check_gpu_setup.py --plan 80 --num_gpus 64          64 GPUs of 80 GiB that are not here
   python check_gpu_setup.py --json > setup.json              docs/check_gpu_setup.schema.json
 exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage,
 130 and 143 stopped by INT and TERM"""
@@ -69,12 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("check")
     for name, what in (
         ("json", "print one JSON object, see docs/check_gpu_setup.schema.json"),
-        ("full", "measure longer, and always try the memory out in a dry run"),
         ("strict", "exit with 1 on a warning, too"),
     ):
         group.add_argument(f"--{name}", action="store_true", help=what)
-    what = "plan --num_gpus ranks that are not here, on GPUs of so many GiB: sizes, shards, memory"
-    group.add_argument("--plan", type=float, default=0.0, metavar="GIB", help=what)
     add_run_flags(parser)
 
 
@@ -84,7 +79,6 @@ def examine(
     """Look at everything; returns facts for JSON, and the command."""
     with ExitStack() as held:
         config, run_dir, _, _ = choose_run(parsed, held)
-    extra = parsed.extra
     report.say("this machine")
     task = config.prepare_task()
     facts = read_facts(run_dir or RUNS)
@@ -95,7 +89,7 @@ def examine(
 
     sizes = shard_sizes(config.train, 0, num_ranks)
     planned = PlannedTraining(
-        config, num_ranks, device_type, sizes, gradient_bytes(config, probe_env(task)), extra.full
+        config, num_ranks, device_type, sizes, gradient_bytes(config, probe_env(task))
     )
     plan = Plan(  # a checkpoint holds the parameters and Adam's two moments
         num_ranks,
@@ -168,17 +162,6 @@ def prints_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def plan(parsed: ParsedFlags) -> int:
-    """Print the plan for machines that are not here; returns the exit code."""
-    from agents.dry_run.plan import make_plan
-
-    with ExitStack() as held:
-        config = choose_run(parsed, held).config
-    planned = make_plan(config, parsed.extra.plan)
-    print(json.dumps(dataclasses.asdict(planned), indent=2) if parsed.extra.json else planned)
-    return int(not planned.fits)
-
-
 @explains_errors
 def main() -> int:
     """Entry of the command; returns the exit code."""
@@ -192,8 +175,6 @@ def main() -> int:
         if parsed.extra.interactive:
             raise UserError("--interactive asks nothing here: give the flags to be checked")
         check_variables()
-        if parsed.extra.plan:
-            return plan(parsed)
         with prints_to_stderr() if parsed.extra.json else nullcontext():
             facts_json, command = examine(parsed, without(sys.argv[1:], OWN_FLAGS), report)
     except EnvironmentFaultError as error:
@@ -202,7 +183,7 @@ def main() -> int:
     verdict = worst(report.checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
     if parsed.extra.json:
-        found = {"version": 3, "verdict": verdict, "exit_code": code, "command": command}
+        found = {"version": 4, "verdict": verdict, "exit_code": code, "command": command}
         checks = [dataclasses.asdict(check) for check in report.checks]
         print(json.dumps(found | {"checks": checks} | facts_json | report.figures, indent=2))
         return code

@@ -1,11 +1,10 @@
 """Throughput of 1..N ranks, measured: weak and strong scaling, strategies side by side.
 
-    python benchmarks/scaling.py [--gpus 1 2 4] [--rounds 3] [--out FOLDER] [training flags]
+    python benchmarks/scaling.py [--gpus 1 2 4] [--rounds 3] [training flags]
 
 The combinations take turns, all others being halted, so that other work on the machine falls on all
-of them. Speedups are relative to one rank with strategy
-none. Prints one JSON line for each, and draws speedup and efficiency; `shares` are where the time
-goes (own work by phase, reductions, waiting for others).
+of them. Speedups are relative to one rank with strategy none. Prints one JSON line for each;
+`shares` are where the time goes (own work by phase, reductions, waiting for others).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from rl_dist.errors import UserError
 from rl_dist.launch.short_run import ShortRunError, SideBySide, without
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.calibration import OF_RANKS
-from rl_dist.speedup.plots import plot_speedup
 
 Combination = tuple[int, str, str]  # ranks, scaling, strategy
 
@@ -117,13 +115,12 @@ def row_of(which: Combination, records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print, draw."""
+    """Measure and print."""
     parser = command_line(__doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--strategies", nargs="+", default=["none", "ddp"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turn_s", type=float, default=5.0, help="seconds of each turn")
-    parser.add_argument("--out", type=Path, help="where to draw (default: nowhere)")
     args, flags = parser.parse_known_args()
     todo = combinations(sorted(set(args.gpus)), list(dict.fromkeys(["none", *args.strategies])))
     variants = {
@@ -138,10 +135,6 @@ def main() -> int:
         row["speedup"] = row["steps_per_s"] / rows[0]["steps_per_s"]
         row["efficiency"] = row["speedup"] / row["gpus"]
         print(json.dumps(row), flush=True)
-    if args.out:
-        # where both lines begin
-        ones = [row | {"scaling": "weak"} for row in rows if row["gpus"] == 1]
-        plot_speedup([*rows, *ones], args.out / "scaling_speedup.png")
     return 0
 
 

@@ -1,17 +1,15 @@
-"""Small trainings on a device, for the tests of GPUs and of their rehearsal; ranks import it.
+"""Small trainings on a device, for the tests of GPUs; ranks import it.
 
 As a script it is a job on two GPUs: gpu_jobs.py FUNCTION.
 """
 
 import functools
-import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from agents_ranks import CASES, ENV_IDS, make_job, tiny_markets
 
@@ -27,19 +25,7 @@ from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter
 
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"
-REHEARSED = os.environ.get("REHEARSE") == "1"  # on GPUs that are not there
-ITERATIONS = 1 if REHEARSED else 3
-# rounding, memory, time
-needs_real_gpu = pytest.mark.skipif(REHEARSED, reason="what no rehearsal can show")
-
-
-def two_gpus():
-    """Two GPUs, or what stands for them in a rehearsal."""
-    if not REHEARSED:
-        return nullcontext()
-    from fake_gpu import fake_gpu
-
-    return fake_gpu(2)
+ITERATIONS = 3
 
 
 @contextmanager
@@ -93,36 +79,33 @@ def parameters_on_cpu(training):
 
 def train_rank(out_dir, strategy):
     """Train on this rank's GPU; parameters and their hash go to rank_N.pt."""
-    with two_gpus():
-        world = open_world("cuda", timeout_s=120)
-        torch.set_num_threads(1)
-        sizes = {"iterations": ITERATIONS, "run_dir": Path(out_dir, "run")}
-        training = trained(world, strategy=strategy, **sizes)
-        found = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
-        torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
-        all_reduce_max(0, world)
-        close_world(world)
+    world = open_world("cuda", timeout_s=120)
+    torch.set_num_threads(1)
+    sizes = {"iterations": ITERATIONS, "run_dir": Path(out_dir, "run")}
+    training = trained(world, strategy=strategy, **sizes)
+    found = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
+    torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
+    all_reduce_max(0, world)
+    close_world(world)
     return 0
 
 
 def fail():
     """Rank 1 fails while rank 0 waits for it."""
-    with two_gpus():
-        world = open_world("cuda", timeout_s=60)
-        all_reduce_max(0, world)
-        if world.rank == 1:
-            raise RuntimeError("the roof is on fire")
-        all_reduce_max(0, world)
+    world = open_world("cuda", timeout_s=60)
+    all_reduce_max(0, world)
+    if world.rank == 1:
+        raise RuntimeError("the roof is on fire")
+    all_reduce_max(0, world)
 
 
 def hang():
     """Rank 1 does not come to a collective."""
-    with two_gpus():
-        world = open_world("cuda", timeout_s=6)
-        world.set_phase("update")
-        all_reduce_max(0, world)
-        time.sleep(1000.0 * world.rank)
-        all_reduce_max(0, world)
+    world = open_world("cuda", timeout_s=6)
+    world.set_phase("update")
+    all_reduce_max(0, world)
+    time.sleep(1000.0 * world.rank)
+    all_reduce_max(0, world)
 
 
 if __name__ == "__main__":

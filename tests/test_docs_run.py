@@ -124,7 +124,6 @@ ELSEWHERE = {  # how a command begins: why no test here runs it
     "make test": "it runs this",
     "make train$": "the main job, five minutes; tests train it shorter",
     "make docs": "continuous integration does",
-    "make rehearse": "gigabytes of CUDA; tests/rehearsal",
     "torchrun --nnodes 2": "two machines; tests/hosts",
     "python examples/ray_train.py": "a Ray cluster; tests/hosts/test_ray_train.py",
     "python benchmarks/memory_table.py": "half an hour; tests/test_memory_table.py runs a row",

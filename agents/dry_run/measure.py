@@ -31,7 +31,7 @@ from rl_dist.hardware.memory import clear_gpu_memory
 from rl_dist.hardware.report import Facts
 from rl_dist.launch.all_reduce_bench import BenchError, Reductions, time_reductions
 from rl_dist.launch.launcher import parse_gpu_ids
-from rl_dist.launch.short_run import SideBySide
+from rl_dist.launch.short_run import SideBySide, round_rates
 from rl_dist.parallel.config import StrategyConfig
 from rl_dist.process_group.world import close_world, open_world, threads_per_rank
 from rl_dist.setup_check.measured import MemoryFigures, TimeFigures
@@ -43,10 +43,11 @@ BENCH_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 FEW_SIZES = (KIB, MIB)  # where it only matters that ranks can reduce
 GPU_RESERVE = GIB  # CUDA context, cuDNN and NCCL buffers of a process, not measured
 MOST_OF_MEMORY = 0.9  # of what is free now
-# steps of one rank's rollout times bytes of parameters: no dry run beyond, without --full
+# steps of one rank's rollout times bytes of parameters: no dry run beyond
 LONG_WORK = 4e10
 QUICK_WORK = 1e9  # the same: a dry run is done up to here even where memory is ample
-SHORT_RUN_S, FULL_SHORT_RUN_S = 60.0, 600.0
+SHORT_RUN_S = 120.0
+ENOUGH_S = 12.0  # of short runs, after which two iterations are enough
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,12 @@ class PlannedTraining:
     device_type: str
     sizes: Sizes  # of the first rank
     gradient_bytes: int  # reduced by every gradient step: as much as there are parameters
-    full: bool  # measure longer
+
+    @property
+    def as_asked(self) -> bool:
+        """Return whether as many ranks and the device that were asked for are here."""
+        launch = self.config.launch
+        return launch.device in ("auto", self.device_type) and launch.num_gpus <= self.num_ranks
 
     @property
     def gpu_ids(self) -> tuple[int, ...]:
@@ -108,7 +114,7 @@ def measure_reductions(
     device_type = "cuda" if backend == "nccl" else "cpu"
     ranks = planned.num_ranks if device_type == planned.device_type else 2
     ranks = ranks if device_type == "cuda" else max(2, ranks)
-    needed = planned.reduces_over(backend) or planned.full
+    needed = planned.reduces_over(backend)
     sizes = sorted({*(BENCH_SIZES if needed else FEW_SIZES), planned.gradient_bytes})
     gpu_ids = planned.gpu_ids if device_type == "cuda" else ()
     try:
@@ -189,8 +195,8 @@ def _why_not_measured(planned: PlannedTraining, share: float) -> str:
         return "it does not fit"
     work = planned.sizes.num_envs * planned.config.train.num_steps * planned.gradient_bytes
     ample = planned.device_type == "cpu" and share < 0.25
-    if not planned.full and work > (QUICK_WORK if ample else LONG_WORK):
-        return "a dry run would take long, --full does it"
+    if work > (QUICK_WORK if ample else LONG_WORK):
+        return "a dry run would take long"
     return ""
 
 
@@ -228,10 +234,7 @@ def measure_time(
 ) -> TimeFigures:
     """Return the pace of the `short_runs`, from a few iterations."""
     train, sizes = planned.config.train, planned.sizes
-    timeout_s = FULL_SHORT_RUN_S if planned.full else SHORT_RUN_S
-    if planned.full:
-        running.measure(1, timeout_s)  # to warm up
-    copies = running.measure(5 if planned.full else 1, timeout_s)
+    copies = running.measure_rounds(timeout_s=SHORT_RUN_S, enough_s=ENOUGH_S)
     per_rank = sizes.num_envs * train.num_steps
     own = [statistics.median(per_rank / record["time/sps"] for record in copy) for copy in copies]
     slowest = copies[own.index(max(own))]
@@ -247,4 +250,6 @@ def measure_time(
         budget=train.total_steps or train.num_episodes,
         unit="steps" if train.total_steps else "episodes",
         iterations_measured=min(map(len, copies)),
+        rates=tuple(round_rates(slowest)),
+        as_asked=planned.as_asked,
     )

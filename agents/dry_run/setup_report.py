@@ -123,7 +123,7 @@ def report_time(
     except ShortRunError as error:
         verdict, fix = PROBLEM, "train with these flags for the whole error"
         if isinstance(error, ShortRunTimeoutError):
-            verdict, fix = WARNING, "--full waits ten times as long; or choose smaller sizes"
+            verdict, fix = WARNING, "choose smaller sizes"
         report.add("Time", [Check("Time", "pace", verdict, str(error), fix)])
         return
     report.add("Time", time_checks(figures, planned.device_type == "cuda"))

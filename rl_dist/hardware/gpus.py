@@ -19,8 +19,7 @@ TOPOLOGY = {
     0: "on one board", 10: "one PCIe switch", 20: "several PCIe switches",
     30: "one PCIe host bridge", 40: "one NUMA node", 50: "across CPU sockets",
 }  # fmt: skip
-UNCORRECTED, VOLATILE, P2P_NVLINK = 1, 0, 2  # of NVML
-MAX_LINKS = 36
+P2P_NVLINK = 2  # NVML's number
 READ_NOW = ("memory_total_bytes", "memory_free_bytes", "utilization_percent", "temperature_c")
 
 
@@ -140,22 +139,12 @@ class Gpu:
     compute_capability: str | None = None
     multiprocessors: int | None = None
     threads_per_block: int | None = None
-    shared_memory_per_block_bytes: int | None = None
     integrated: bool | None = None
     memory_total_bytes: int | None = None
     memory_free_bytes: int | None = None
     utilization_percent: float | None = None
     temperature_c: float | None = None
-    power_limit_w: float | None = None
-    ecc: bool | None = None
-    ecc_uncorrected_errors: int | None = None
-    mig: bool | None = None
     compute_mode: str | None = None
-    pcie_generation: int | None = None  # now: an idle GPU slows its link down
-    pcie_generation_max: int | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    nvlinks: int | None = None  # active ones
     processes: tuple[GpuProcess, ...] = ()
 
 
@@ -211,15 +200,13 @@ def read_gpus(nvml: Nvml, torch: Any) -> GpuInfo:
 
 
 def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
-    def get(name: str, *more: int) -> Any:
-        return nvml.read(f"nvmlDeviceGet{name}", handle, *more)
+    def get(name: str) -> Any:
+        return nvml.read(f"nvmlDeviceGet{name}", handle)
 
     reading = nvml.reading(handle)
     name, silent = nvml.ask("nvmlDeviceGetName", handle)
-    capability, limit_mw = get("CudaComputeCapability"), get("PowerManagementLimit")
-    ecc, mig, mode = get("EccMode"), get("MigMode"), get("ComputeMode")
-    states = [get("NvLinkState", link) for link in range(MAX_LINKS)]
-    known = [state for state in states if state is not None]
+    capability = get("CudaComputeCapability")
+    mode = get("ComputeMode")
     return Gpu(
         index=index,
         name=name or "",
@@ -227,16 +214,7 @@ def _from_nvml(nvml: Nvml, index: int, handle: Any) -> Gpu:
         uuid=get("UUID") or "",
         compute_capability=capability and "{}.{}".format(*capability),
         **{field: getattr(reading, field) for field in READ_NOW},
-        power_limit_w=None if limit_mw is None else limit_mw / 1000,
-        ecc=None if ecc is None else bool(ecc[0]),
-        ecc_uncorrected_errors=get("TotalEccErrors", UNCORRECTED, VOLATILE),
-        mig=None if mig is None else bool(mig[0]),
         compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
-        pcie_generation=get("CurrPcieLinkGeneration"),
-        pcie_generation_max=get("MaxPcieLinkGeneration"),
-        pcie_width=get("CurrPcieLinkWidth"),
-        pcie_width_max=get("MaxPcieLinkWidth"),
-        nvlinks=sum(map(bool, known)) if known else None,
         processes=tuple(
             GpuProcess(each.pid, getattr(each, "usedGpuMemory", None))
             for each in get("ComputeRunningProcesses") or []
@@ -277,7 +255,6 @@ def _add_torch(gpus: list[Gpu], torch: Any) -> str:
             compute_capability=gpu.compute_capability or f"{found.major}.{found.minor}",
             multiprocessors=found.multi_processor_count,
             threads_per_block=getattr(found, "max_threads_per_block", None),
-            shared_memory_per_block_bytes=getattr(found, "shared_memory_per_block", None),
             integrated=bool(getattr(found, "is_integrated", False)),
             memory_total_bytes=gpu.memory_total_bytes or found.total_memory,
             memory_free_bytes=free,

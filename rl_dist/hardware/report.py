@@ -145,10 +145,6 @@ def describe_gpu(gpu: Gpu) -> str:
         and f"{gib(gpu.memory_free_bytes)} of {gib(gpu.memory_total_bytes)} free",
         None if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy",
         None if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
-        gpu.power_limit_w and f"limit {gpu.power_limit_w:.0f} W",
-        "ECC" if gpu.ecc else None,
-        gpu.pcie_width and f"PCIe {gpu.pcie_generation_max or '?'} x{gpu.pcie_width}",
-        f"{gpu.nvlinks} NVLinks" if gpu.nvlinks else None,
         "not visible to torch" if gpu.torch_index is None else None,
     ]
     return ", ".join(str(part) for part in known if part)

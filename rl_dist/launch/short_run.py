@@ -13,6 +13,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ CHOSEN = {
 }
 DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", "gpu_ids", "profile", *CHOSEN)
 POLL_S = 0.05
+ROUNDS, ROUND_S = 3, 1.0  # a rate is known if rounds of at least a second agree on it
+MOST_SPREAD = 1.5  # of the highest rate over the lowest
 Record = dict[str, Any]
 
 
@@ -147,12 +150,14 @@ class SideBySide:
         iterations: int,
         timeout_s: float = 600.0,
         enough_s: float = math.inf,
+        least_s: float = 0.0,
     ) -> list[list[Record]]:
         """Return the records of the next iterations, so many of the slowest copy.
 
         Args:
             timeout_s: for everything.
-            enough_s: of training, after which one iteration is enough, were it the first.
+            enough_s: of training, after which two iterations are enough, the first included.
+            least_s: of training, in which there may be more iterations.
 
         Raises:
             UserError: the script refuses the flags; its own words.
@@ -160,19 +165,21 @@ class SideBySide:
         """
         deadline_s = time.monotonic() + timeout_s
         ready_s = math.inf  # when all had their configuration, soon after which they train
-        begun = [len(ended_lines(copy.run_dir)) + self._under_way for copy in self.running]
+        began_s = math.inf  # when what is measured began
+        before = [len(ended_lines(copy.run_dir)) for copy in self.running]
+        begun = [count + self._under_way for count in before]
         self._under_way = 1
         while True:
             ended = [ended_lines(copy.run_dir) for copy in self.running]
-            slowest = min(map(len, ended))
             if ready_s == math.inf and all(copy.config() for copy in self.running):
                 ready_s = time.monotonic()
-            if slowest and time.monotonic() - ready_s > enough_s:
-                # the first iteration is slower than the others: it counts where it is alone
-                begun = [min(a, len(lines) - 1) for a, lines in zip(begun, ended, strict=True)]
-                iterations = 1
+            if time.monotonic() - ready_s > enough_s:  # the one under way counts, too
+                begun, iterations, least_s = before, 2, 0.0
             wanted = list(zip(ended, begun, strict=True))
-            if all(len(lines) >= first + iterations for lines, first in wanted):
+            if all(len(lines) >= first for lines, first in wanted):
+                began_s = min(began_s, time.monotonic())
+            enough = all(len(lines) >= first + iterations for lines, first in wanted)
+            if enough and time.monotonic() - began_s >= least_s:
                 return [[json.loads(line) for line in lines[first:]] for lines, first in wanted]
             for copy in self.running:
                 if copy.job.poll() is not None:
@@ -182,6 +189,16 @@ class SideBySide:
                 words = f"a short run took too long for {iterations} iterations"
                 raise ShortRunTimeoutError(f"{words}; try smaller sizes")
             time.sleep(POLL_S)
+
+    def measure_rounds(
+        self, iterations: int = ROUNDS, timeout_s: float = 600.0, enough_s: float = math.inf
+    ) -> list[list[Record]]:
+        """Return the records of some rounds; of a second try if the first copy's rates differ."""
+        for _ in range(2):
+            records = self.measure(iterations, timeout_s, enough_s, ROUNDS * ROUND_S)
+            if is_steady(round_rates(records[0])):
+                break
+        return records
 
     def halt(self) -> None:
         """Stop all; the kernel wakes and ends them if the caller dies."""
@@ -204,7 +221,7 @@ def measure_short_runs(
     *,
     warm_up: int = 2,
     timeout_s: float = 600.0,
-    enough_s: float = math.inf,
+    rounds_enough_s: float | None = None,
     device_type: str = "cpu",
 ) -> ShortRunResult:
     """Train copies and measure them while all of them train; see `SideBySide`.
@@ -212,13 +229,36 @@ def measure_short_runs(
     Args:
         iterations: measured of the slowest copy; others may have a few more or less.
         warm_up: iterations of the slowest copy before those.
+        rounds_enough_s: measure rounds, for which this is `enough_s`.
     """
     with SideBySide(flags, copies, threads, device_type=device_type) as together:
         if warm_up:
             together.measure(warm_up - 1, timeout_s)
-        records = together.measure(iterations, timeout_s, enough_s)
+        if rounds_enough_s is None:
+            records = together.measure(iterations, timeout_s)
+        else:
+            records = together.measure_rounds(iterations, timeout_s, rounds_enough_s)
         first = together.running[0]
         return ShortRunResult(records, first.config(), first.gradient_bytes(), first.memory_bytes())
+
+
+def round_rates(records: Sequence[Record]) -> list[float]:
+    """Return the steps/s of consecutive rounds of one copy, each of as many iterations."""
+    rates = [record["time/sps"] for record in records]
+    size = max(1, len(rates) // ROUNDS)
+    starts = range(0, min(len(rates), ROUNDS * size), size)
+    return [statistics.harmonic_mean(rates[start : start + size]) for start in starts]
+
+
+def is_steady(rates: Sequence[float]) -> bool:
+    """Return whether rounds agree on a rate."""
+    return max(rates) <= MOST_SPREAD * min(rates)
+
+
+def describe_rates(rates: Sequence[float]) -> str:
+    """Return the rates and what is wrong with them, in words."""
+    listed = ", ".join(f"{rate:,.0f}" for rate in rates)
+    return f"{listed} steps/s in rounds of the same work, which differ by more than {MOST_SPREAD}x"
 
 
 def ended_lines(run_dir: Path) -> list[bytes]:

@@ -154,8 +154,8 @@ def _gpu_checks(facts: Facts, plan: Plan, own_pid: int) -> list[Check]:
 def _gpu_verdict(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> tuple[str, str, str]:
     """Verdict, words and fix."""
     index = gpu.torch_index
-    # torch cannot use it: its state does not matter; with MIG torch sees slices of it
-    if index is None and not gpu.error and not gpu.mig:
+    # torch cannot use it: its state does not matter
+    if index is None and not gpu.error:
         missed = facts.software.cuda_build and "CUDA_VISIBLE_DEVICES" not in facts.environment
         fix = "check CUDA_VISIBLE_DEVICES and the driver"
         return WARNING if missed else OK, describe_gpu(gpu), fix
@@ -178,11 +178,6 @@ def _gpu_verdict(gpu: Gpu, facts: Facts, plan: Plan, own_pid: int) -> tuple[str,
          f"for the check: {default_mode}"),
         (not _has_kernels(gpu, architectures), True,
          f"torch has no kernels for it (it has {', '.join(architectures)})", INSTALL),
-        (gpu.mig, plan.over_nccl, "MIG is on: torch sees one slice, and NCCL does not join slices",
-         f"nvidia-smi -i {gpu.index} -mig 0"),
-        (gpu.ecc_uncorrected_errors, False,
-         f"{gpu.ecc_uncorrected_errors} uncorrected memory errors",
-         "reset the GPU; have it replaced"),
         ((gpu.temperature_c or 0) >= HOT_C, False, f"hot, it will slow down from {HOT_C} C",
          "check its cooling"),
         (busy, False, f"in use{pids}",
@@ -222,11 +217,6 @@ def _link_checks(facts: Facts, plan: Plan) -> list[Check]:
         fix = "it goes through the host: check nvidia-smi topo -p2p r, and ACS in the BIOS"
         verdict = WARNING if link.peer_access is False else OK
         found.add(f"GPU {link.first}-{link.second}", verdict, path + access, fix)
-    for gpu in facts.gpu.usable:
-        if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
-            lanes = f"x{gpu.pcie_width} of x{gpu.pcie_width_max} lanes"
-            words = f"{lanes}, generation {gpu.pcie_generation_max or '?'}"
-            found.add(f"GPU {gpu.index} PCIe", WARNING, words, "check its slot and riser")
     return found
 
 

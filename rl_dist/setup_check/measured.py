@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rl_dist.hardware.report import duration, gib
 from rl_dist.launch.all_reduce_bench import Reductions
-from rl_dist.launch.short_run import without
+from rl_dist.launch.short_run import describe_rates, is_steady, without
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
 
 # of the smallest all-reduce on one machine, by device
@@ -115,6 +115,8 @@ class TimeFigures:
     budget: int
     unit: str  # of the budget: "episodes" or "steps"
     iterations_measured: int
+    rates: tuple[float, ...]  # steps/s of the slowest rank, by round
+    as_asked: bool  # ranks and device are those that the training asks for
 
     @property
     def iteration_s(self) -> float:
@@ -128,7 +130,9 @@ class TimeFigures:
 
     @property
     def total_s(self) -> float | None:
-        """Of the whole training, without its start and its evaluations."""
+        """Of the whole training, without its start and its evaluations; None: unknown."""
+        if not (self.as_asked and is_steady(self.rates)):
+            return None
         if self.unit == "steps":
             return self.budget / self.steps_per_second
         if not self.steps_per_episode:
@@ -144,9 +148,15 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
     pace += f"{duration(whole)} ({figures.iterations_measured} measured)"
     checks = [Check("Time", "pace", OK, pace)]
     # the whole training
-    if figures.total_s is None:
+    if not is_steady(figures.rates):
+        words = f"no time: a rank trained {describe_rates(figures.rates)}, twice"
+        checks = [Check("Time", "pace", WARNING, words, "check again when nothing else runs")]
+    elif not figures.as_asked:
+        words = "no time: the pace is of this machine, and other hardware was asked for"
+        checks.append(Check("Time", "training", WARNING, words, "see Plan"))
+    elif figures.total_s is None:
         words = f"no episode ended in {steps:,} steps, so the time for --num_episodes is unknown"
-        fix = "give --total_steps, or try --full"
+        fix = "give --total_steps"
         checks.append(Check("Time", "training", WARNING, words, fix))
     else:
         words = f"{duration(figures.total_s)} for {figures.budget:,} {figures.unit}"

@@ -22,13 +22,18 @@ from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.report import duration
 from rl_dist.launch.all_reduce_bench import BenchTimeoutError, Reductions, time_reductions
 from rl_dist.launch.short_run import (
+    ROUNDS,
+    ShortRunError,
     ShortRunResult,
     ShortRunTimeoutError,
+    describe_rates,
+    is_steady,
     measure_short_runs,
+    round_rates,
     without,
 )
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.machines import LINKS, NETWORK, link_of_gpu
+from rl_dist.speedup.machines import LINKS, NETWORK, GpuModel, gpu_named, link_of_gpu
 from rl_dist.speedup.model import (
     OF_UPDATE,
     Communication,
@@ -44,8 +49,8 @@ from rl_dist.speedup.rank_cost import rank_cost_of, share_flags, steps_per_episo
 
 SCALINGS = ("strong", "weak")
 QUICK_S = 42.0  # of measuring; starting Python and torch comes on top
-FIRST_S = 12.0  # of training on one rank, after which one ended iteration is enough
-QUICK_ITERATIONS, ITERATIONS = 3, 6  # measured of every short run
+FIRST_S = 12.0  # of training on one rank, after which two ended iterations are enough
+ITERATIONS = 6  # measured of every short run, if thorough
 REDUCTIONS = 0.3  # of the first short run's time
 FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to tell latency from bandwidth
 # Chosen here for the short runs.
@@ -101,12 +106,14 @@ class Calibration:
     thorough: bool = False  # measure every number of ranks, however long it takes
     say: Callable[[str], None] = lambda line: None  # gets a line for each measurement
     deadline_s: float = math.inf
+    steps_per_s: float = 0.0  # of one rank, known from elsewhere; 0: it must be measured
     cores: int = 1
     load: float = 0.0  # processes that wanted a core before anything was measured
     # measured
     works: dict[Share, RankCost] = field(default_factory=dict)
     reductions: dict[int, Reductions] = field(default_factory=dict)  # by ranks
     copies_in_memory: int = 10**9
+    rates: list[float] = field(default_factory=list)  # steps/s of one rank, by round
     env: str = ""
     gradient_bytes: int = 0
     num_envs: int = 0
@@ -121,6 +128,17 @@ class Calibration:
     def was_busy(self) -> bool:
         """True if others used the machine."""
         return self.load > BUSY_SHARE * self.cores
+
+    @property
+    def is_steady(self) -> bool:
+        """True if the rounds of one rank agree on a rate."""
+        return is_steady(self.rates)
+
+    @property
+    def card(self) -> GpuModel | None:
+        """The kind of GPU that was measured; None: a CPU, or a GPU that is not in our list."""
+        on_gpu = self.device_type == "cuda"
+        return gpu_named(torch.cuda.get_device_name(0)) if on_gpu else None
 
     # ---- which short run stands for a rank among N
 
@@ -153,6 +171,10 @@ class Calibration:
         started_s = time.monotonic()
         self.say(f"measuring 1: {whole}")
         first = self._train(whole, [], "default", math.inf if self.thorough else FIRST_S)
+        self.rates = round_rates(first.records[0])
+        if not (self.is_steady or self.steps_per_s):
+            fix = "stop other programs and measure again, or give --sps N from a run"
+            raise ShortRunError(f"one rank trained {describe_rates(self.rates)}, twice: {fix}")
         self.first_s = time.monotonic() - started_s
         work = rank_cost_of(first.records)
         self.works[whole] = work.modelled() if len(first.records[0]) == 1 else work
@@ -164,7 +186,6 @@ class Calibration:
         self.gradient_bytes = first.gradient_bytes
         free = memory.host_memory().available
         self.copies_in_memory = max(1, free // max(1, first.copy_bytes))
-        self._conclude()
 
     def measure_shares(self) -> None:
         """Measure shares and reductions; the quick form stops in time."""
@@ -209,18 +230,22 @@ class Calibration:
         return (1 + 1 / item.divisor) / 2 * max(1.0, item.copies / self.cores)
 
     def _train(
-        self, share: Share, flags: list[str], strategy: str, enough_s: float = math.inf
+        self,
+        share: Share,
+        flags: list[str],
+        strategy: str,
+        rounds_enough_s: float | None = None,
     ) -> ShortRunResult:
         names = [flag[2:].partition("=")[0] for flag in flags]
         return measure_short_runs(
             [*without(self.flags, names), *flags, f"--strategy={strategy}"],
             share.copies,
             share.threads,
-            ITERATIONS if self.thorough else QUICK_ITERATIONS,
+            ITERATIONS if self.thorough else ROUNDS,
             warm_up=2 if self.thorough else 0,
             timeout_s=min(600.0, self._left_s()) if self.works else 600.0,
             device_type=self.device_type,
-            enough_s=enough_s,
+            rounds_enough_s=rounds_enough_s,
         )
 
     def _measure_reductions(self, ranks: int) -> None:
@@ -306,7 +331,6 @@ def calibrate(
     device_type: str = "cpu",
     ranks_per_machine: int = 0,
     thorough: bool = False,
-    on_first: Callable[[Calibration], None] = lambda first: None,
     **options: Any,
 ) -> Calibration:
     """Measure what the model needs for each number of ranks.
@@ -315,11 +339,11 @@ def calibrate(
         flags: of the training script.
         gpus: numbers of ranks.
         ranks_per_machine: 0: the GPUs here, or on the CPU all ranks.
-        on_first: called with the first figures, as soon as one rank is measured; not if thorough.
         options: other fields of `Calibration`.
 
     Raises:
         UserError: flags that training refuses.
+        ShortRunError: one rank's rate differs from round to round, and none is given.
     """
     gpus = sorted({1, *gpus})
     default = torch.cuda.device_count() if device_type == "cuda" else gpus[-1]
@@ -335,7 +359,5 @@ def calibrate(
         **options,
     )
     found.measure_one()
-    if not thorough:
-        on_first(found)
     found.measure_shares()
     return found

@@ -1,4 +1,4 @@
-"""Predict speedup, time and cost of training on more GPUs.
+"""Predict the speedup of training on more GPUs, and time and cost where a rate is known.
 
 Run it as `python -m rl_dist.speedup [RUN_DIR] [--gpus 1 2 4 8] [training flags]`. It measures a
 rank's share of the job in short runs on this machine and puts them into `rl_dist.speedup.model`;
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,39 +23,29 @@ from rl_dist.checkpoint.own_modules import check_core, check_module
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.all_reduce_bench import BenchError
 from rl_dist.launch.short_run import DROPPED, ShortRunError, without
-from rl_dist.speedup.calibration import (
-    OF_RANKS,
-    SCALINGS,
-    Calibration,
-    calibrate,
-)
-from rl_dist.speedup.failures import (
-    NODE_MTBF_DAYS,
-    RESTART_S,
-    Failures,
-    add_failures,
-)
+from rl_dist.speedup.calibration import OF_RANKS, SCALINGS, calibrate
 from rl_dist.speedup.job_of_run import budget_of, flags_of_run, read_config
-from rl_dist.speedup.machines import CARDS_PER_MACHINE, GPUS, LINKS, NETWORK, find
+from rl_dist.speedup.machines import GPUS, LINKS, NETWORK, find
 from rl_dist.speedup.model import MODEL_ERROR
-from rl_dist.speedup.report import Budget, SpeedupReport, node_table, report_of, table
+from rl_dist.speedup.report import Budget, SpeedupReport, report_of, table
 
-DESCRIPTION = "Predict speedup, time and cost of training on more GPUs, within a minute."
+DESCRIPTION = "Predict the speedup of training on more GPUs, within a minute."
 EPILOG = """Other flags are those of train_distributed.py; RUN_DIR stands for those of a run.
 
 examples:
   python -m rl_dist.speedup                             the main job, on this machine
-  python -m rl_dist.speedup --gpus 1 2 4 8 --out DIR    more ranks; table, JSON and a picture in DIR
+  python -m rl_dist.speedup --gpus 1 2 4 8 --out DIR    more ranks; table and JSON in DIR
   python -m rl_dist.speedup RUN_DIR --thorough          the job of a run, every N measured
-  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --json    cards one does not own
-  python -m rl_dist.speedup --nodes 1 8 128 --gpu "H100 SXM"    machines of 8, and their failures
+  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --json    cards one does not own: speedup
+  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
 predicted: environment steps/s relative to one rank, with a 95 % interval: of the spread of the
 iterations, and at least a standard error of {error:.0%} for what is modelled. Strong scaling:
---num_envs and --batch_size are totals; weak: per rank. docs/planning.md says how it works.
+--num_envs and --batch_size are totals; weak: per rank. Time and cost are shown for hardware whose
+rate is measured here or given by --sps. docs/planning.md says how it works.
 names for --gpu: {gpus}
 names for --between:
   {links}
-exit codes: 0 done, 1 a short run failed, 2 bad usage"""
+exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 bad usage"""
 # Flags of training that mean nothing here, and what stands for them.
 IDLE = {
     **dict.fromkeys((*OF_RANKS, *DROPPED, "interactive"), "leave it out: short runs choose it"),
@@ -69,7 +59,6 @@ def estimate_training_speedup(
     *,
     run_dir: str | Path | None = None,
     gpus: Sequence[int] = (1, 2),
-    nodes: Sequence[int] = (),
     gpu: Sequence[str] = (),
     num_episodes: int | None = None,
     total_steps: int = 0,
@@ -77,8 +66,7 @@ def estimate_training_speedup(
     device: str = "auto",
     gpus_per_machine: int = 0,
     between: str = NETWORK,
-    failures: Failures = Failures(),  # noqa: B008  # frozen
-    on_first: Callable[[SpeedupReport], None] = lambda first: None,
+    sps: float = 0.0,
     quiet: bool = True,
     **measuring: Any,
 ) -> SpeedupReport:
@@ -90,21 +78,23 @@ def estimate_training_speedup(
     Args:
         flags: of train_distributed.py, on top of those of `run_dir` if there is one.
         num_episodes: to be trained (default: the run's, or 5000), or total_steps.
-        nodes: numbers of machines instead of `gpus`; what failures take is estimated, too.
         gpu: names of cards one does not own (rl_dist.speedup.machines).
         price_per_hour: of one GPU.
-        failures: of machines, with `nodes`.
-        on_first: called with the first figures, which are then refined; not if thorough.
+        sps: environment steps/s of one of `gpu`, or without it of one rank here; 0: unknown.
         measuring: scalings and thorough of `rl_dist.speedup.calibration.calibrate`.
 
     Raises:
         UserError: impossible arguments, in one line.
-        ShortRunError, BenchError: a short run failed.
+        ShortRunError, BenchError: a short run failed, or its rate kept changing.
     """
     for name, fix in IDLE.items():
         if without(flags, [name]) != list(flags):
             raise UserError(f"--{name} does nothing here: {fix}")
     cards = [find(name, GPUS, "--gpu") for name in gpu]
+    if sps and len(cards) > 1:
+        raise UserError(
+            f"--sps {sps:g} is the rate of one kind of card: give one --gpu, not {len(cards)}"
+        )
     network = find(between, LINKS, "--between")
     folder = Path(run_dir) if run_dir else None
     base = _flags_of_run(folder, flags) if folder else []
@@ -113,30 +103,18 @@ def estimate_training_speedup(
 
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     device_type = automatic if device == "auto" else device
-    if nodes:
-        gpus_per_machine = gpus_per_machine or _gpus_per_machine(device_type, cards)
-        gpus = [count * gpus_per_machine for count in nodes]
-
-    def report(calibration: Calibration) -> SpeedupReport:
-        length = replace(budget, steps_per_episode=calibration.steps_per_episode)
-        found = report_of(calibration, length, cards)
-        if nodes:
-            costs = failures.measured(calibration.gradient_bytes)
-            add_failures(found.rows, gpus_per_machine, costs)
-            found.calibration["failures"] = asdict(costs)
-        return found
-
     calibration = calibrate(
         [*base, *flags],
         gpus,
         device_type=device_type,
         ranks_per_machine=gpus_per_machine,
         between=network,
-        on_first=lambda first: on_first(report(first)),
+        steps_per_s=sps,
         say=lambda line: None if quiet else print(line, file=sys.stderr, flush=True),
         **measuring,
     )
-    return report(calibration)
+    budget = replace(budget, steps_per_episode=calibration.steps_per_episode)
+    return report_of(calibration, budget, cards)
 
 
 def _flags_of_run(folder: Path, flags: Sequence[str]) -> list[str]:
@@ -147,13 +125,6 @@ def _flags_of_run(folder: Path, flags: Sequence[str]) -> list[str]:
     check_module(task["env"], task.get("env_kwargs", ""), folder, named)
     check_core(core, folder, None if without(flags, ["core"]) == list(flags) else core)
     return without(flags_of_run(folder), ("device",))
-
-
-def _gpus_per_machine(device_type: str, cards: Sequence[Any]) -> int:
-    here = torch.cuda.device_count() if device_type == "cuda" else 0
-    if not here and not cards:
-        raise UserError("--nodes: how many ranks has a machine? Give --gpus_per_machine, or --gpu")
-    return here or CARDS_PER_MACHINE
 
 
 def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
@@ -197,11 +168,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
     several: dict[str, Any] = {"nargs": "+", "default": [1, 2]}
     add("gpus", "numbers of GPUs (ranks) (default: 1 2)", **several, **_within(int, 1))
-    machines: dict[str, Any] = {"nargs": "+", "default": []}
-    add("nodes", "numbers of machines instead; adds failures", **machines, **_within(int, 1))
     add("scaling", "(default: both)", choices=(*SCALINGS, "both"), default="both")
     add("thorough", "measure every number of ranks: minutes", action="store_true")
     add("gpu", "also estimate this card; may repeat", action="append", default=[], metavar="NAME")
+    sps = "steps/s of one of --gpu, or without it of one rank here, from a run"
+    add("sps", sps, default=0.0, **_within(float, 0))
     add("num_episodes", "to be trained (default: the run's, or 5000)", **_within(int, 1))
     add("total_steps", "environment steps instead", default=0, **_within(int, 0))
     add("price_per_hour", "of one GPU", **_within(float, 0))
@@ -209,13 +180,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     here = "GPUs of one machine (default: those here; on the CPU all ranks share this one)"
     add("gpus_per_machine", here, default=0, **_within(int, 0))
     add("between", f"machines (default: {NETWORK})", default=NETWORK, metavar="NAME")
-    mtbf: dict[str, Any] = {"default": NODE_MTBF_DAYS, **_within(float, 1)}
-    add("node_mtbf_days", f"a machine runs between failures (default: {NODE_MTBF_DAYS:g})", **mtbf)
-    restart: dict[str, Any] = {"default": RESTART_S, **_within(float, 0)}
-    add("restart_s", f"from a failure to work again (default: {RESTART_S:g})", **restart)
-    add("checkpoint_s", "(default: measured)", default=0.0, **_within(float, 0))
     add("json", "print one JSON object instead of tables", action="store_true")
-    add("out", "write speedup.json, speedup.md and speedup.png there", default="", metavar="DIR")
+    add("out", "write speedup.json and speedup.md there", default="", metavar="DIR")
     named = bool(argv) and not argv[0].startswith("-")
     args, flags = parser.parse_known_args(argv)
     args.run_dir = flags.pop(0) if named else ""
@@ -228,22 +194,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write(report: SpeedupReport, folder: Path) -> list[Path]:
-    """Write JSON, Markdown and the picture; returns the files."""
-    from rl_dist.speedup.plots import plot_nodes, plot_speedup  # slow to import
-
-    files = [folder / f"speedup.{kind}" for kind in ("json", "md", "png")]
+    """Write JSON and Markdown; returns the files."""
+    files = [folder / f"speedup.{kind}" for kind in ("json", "md")]
     files[0].write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    files[1].write_text(words(report) + "\n", encoding="utf-8")
-    rows = [row for row in report.rows if not row["problem"]]
-    plot_speedup(rows, files[2], report.title)
-    if "failures" in report.calibration:
-        files.append(plot_nodes(rows, folder / "nodes.png", report.title))
+    files[1].write_text(table(report) + "\n", encoding="utf-8")
     return files
-
-
-def words(report: SpeedupReport) -> str:
-    """Return the tables."""
-    return "\n\n".join(filter(None, (table(report), node_table(report))))
 
 
 @explains_errors
@@ -252,13 +207,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parse(sys.argv[1:] if argv is None else argv)
     options = vars(args)
     as_json, out, scaling = (options.pop(name) for name in ("json", "out", "scaling"))
-    costs = {name: options.pop(name) for name in ("node_mtbf_days", "restart_s", "checkpoint_s")}
-
-    def show_first(first: SpeedupReport) -> None:
-        if not as_json:
-            print(f"FIRST FIGURES, being refined\n{words(first)}\n", flush=True)
-            print("REFINED FIGURES", flush=True)
-
     try:
         if out:  # before anything is measured
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -266,12 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = estimate_training_speedup(
             flags,
             **options,
-            failures=Failures(**costs),
             scalings=SCALINGS if scaling == "both" else (scaling,),
-            on_first=show_first,
             quiet=as_json and not sys.stderr.isatty(),
         )
-        print(json.dumps(asdict(report), indent=2) if as_json else words(report))
+        print(json.dumps(asdict(report), indent=2) if as_json else table(report))
         if out:
             files = write(report, Path(out))
             print("written: " + ", ".join(map(os.fspath, files)), file=sys.stderr)

@@ -87,7 +87,9 @@ def find(name: str, known: dict[str, Any], flag: str) -> Any:
 
 
 def gpu_named(device_name: str) -> GpuModel | None:
-    """The card that torch gives this name; None: not one of ours."""
+    """The card that torch gives this name; None: not one of ours, as those on PCIe boards."""
+    if "PCIE" in device_name.upper():
+        return None
     for gpu in GPUS.values():
         if all(word in device_name for word in gpu.name.replace("SXM", "").split()):
             return gpu
@@ -97,4 +99,4 @@ def gpu_named(device_name: str) -> GpuModel | None:
 def link_of_gpu(device_name: str) -> Link:
     """The link between cards that torch gives this name; of unknown ones PCIe."""
     gpu = gpu_named(device_name)
-    return LINKS[gpu.link if gpu and "PCIe" not in device_name else "PCIe 4"]
+    return LINKS[gpu.link if gpu else "PCIe 4"]

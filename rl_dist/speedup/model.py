@@ -188,26 +188,23 @@ def expected_maximum(count: int) -> float:
 # Part of the time: in words, and how to fix it.
 LOSSES = {
     "rollouts": (
-        "in rollouts",
+        "rollouts",
         "raise --num_envs, step slow environments in processes (--env_workers auto), or give each "
         "rank cores of its own",
     ),
-    "update": ("in the update", "raise --batch_size and --num_envs, or give each rank more cores"),
+    "update": ("update", "raise --batch_size and --num_envs, or give each rank more cores"),
     "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
-    "waiting": ("waiting for the slowest rank", "raise --num_steps, or level out environments"),
+    "waiting": ("waiting for the slowest", "raise --num_steps, or level out environments"),
 }
 
 
-def bottleneck(one: Prediction, many: Prediction, unit: str) -> tuple[str, str]:
-    """Return the reason why N ranks are not N times as fast, and the fix or ""."""
-    speedup = many.steps_per_s / one.steps_per_s
-    head = f"{many.ranks} {unit} give {speedup:.2f}x"
-    if speedup > 0.9 * many.ranks:
-        return f"{head}: they scale well", ""
+def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
+    """Return where N ranks lose most of their time, and the fix; "" and "": they lose little."""
+    if many.steps_per_s > 0.9 * many.ranks * one.steps_per_s:
+        return "", ""
     # a rank's part of what one rank does alone in an iteration
     ideal = many.env_steps / many.ranks / one.env_steps
     lost_s = {name: many.parts_s[name] - one.parts_s[name] * ideal for name in LOSSES}
     worst = max(LOSSES, key=lambda part: lost_s[part])
     where, fix = LOSSES[worst]
-    share = f"{lost_s[worst] / many.iteration_s:.0%} of an iteration"
-    return f"{head} instead of {many.ranks}x: most is lost {where} ({share})", fix
+    return f"{where} {lost_s[worst] / many.iteration_s:.0%}", fix

@@ -1,4 +1,4 @@
-"""Predictions as rows: speedup, time and cost; as a table."""
+"""Predictions as rows: speedup, and time and cost where a rate is known; as a table."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ import torch
 
 from rl_dist.hardware.report import duration
 from rl_dist.speedup.calibration import Calibration, Point
-from rl_dist.speedup.failures import COLUMNS as NODE_COLUMNS
-from rl_dist.speedup.failures import node_cells
-from rl_dist.speedup.machines import AS_OF, CARDS_PER_MACHINE, LINKS, GpuModel, gpu_named
-from rl_dist.speedup.model import OF_UPDATE, Prediction, bottleneck, modelled_communication
+from rl_dist.speedup.machines import AS_OF, CARDS_PER_MACHINE, LINKS, GpuModel
+from rl_dist.speedup.model import (
+    MODEL_ERROR,
+    OF_UPDATE,
+    Prediction,
+    bottleneck,
+    modelled_communication,
+)
 
 HERE = "this machine"
-# beside ranks or GPUs, and cost
-COLUMNS = ("scaling", "theoretical", "predicted", "efficiency", "steps/s", "iteration", "time",
-           "source")  # fmt: skip
+COLUMNS = ("machine", "ranks", "scaling", "theoretical", "predicted (95 %)", "efficiency",
+           "lost most in", "source")  # fmt: skip
+ABSOLUTE = ("steps_per_s", "iteration_s", "interval_s", "parts_s")  # unknown without a rate
+UNBILLED = ("hours", "hours_interval", "cost", "gpu_hours")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +71,76 @@ class SpeedupReport:
 
 
 def report_of(calibration: Calibration, budget: Budget, cards: Sequence[GpuModel]) -> SpeedupReport:
-    """Rows for this machine, then for every card."""
-    here, cores = calibration.points, calibration.cores
-    rows = [_row(point, here[0], budget, calibration.device_type) for point in here]
-    notes = [calibration.sources] if calibration.sources else []
-    if calibration.was_busy:
-        wanted = f"{calibration.load:.1f} processes wanted its {cores} core(s)"
-        notes.append(f"{HERE} was busy, {wanted}: times are too long, measure again later")
-    most = max(point.ranks for point in here if point.work)
-    if calibration.device_type == "cpu" and cores < min(most, calibration.ranks_per_machine):
-        notes.append(f"{HERE} has {cores} core(s): more than {cores} ranks compete for them")
-    if most > calibration.ranks_per_machine or (cards and most > CARDS_PER_MACHINE):
-        notes.append(f"machines are connected by {calibration.between.name}, if --between is right")
-    if cards:
-        tflops = device_tflops(calibration.device_type)
-        notes.append(
-            f"cards not owned are estimates ({AS_OF} data sheets and list prices): rollouts as "
-            f"measured here, the rest scaled by peak fp32 rates from {tflops:.3g} TFLOP/s per "
-            f"thread or GPU here; up to {CARDS_PER_MACHINE} in a machine"
-        )
-        for card in cards:
-            moved = [_moved(point, calibration, card, tflops) for point in here]
-            rows += [_row(point, moved[0], budget, "cuda", card) for point in moved]
+    """Rows for this machine, then for every card.
+
+    The rate given with --sps is that of the card, or of this machine if no card is asked for.
+    """
+    sps, here = calibration.steps_per_s, calibration.points
+    if sps and not cards:
+        here = _at_rate(here, sps)
+    known = bool(sps and not cards) or calibration.is_steady
+    rows = _rows(here, budget, calibration.device_type, known)
+    unknown = [] if known else [HERE]
+    tflops = device_tflops(calibration) if cards else 0.0
+    for card in cards:
+        moved = [_moved(point, calibration, card, tflops) for point in here]
+        moved = _at_rate(moved, sps) if sps else moved
+        known = bool(sps) or (calibration.is_steady and card == calibration.card)
+        rows += _rows(moved, budget, "cuda", known, card)
+        unknown += [] if known else [card.name]
     facts = _facts(calibration)
     title = "{env}, {num_envs} environments; {hardware}, {date}".format(**facts)
     unit = "USD" if budget.price_per_hour is None else "as asked"
-    return SpeedupReport(title, rows, facts, budget.words, notes, unit)
+    notes = _notes(calibration, cards, unknown)
+    given = f", at the {sps:,.0f} steps/s given for one {cards[0].name if cards else 'rank'}"
+    length = budget.words + (given if sps else "")
+    return SpeedupReport(title, rows, facts, length, notes, unit)
+
+
+def _notes(
+    calibration: Calibration, cards: Sequence[GpuModel], unknown: Sequence[str]
+) -> list[str]:
+    """List what a reader of the rows must know.
+
+    Args:
+        unknown: names of machines whose rate is not known.
+    """
+    cores, here = calibration.cores, calibration.points
+    notes = [calibration.sources] if calibration.sources else []
+    if calibration.was_busy:
+        wanted = f"{calibration.load:.1f} processes wanted its {cores} core(s)"
+        notes.append(f"{HERE} was busy, {wanted}: its times are too long, measure again later")
+    most = max(point.ranks for point in here if point.work)
+    if calibration.device_type == "cpu" and cores < min(most, calibration.ranks_per_machine):
+        notes.append(f"{HERE} has {cores} core(s): more than {cores} ranks compete for them")
+    network = calibration.between.name
+    if cards:
+        notes.append(
+            f"cards are estimates by {AS_OF} data sheets: rollouts as measured here, the rest "
+            f"scaled by peak fp32 rates; up to {CARDS_PER_MACHINE} in a machine, {network} between"
+        )
+    elif most > calibration.ranks_per_machine:
+        notes.append(f"machines are connected by {network}, if --between is right")
+    if unknown:
+        notes.append(
+            f"no time or cost for {', '.join(unknown)}: no rate is known; give --sps N, the "
+            "steps/s of a run on one of it"
+        )
+    return notes
+
+
+def _at_rate(points: Sequence[Point], steps_per_s: float) -> list[Point]:
+    """Return the points with every rank's work scaled to a rate of one rank alone."""
+    one = points[0].work
+    assert one is not None
+    factor = one.env_steps / steps_per_s / one.seconds
+
+    def scaled(point: Point) -> Point:
+        error = MODEL_ERROR if point.ranks > 1 else 0.0
+        work = point.work and replace(point.work.times(factor), relative_error=error)
+        return replace(point, work=work)
+
+    return [scaled(point) for point in points]
 
 
 def _moved(point: Point, calibration: Calibration, card: GpuModel, tflops_here: float) -> Point:
@@ -112,13 +161,13 @@ def _moved(point: Point, calibration: Calibration, card: GpuModel, tflops_here: 
     )
 
 
-def device_tflops(device_type: str) -> float:
+def device_tflops(calibration: Calibration) -> float:
     """fp32 rate of one thread here, or of the GPU by its data sheet, else measured."""
-    if device_type == "cuda" and (gpu := gpu_named(torch.cuda.get_device_name(0))):
-        return gpu.fp32_tflops
+    if calibration.card:
+        return calibration.card.fp32_tflops
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    matrix = torch.randn(768, 768, device=device_type)
+    matrix = torch.randn(768, 768, device=calibration.device_type)
     best_s = math.inf
     for _ in range(8):
         started_s = time.perf_counter()
@@ -128,8 +177,27 @@ def device_tflops(device_type: str) -> float:
     return 2 * 768**3 / best_s / 1e12
 
 
+def _rows(
+    points: Sequence[Point],
+    budget: Budget,
+    device_type: str,
+    known: bool,
+    card: GpuModel | None = None,
+) -> list[dict[str, Any]]:
+    """Return one row for each point, the first of which is of one rank.
+
+    Args:
+        known: the rate of one rank is, so that time and cost follow.
+    """
+    rows = [_row(point, points[0], budget, device_type, card) for point in points]
+    for row in rows:
+        if not known and not row["problem"]:
+            row |= dict.fromkeys((*ABSOLUTE, *UNBILLED))
+    return rows
+
+
 def _row(
-    point: Point, one: Point, budget: Budget, device_type: str, card: GpuModel | None = None
+    point: Point, one: Point, budget: Budget, device_type: str, card: GpuModel | None
 ) -> dict[str, Any]:
     unit = "ranks" if device_type == "cpu" else "GPUs"
     row = {
@@ -145,9 +213,9 @@ def _row(
     found, alone = point.prediction, one.prediction
     speedup = found.steps_per_s / alone.steps_per_s
     source = "measured" if point.measured else "modelled"
-    reason, fix, margin = "one rank alone", "", 0.0
+    reason, fix, margin = "", "", 0.0
     if point.ranks > 1:
-        reason, fix = bottleneck(alone, found, unit)
+        reason, fix = bottleneck(alone, found)
         # 95 %, both predictions being uncertain
         margin = min(0.9, 1.96 * math.hypot(alone.relative_error, found.relative_error))
     return row | {
@@ -166,7 +234,7 @@ def _row(
 def _bill(prediction: Prediction, budget: Budget, card: GpuModel | None) -> dict[str, Any]:
     """Hours and cost of the whole run; None: unknown."""
     if math.isnan(budget.env_steps):
-        return dict.fromkeys(("hours", "hours_interval", "cost", "gpu_hours"))
+        return dict.fromkeys(UNBILLED)
     hours_per_s = budget.env_steps / prediction.env_steps / 3600
     hours = prediction.iteration_s * hours_per_s
     gpu_hours = hours * prediction.ranks
@@ -196,72 +264,46 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
 
 
 def table(report: SpeedupReport) -> str:
-    """Return a Markdown table of each machine, and what limits it."""
-    lines = []
-    for machine in dict.fromkeys(row["machine"] for row in report.rows):
-        rows = [row for row in report.rows if row["machine"] == machine]
-        # one rank, the same job for all ways of scaling, stands there once
-        ones = [row for row in rows if row["gpus"] == 1]
-        rows = [*ones[:1], *(row for row in rows if row["gpus"] > 1)]
-        kind = ", an estimate" if rows[0]["estimate"] else ""
-        names = (rows[0]["unit"], *COLUMNS, f"cost ({report.cost_unit})")
-        lines += [f"{machine}{kind}; time and cost of {report.budget}", ""]
-        lines += _aligned([names, *map(_cells, rows)])
-        lines += ["", *(f"- {text}" for text in _remarks(rows)), ""]
-    return "\n".join([*lines, *(f"note: {note}\n" for note in report.notes)]).rstrip()
-
-
-def node_table(report: SpeedupReport) -> str:
-    """Return a Markdown table of machines and failures; "": none asked for."""
-    if "failures" not in report.calibration:
-        return ""
-    lines = []
-    for machine in dict.fromkeys(row["machine"] for row in report.rows):
-        rows = [row for row in report.rows if row["machine"] == machine and not row["problem"]]
-        lines += [f"{machine}, many of it: what lasts when machines fail", ""]
-        lines += [*_aligned([NODE_COLUMNS, *map(node_cells, rows)]), ""]
-    costs = report.calibration["failures"]
-    note = (
-        f"note: a machine fails every {costs['node_mtbf_days']:g} days; a restart takes "
-        f"{duration(costs['restart_s'])}, a checkpoint {duration(costs['checkpoint_s'])}; "
-        "steps/s and speedup count work that lasts"
+    """Return title, Markdown table, fixes and notes: at most 25 lines for four numbers of GPUs."""
+    rows = [row for row in report.rows if not row["problem"]]
+    # one rank, the same job for all ways of scaling, stands there once
+    rows = [row for row in rows if row["gpus"] > 1 or row["scaling"] == rows[0]["scaling"]]
+    timed = any(row["steps_per_s"] is not None for row in rows)
+    names = (*COLUMNS, "steps/s", "time", f"cost ({report.cost_unit})") if timed else COLUMNS
+    title = report.title + (f"; time and cost of {report.budget}" if timed else "")
+    problems = dict.fromkeys(
+        f"not possible: {row['gpus']} ranks, {row['problem']}"
+        for row in report.rows
+        if row["problem"]
     )
-    return "\n".join([*lines, note])
+    fixes = dict.fromkeys(row["fix"] for row in rows if row["fix"])
+    lines = [title, "", *_aligned([names, *(_cells(row, timed) for row in rows)]), "", *problems]
+    lines += [f"to lose less: {'; '.join(fixes)}"] if fixes else []
+    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a row's cells: ranks, COLUMNS, cost."""
-    head = (str(row["gpus"]), row["scaling"], f"{row['gpus']}x")
-    if row["problem"]:
-        return (*head, *"-------")
+def _cells(row: dict[str, Any], timed: bool) -> tuple[str, ...]:
+    """Return a row's cells: COLUMNS, and rate, time and cost if any row has them."""
     low, high = row["speedup_interval"]
-    hours = cost = "-"
+    cells = (
+        row["machine"],
+        str(row["gpus"]),
+        row["scaling"] if row["gpus"] > 1 else "-",
+        f"{row['theoretical']}x",
+        f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+        f"{row['efficiency']:.0%}",
+        row["bottleneck"] or "-",
+        row["source"],
+    )
+    rate = hours = cost = "-"
+    if row["steps_per_s"] is not None:
+        rate = f"{row['steps_per_s']:,.0f}"
     if row["hours"] is not None:
         middle, *ends = (duration(h * 3600) for h in (row["hours"], *row["hours_interval"]))
         hours = f"{middle} ({' to '.join(ends)})"
     if row["cost"] is not None:
         cost = "-".join(dict.fromkeys(f"{price:,.2f}" for price in row["cost"]))
-    return (
-        *head,
-        f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
-        f"{row['efficiency']:.0%}",
-        f"{row['steps_per_s']:,.0f}",
-        duration(row["iteration_s"]),
-        hours,
-        row["source"],
-        cost,
-    )
-
-
-def _remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """List the limits of each row, then every fix once."""
-    found = []
-    for row in rows:
-        if row["problem"]:
-            found.append(f"{row['gpus']} {row['scaling']}: cannot be, {row['problem']}")
-        elif row["gpus"] > 1:
-            found.append(f"{row['scaling']}: {row['bottleneck']}")
-    return [*found, *dict.fromkeys(f"-> {row['fix']}" for row in rows if row.get("fix"))]
+    return (*cells, rate, hours, cost) if timed else cells
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

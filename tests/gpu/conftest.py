@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_jobs import REHEARSED, two_gpus, world_on
+from gpu_jobs import world_on
 
 from rl_dist.hardware.report import read_facts
 
 
 def pytest_collection_modifyitems(items):
     """Name what is missing."""
-    count = 2 if REHEARSED else torch.cuda.device_count()
+    count = torch.cuda.device_count()
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
@@ -27,11 +27,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def gpus():
-    """GPUs, or in a rehearsal what stands for them."""
-    with two_gpus():
-        yield
-    if not REHEARSED:
-        torch.cuda.empty_cache()
+    """Free the memory of a test before the next one."""
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_jobs import ITERATIONS, needs_real_gpu, parameters_on_cpu, train_rank, trained
+from gpu_jobs import ITERATIONS, parameters_on_cpu, train_rank, trained
 from train_runs import REPO, start
 
 from rl_dist.launch.all_reduce_bench import time_reductions
@@ -18,13 +18,7 @@ STRATEGIES = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=needs_real_gpu if "ddp" in name else ())  # its reducer asks CUDA
-        for name in STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_two_gpus_train_as_one(name, world, tmp_path, record_property):
     alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone", iterations=ITERATIONS))
     assert launch(train_rank, (str(tmp_path), STRATEGIES[name]), num_ranks=2) == 0
@@ -55,7 +49,6 @@ def test_a_rank_that_fails_or_hangs_ends_the_job_and_is_named(what, words):
     assert all(word in err for word in words), err
 
 
-@needs_real_gpu
 def test_reductions_are_right_and_have_a_rate(record_property):
     sizes = (2**10, 2**20, 2**26)
     measured = time_reductions(2, sizes, "cuda")

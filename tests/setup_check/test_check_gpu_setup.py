@@ -35,6 +35,7 @@ from rl_dist.config import parse_flags
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.all_reduce_bench import BenchError
 from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.short_run import is_steady
 from rl_dist.parallel.choice import Hardware, check_strategy
 
 TINY = [
@@ -86,7 +87,23 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
     assert memory["largest_num_envs"] > 4 and memory["largest_batch_size"] > 4
     assert time["steps_per_iteration"] == 64 and time["reduction_s"] > 0
     assert time["iteration_s"] == pytest.approx(time["own_s"] + time["reduction_s"])
-    assert time["total_s"] == pytest.approx(128 / time["steps_per_second"])
+    # a busy machine has no time
+    steady = is_steady(time["rates"])
+    assert time["total_s"] == (pytest.approx(128 / time["steps_per_second"]) if steady else None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "as_asked"),
+    [
+        (1, {}, True),
+        (2, {"device": "cpu", "num_gpus": 2}, True),
+        (1, {"device": "cpu", "num_gpus": 0}, True),
+        (1, {"device": "cuda"}, False),
+        (2, {"num_gpus": 8}, False),
+    ],
+)
+def test_hardware_that_is_not_here_is_not_what_was_asked_for(ranks, asked, as_asked):
+    assert planned(ranks, LaunchConfig(**asked)).as_asked == as_asked
 
 
 @pytest.mark.slow
@@ -148,12 +165,10 @@ def facts(tmp_path):
     return dataclasses.replace(found, host=dataclasses.replace(found.host, cores=8))
 
 
-def planned(num_ranks, launch=None, full=False):
+def planned(num_ranks, launch=None):
     train = TrainConfig(num_envs=8, batch_size=8)
     config = RunConfig(launch=launch or LaunchConfig(), train=train)
-    return PlannedTraining(
-        config, num_ranks, "cpu", shard_sizes(train, 0, num_ranks), 4096, full=full
-    )
+    return PlannedTraining(config, num_ranks, "cpu", shard_sizes(train, 0, num_ranks), 4096)
 
 
 def command(launch, num_ranks, facts, *given):
@@ -221,12 +236,12 @@ def test_one_cpu_rank_only_tries_reductions_and_several_time_all_sizes(monkeypat
         raise BenchError("not here")
 
     monkeypatch.setattr(dry_run, "time_reductions", measure)
-    for ranks, full in ((1, False), (2, False), (1, True)):
-        plan = planned(ranks, full=full)
+    for ranks in (1, 2):
+        plan = planned(ranks)
         assert dry_run.measure_reductions(plan, "gloo", lambda: None) == (None, "not here")
-    few, many, full = asked
+    few, many = asked
     assert few == (2, [1024, 4096, 2**20])
-    assert many == full == (2, [1024, 4096, 2**16, 2**20, 2**24, 2**26])
+    assert many == (2, [1024, 4096, 2**16, 2**20, 2**24, 2**26])
 
 
 @pytest.mark.slow
@@ -257,15 +272,14 @@ def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_pat
 
 
 @pytest.mark.slow
-def test_strict_makes_warnings_failures_and_full_measures_longer(monkeypatch):
+def test_strict_makes_warnings_failures(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    code, out, err = check(*TINY, "--strict", "--full")
+    code, out, err = check(*TINY, "--strict")
     assert code == 1, (out, err)
     assert "warning  TORCH_DISTRIBUTED_DEBUG" in out and "can train: 0 problem(s)" in out
-    assert "a dry run took" in out and int(out.split(" measured)")[0].rpartition("(")[2]) >= 5
 
 
 def test_help_names_the_training_flags_and_its_own(monkeypatch, capfd):
     code, out, _ = check_here(monkeypatch, capfd, "--help")
     assert code == 0
-    assert all(flag in out for flag in ("--num_envs", "--full", "--strict", "--json", "exit codes"))
+    assert all(flag in out for flag in ("--num_envs", "--strict", "--json", "exit codes"))

@@ -8,7 +8,6 @@ from fake_nvml import FakeNvml, NVMLError
 from fake_nvml import gpu as fake_gpu
 
 from rl_dist.hardware.gpus import (
-    MAX_LINKS,
     Gpu,
     GpuInfo,
     GpuLink,
@@ -43,7 +42,7 @@ GIB = 2**30
 H100 = Gpu(
     index=0, torch_index=0, name="NVIDIA H100", uuid="GPU-0", compute_capability="9.0",
     memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB, utilization_percent=0,
-    temperature_c=40, compute_mode="default", pcie_width=16, pcie_width_max=16, mig=False,
+    temperature_c=40, compute_mode="default",
 )  # fmt: skip
 SECOND = dataclasses.replace(H100, index=1, torch_index=1, uuid="GPU-1")
 NO_GPU = GpuInfo((), (), None, None, None, "NVML does not open: library not found")
@@ -145,8 +144,6 @@ def built_for(*architectures, capability):
         ("GPU 0", "problem", "-c DEFAULT", GPU_PLAN, with_first_gpu(compute_mode="prohibited")),
         ("GPU 0", "problem", "taken by process 7", GPU_PLAN, with_first_gpu(**EXCLUSIVE, **OTHERS)),
         ("GPU 0", "warning", "-c DEFAULT", GPU_PLAN, with_first_gpu(**EXCLUSIVE)),
-        ("GPU 0", "problem", "-mig 0", GPU_PLAN, with_first_gpu(mig=True)),
-        ("GPU 0", "warning", "memory errors", GPU_PLAN, with_first_gpu(ecc_uncorrected_errors=3)),
         ("GPU 0", "warning", "cooling", GPU_PLAN, with_first_gpu(temperature_c=90)),
         ("GPU 0", "warning", "in use by process 7", GPU_PLAN, with_first_gpu(**OTHERS)),
         ("GPU 0", "ok", "", GPU_PLAN, with_first_gpu(processes=(GpuProcess(42, GIB),))),  # our own
@@ -165,7 +162,6 @@ def built_for(*architectures, capability):
         ("models", "warning", "unequal: NVIDIA A1", GPU_PLAN, with_first_gpu(name="NVIDIA A100")),
         ("NVML", "warning", "silent", GPU_PLAN, gpu(gpu={"nvml_error": "not installed"})),
         ("GPU 0-1", "warning", "across CPU sockets", GPU_PLAN, gpu(gpu=NO_ACCESS)),
-        ("GPU 0 PCIe", "warning", "x4 of x16", GPU_PLAN, with_first_gpu(pcie_width=4)),
         # the host
         ("cores", "warning", "--num_gpus 2", Plan(4, "cpu"), cpu(host={"cores": 2})),
         ("load", "warning", "too long", CPU_PLAN, cpu(host={"load": 7.0})),
@@ -222,7 +218,6 @@ def nvml(count=2):
         "Name": "NVIDIA H100", "ComputeMode": 3, "Temperature": NVMLError("Not Supported"),
         "MemoryInfo": types.SimpleNamespace(total=80 * GIB, used=GIB, free=79 * GIB),
         "ComputeRunningProcesses": [types.SimpleNamespace(pid=7, usedGpuMemory=None)],
-        "NvLinkState": 1,
     }  # fmt: skip
     lost = NVMLError("GPU is lost")
     gpus = [lost if number == 1 else fake_gpu(number, **answers) for number in range(count)]
@@ -257,8 +252,11 @@ def test_a_lost_gpu_and_values_that_are_unknown_hide_nothing_else():
     first = info.gpus[0]
     assert (first.name, first.memory_free_bytes) == ("NVIDIA H100", 79 * GIB)
     assert first.temperature_c is None
-    assert (first.multiprocessors, first.nvlinks) == (132, MAX_LINKS)
-    assert first.compute_mode == "exclusive process" and first.processes == (GpuProcess(7, None),)
+    assert (
+        first.multiprocessors == 132
+        and first.compute_mode == "exclusive process"
+        and first.processes == (GpuProcess(7, None),)
+    )
     assert [(gpu.index, gpu.torch_index) for gpu in info.usable] == [(0, 0), (2, 1)]
     assert (info.driver, info.driver_cuda) == ("550.54", (12, 4))
     peers = {(link.first, link.second): link.peer_access for link in info.links}
@@ -351,12 +349,14 @@ def test_memory_says_what_was_measured_and_what_failed():
     assert "problem CUDA out of memory" in words(not_measured="", failure="CUDA out of memory")
 
 
-TIME = TimeFigures(1.0, 0.3, 0.0, 1000, 50.0, 7200, "episodes", 1)
+TIME = TimeFigures(1.0, 0.3, 0.0, 1000, 50.0, 7200, "episodes", 1, (900.0, 1100.0), True)
 
 
 def test_time_follows_from_pace_length_and_budget():
     assert TIME.total_s == dataclasses.replace(TIME, own_s=0.75, reduction_s=0.25).total_s == 360.0
     assert dataclasses.replace(TIME, unit="steps").total_s == 7.2
+    for unknown in ({"rates": (900.0, 300.0)}, {"as_asked": False}, {"steps_per_episode": None}):
+        assert dataclasses.replace(TIME, **unknown).total_s is None
     assert "6 min for 7,200 episodes" in verdicts(time_checks(TIME, False), "training")[1]
 
 
@@ -372,6 +372,8 @@ def test_durations(seconds, text):
     ("fields", "on_gpu", "name", "words"),
     [
         ({"steps_per_episode": None}, False, "training", "--total_steps"),
+        ({"rates": (900.0, 300.0)}, False, "pace", "900, 300 steps/s"),
+        ({"as_asked": False}, False, "training", "see Plan"),
         ({"own_s": 0.5, "reduction_s": 0.5}, False, "spent on", "raise --batch_size"),
         ({"collect_s": 0.9}, True, "spent on", "raise --num_envs"),
     ],

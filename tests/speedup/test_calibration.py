@@ -10,7 +10,14 @@ from rl_dist.hardware import memory
 from rl_dist.hardware.memory import HostMemory
 from rl_dist.launch import all_reduce_bench as bench
 from rl_dist.launch.all_reduce_bench import Reductions
-from rl_dist.launch.short_run import ShortRunResult, ShortRunTimeoutError
+from rl_dist.launch.short_run import (
+    ShortRunError,
+    ShortRunResult,
+    ShortRunTimeoutError,
+    SideBySide,
+    is_steady,
+    round_rates,
+)
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup import calibration
 from rl_dist.speedup.machines import LINKS
@@ -51,6 +58,7 @@ class Machine:
         self.asked, self.shares, self.reduced = [], [], []
         self.copy_bytes = copy_bytes
         self.too_long = False
+        self.factors = (1.0, 1.0)  # of the rate, by round
         monkeypatch.setattr(calibration, "measure_short_runs", self.measure_short_runs)
         monkeypatch.setattr(calibration, "time_reductions", self.time_reductions)
         monkeypatch.setattr(calibration, "available_cores", lambda: cores)
@@ -73,7 +81,8 @@ class Machine:
         record |= {"time/sps": steps / 0.5, "global_step": steps, "iteration": 1}
         record |= {"episode/count": 32, "episode/length": 256.0}
         config = {"train": {"num_steps": 128, "batch_size": 128}, "task": {"env": "Recall-v0"}}
-        return ShortRunResult([[record, record]] * copies, config, 4_000_000, self.copy_bytes)
+        rounds = [record | {"time/sps": record["time/sps"] * factor} for factor in self.factors]
+        return ShortRunResult([rounds] * copies, config, 4_000_000, self.copy_bytes)
 
     def time_reductions(self, ranks, sizes, device_type, timeout_s):
         self.reduced.append(ranks)
@@ -133,14 +142,44 @@ def test_ranks_that_share_cores_take_as_many_times_longer(monkeypatch):
 
 
 def test_when_the_time_is_used_up_one_rank_is_enough(monkeypatch):
-    machine, first = Machine(monkeypatch), []
+    machine = Machine(monkeypatch)
     machine.too_long = True
     monkeypatch.setattr(calibration, "QUICK_S", 0.0)
-    found = machine.calibrate([1, 2, 8], on_first=lambda found: first.extend(found.points))
+    found = machine.calibrate([1, 2, 8])
     assert len(machine.asked) == 1 and not machine.reduced
     assert [point.ranks for point in found.points if point.measured] == [1, 1]
-    assert [point.work for point in first] == [point.work for point in found.points]
     assert "reductions assumed" in found.sources
+
+
+# ---- a rate that changes from round to round
+
+
+@pytest.mark.parametrize(
+    ("sps", "rates"),
+    [([4.0, 2.0], [4.0, 2.0]), ([5.0] * 3 + [4.0] * 4, [5.0, 4.5, 4.0]), ([7.0], [7.0])],
+)
+def test_rounds_are_of_as_many_iterations(sps, rates):
+    found = round_rates([{"time/sps": value} for value in sps])
+    assert found == pytest.approx(rates, rel=0.02) and is_steady(found) == (rates != [4.0, 2.0])
+
+
+@pytest.mark.parametrize(("second", "tries"), [([9.0, 9.0], 1), ([9.0, 3.0], 2)])
+def test_rounds_that_differ_are_measured_once_more(second, tries, monkeypatch):
+    results = [[[{"time/sps": value} for value in sps]] for sps in (second, [8.0, 2.0], [1.0, 1.0])]
+    side, asked = SideBySide([], 1, 1), iter(results)
+    monkeypatch.setattr(side, "measure", lambda *_: next(asked))
+    assert side.measure_rounds() is results[tries - 1]
+
+
+def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.factors = (1.0, 0.4)
+    with pytest.raises(ShortRunError) as refusal:
+        machine.calibrate([1, 2])
+    words = str(refusal.value)
+    assert "16,384, 6,554 steps/s" in words and "--sps" in words and "\n" not in words
+    found = calibration.calibrate([], [1, 2], steps_per_s=9000.0)
+    assert not found.is_steady and found.points[-1].work
 
 
 # ---- thorough: every number of ranks with as many copies

@@ -11,8 +11,8 @@ TINY = [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
-    rows = run("scaling.py", *TINY, "--rounds", 1, "--turn_s", 1, "--out", tmp_path)
+def test_scaling_measures_ranks_scalings_and_strategies_side_by_side():
+    rows = run("scaling.py", *TINY, "--rounds", 1, "--turn_s", 1)
     assert [(row["gpus"], row["scaling"], row["machine"]) for row in rows] == [
         (1, "strong", "none"),
         (1, "strong", "ddp"),
@@ -22,7 +22,6 @@ def test_scaling_measures_ranks_scalings_and_strategies_side_by_side(tmp_path):
     assert rows[0]["speedup"] == 1.0 and all(row["steps_per_s"] > 0 for row in rows)
     # medians of each part
     assert all(sum(row["shares"].values()) == pytest.approx(1.0, abs=0.3) for row in rows)
-    assert [path.name for path in tmp_path.iterdir()] == ["scaling_speedup.png"]
 
 
 def test_accuracy_compares_predicted_with_measured_throughput():

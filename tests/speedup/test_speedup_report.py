@@ -28,7 +28,7 @@ BUDGET = Budget(**LENGTH, price_per_hour=2.0)
 def report(*points, budget=BUDGET, cards=(), **changes):
     facts = {
         "ranks_per_machine": 2, "link": LINKS["loopback"],
-        "gradient_bytes": 10**6, "num_envs": 64, "batch_size": 128, "cores": 2,
+        "gradient_bytes": 10**6, "num_envs": 64, "batch_size": 128, "cores": 2, "rates": [500.0],
     } | changes  # fmt: skip
     calibration = Calibration(points=list(points), **facts)
     return report_of(calibration, budget, [GPUS[name] for name in cards])
@@ -52,19 +52,44 @@ def test_without_a_price_or_an_episode_cost_and_time_are_unknown():
     assert endless.rows[0]["hours"] is None and "no episode ended" in table(endless)
 
 
-def test_cards_one_does_not_own_are_marked_and_have_cores_of_their_own():
+def test_cards_one_does_not_own_have_a_speedup_and_cores_of_their_own():
     """Four ranks on one core are each four times slower, which no card's owner would see."""
     one = replace(ONE, work=replace(WORK, update_s=0.0))
     slow = replace(WORK, collect_s=4.0, update_s=0.0)
     four = Point(ranks=4, scaling="weak", work=slow, crowding=4.0)
-    sizes = {"ranks_per_machine": 4, "budget": Budget(**LENGTH)}
-    found = report(one, four, cards=["A100", "H100 SXM"], **sizes)
+    found = report(one, four, cards=["A100", "H100 SXM"], ranks_per_machine=4)
     here, a100, h100 = (row for row in found.rows if row["gpus"] == 4)
     assert [row["estimate"] for row in (here, a100, h100)] == [False, True, True]
     assert here["speedup"] == pytest.approx(1.0) and h100["speedup"] == pytest.approx(4.0, rel=0.01)
     assert (here["unit"], a100["unit"]) == ("ranks", "GPUs")
-    assert here["cost"] is None and a100["cost"][0] < h100["cost"][0]
-    assert "estimate" in table(found)
+    assert h100["efficiency"] == h100["speedup"] / 4 and (h100["source"] == "estimate")
+    for name in ("steps_per_s", "iteration_s", "interval_s", "parts_s", "hours", "cost"):
+        assert here[name] is not None and a100[name] is h100[name] is None
+    assert "no time or cost for A100, H100 SXM" in found.notes[-1]
+
+
+@pytest.mark.parametrize("cards", [[], ["H100 SXM"]])
+def test_a_rate_that_is_given_sets_time_and_cost_of_the_card_or_else_of_this_machine(cards):
+    """Reductions take as long as before, so that faster ranks lose more of their time in them."""
+    unsteady = {"rates": [300.0, 600.0], "steps_per_s": 5000.0}
+    found = report(ONE, TWO, cards=cards, budget=Budget(**LENGTH), **unsteady)
+    one, two = (row for row in found.rows if row["estimate"] == bool(cards))
+    assert one["steps_per_s"] == pytest.approx(5000.0)
+    assert one["hours"] == pytest.approx(360_000 / 5000 / 3600)
+    assert one["hours_interval"] == pytest.approx([one["hours"]] * 2)
+    assert (one["cost"] is None) == (cards == [])
+    if cards:
+        prices = GPUS[cards[0]].usd_per_hour
+        assert two["cost"] == pytest.approx([2 * two["hours"] * price for price in prices])
+        assert found.rows[0]["hours"] is None  # this machine's rate is not known
+    else:
+        assert two["speedup"] == pytest.approx(2 / (1 + 10 * 0.05 / 0.2))
+
+
+def test_a_card_that_was_measured_has_its_time(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    rows = report(ONE, cards=["H100 SXM", "H200"], device_type="cuda").rows
+    assert [row["hours"] is None for row in rows] == [False, False, True]
 
 
 def test_notes_name_busy_and_shared_cores_and_an_assumed_network():
@@ -81,13 +106,18 @@ def test_the_table_holds_every_column_and_remark():
     unsure = replace(TWO, work=replace(WORK, relative_error=0.1))
     found = report(ONE, unsure, THREE, replace(unsure, ranks=4), replace(ONE, scaling="weak"))
     text = table(found)
-    heads = ("ranks", *COLUMNS, "cost (as asked)")
+    heads = (*COLUMNS, "time", "cost (as asked)")
     for part in (*heads, "num_envs 64 does", "7.5 min (6.03 min to", "1.60x", "80%", "800"):
         assert part in text
-    assert text.count("-> raise --batch_size, or use") == 1
-    rows = [line.split()[1] for line in text.splitlines() if line.startswith("| ")]
-    assert rows == ["ranks", "1", "2", "3", "4"]  # one rank once
+    assert text.count("raise --batch_size, or use") == 1
+    rows = [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["ranks", "1", "2", "4"]  # one rank once
     json.dumps(asdict(found), allow_nan=False)
+
+
+def test_a_table_without_any_rate_has_no_columns_of_time():
+    text = table(report(ONE, TWO, rates=[300.0, 600.0]))
+    assert "1.60x" in text and "steps/s |" not in text and "7.5 min" not in text
 
 
 # ---- the command
@@ -102,6 +132,7 @@ def test_the_table_holds_every_column_and_remark():
         ("--between string --gpus 2", "'string' is not known; there are NVLink 3"),
         ("--num_gpus banana", "--num_gpus does nothing here: use --gpus"),
         ("--lr-scaling sqrt", "--lr_scaling does nothing here"),
+        ("--gpu A100 --gpu H200 --sps 9000", "--sps 9000"),
         (f"--out {__file__}", __file__),
         ("nowhere", "nowhere is no run directory"),
         ("--device cuda", "torch sees no CUDA GPU"),
@@ -121,21 +152,24 @@ def test_bad_usage_is_one_line(argv, words, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_measures_prints_twice_and_writes_everything(tmp_path):
-    """A tiny job on one and two ranks: short runs and reductions, all real."""
-    flags = "--gpus 2 --scaling weak --num_episodes 1000 --price_per_hour 1"
-    argv = [*TINY, *flags.split(), "--gpu", "H100 SXM", "--out", str(tmp_path)]
+def test_the_command_measures_and_prints_one_short_report(tmp_path):
+    """A tiny job on four numbers of ranks: short runs and reductions, all real.
+
+    A rate is given, so that a busy machine passes.
+    """
+    flags = "--gpus 1 2 4 8 --num_episodes 1000 --price_per_hour 1 --sps 90000"
+    argv = [*TINY, *flags.split(), "--batch_size=8", "--num_envs=8", "--gpu", "H100 SXM"]
+    argv += ["--out", str(tmp_path)]
     with (tmp_path / "stdout").open("w") as out, contextlib.redirect_stdout(out):
         assert speedup.main(argv) == 0
     printed = (tmp_path / "stdout").read_text()
-    assert printed.startswith("FIRST FIGURES") and "REFINED FIGURES" in printed
+    assert printed == (tmp_path / "speedup.md").read_text() and len(printed.splitlines()) <= 25
     found = json.loads((tmp_path / "speedup.json").read_text())
-    here = [row for row in found["rows"] if row["machine"] == "this machine"]
-    assert [row["gpus"] for row in here] == [1, 2]
-    for row in here:
-        assert row["steps_per_s"] > 0 and row["hours"] > 0 and row["cost"][0] > 0
-        assert row["env_steps"] == 64 * row["gpus"]
+    card = [row for row in found["rows"] if row["machine"] == "H100 SXM"]
+    assert [row["gpus"] for row in card] == [1, 2, 4, 8] * 2
+    assert card[0]["steps_per_s"] == pytest.approx(90_000)
+    for row in card:
+        assert row["hours"] > 0 and row["cost"][0] > 0
+        assert row["env_steps"] == 128 * (row["gpus"] if row["scaling"] == "weak" else 1)
         assert sum(row["shares"].values()) == pytest.approx(1.0)
     assert found["calibration"]["gradient_bytes"] > 1000
-    assert "H100 SXM, an estimate" in (tmp_path / "speedup.md").read_text()
-    assert (tmp_path / "speedup.png").read_bytes()[:4] == b"\x89PNG"
