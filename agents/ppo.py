@@ -274,6 +274,8 @@ class PPO:
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
+        # whether each step was taken is read at once; a GPU is asked only at the end of an update
+        self.reads_steps = self.world.device.type == "cpu"
         self.clock = StepClock(self.world.device)
         rate = config.learning_rate
         self.optimizer = make_adam(strategy.parameters, rate, speed.fused_adam)
@@ -328,8 +330,7 @@ class PPO:
                 parts, grad_norm, stepped = self.step(minibatch, plans)
                 self.world.heartbeat()
                 tally.add(parts, grad_norm, stepped, self.strategy.overflowed)
-                # a GPU is asked once, at the end
-                if stepped.device.type == "cpu" and not stepped:
+                if self.reads_steps and not stepped:
                     self._judge(tally.counts.tolist())
 
             # all ranks stop early together
