@@ -274,8 +274,7 @@ class PPO:
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
-        # whether each step was taken is read at once; a GPU is asked only at the end of an update
-        self.reads_steps = self.world.device.type == "cpu"
+        self.reads_steps = self.world.device.type == "cpu"  # a GPU is asked once, after an update
         self.clock = StepClock(self.world.device)
         rate = config.learning_rate
         self.optimizer = make_adam(strategy.parameters, rate, speed.fused_adam)

@@ -193,7 +193,7 @@ class SideBySide:
     def measure_rounds(
         self, iterations: int = ROUNDS, timeout_s: float = 600.0, enough_s: float = math.inf
     ) -> list[list[Record]]:
-        """Return the records of some rounds; of a second try if the first copy's rates differ."""
+        """Return the records of some rounds; if their rates differ, of a second try."""
         for _ in range(2):
             records = self.measure(iterations, timeout_s, enough_s, ROUNDS * ROUND_S)
             if is_steady(round_rates(records[0])):
@@ -243,7 +243,7 @@ def measure_short_runs(
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
-    """Return the steps/s of consecutive rounds of one copy, each of as many iterations."""
+    """Return the steps/s of consecutive rounds, each of as many iterations."""
     rates = [record["time/sps"] for record in records]
     size = max(1, len(rates) // ROUNDS)
     starts = range(0, min(len(rates), ROUNDS * size), size)
@@ -258,7 +258,7 @@ def is_steady(rates: Sequence[float]) -> bool:
 def describe_rates(rates: Sequence[float]) -> str:
     """Return the rates and what is wrong with them, in words."""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
-    return f"{listed} steps/s in rounds of the same work, which differ by more than {MOST_SPREAD}x"
+    return f"{listed} steps/s in rounds of the same work (more than {MOST_SPREAD}x apart)"
 
 
 def ended_lines(run_dir: Path) -> list[bytes]:

@@ -136,7 +136,7 @@ class Calibration:
 
     @property
     def card(self) -> GpuModel | None:
-        """The kind of GPU that was measured; None: a CPU, or a GPU that is not in our list."""
+        """The kind of GPU that was measured; None: a CPU, or a kind not listed."""
         on_gpu = self.device_type == "cuda"
         return gpu_named(torch.cuda.get_device_name(0)) if on_gpu else None
 

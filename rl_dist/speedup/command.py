@@ -1,4 +1,4 @@
-"""Predict the speedup of training on more GPUs, and time and cost where a rate is known.
+"""Predict speedup on more GPUs, and time and cost where a rate is known.
 
 Run it as `python -m rl_dist.speedup [RUN_DIR] [--gpus 1 2 4 8] [training flags]`. It measures a
 rank's share of the job in short runs on this machine and puts them into `rl_dist.speedup.model`;

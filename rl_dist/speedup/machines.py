@@ -87,7 +87,7 @@ def find(name: str, known: dict[str, Any], flag: str) -> Any:
 
 
 def gpu_named(device_name: str) -> GpuModel | None:
-    """The card that torch gives this name; None: not one of ours, as those on PCIe boards."""
+    """The card of this name of torch; None: not listed, as any PCIe board."""
     if "PCIE" in device_name.upper():
         return None
     for gpu in GPUS.values():

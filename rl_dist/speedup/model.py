@@ -199,7 +199,7 @@ LOSSES = {
 
 
 def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
-    """Return where N ranks lose most of their time, and the fix; "" and "": they lose little."""
+    """Return where N ranks lose most of their time and the fix, or "" twice."""
     if many.steps_per_s > 0.9 * many.ranks * one.steps_per_s:
         return "", ""
     # a rank's part of what one rank does alone in an iteration

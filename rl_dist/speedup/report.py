@@ -1,4 +1,4 @@
-"""Predictions as rows: speedup, and time and cost where a rate is known; as a table."""
+"""Predictions as rows and as a table; time and cost where a rate is known."""
 
 from __future__ import annotations
 
@@ -250,7 +250,16 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
     """The measurements, for JSON."""
     link = calibration.link
     on_cpu = calibration.device_type == "cpu"
-    names = ("env", "load", "device_type", "gradient_bytes", "num_envs", "batch_size", "cores")
+    names = (
+        "env",
+        "rates",
+        "load",
+        "device_type",
+        "gradient_bytes",
+        "num_envs",
+        "batch_size",
+        "cores",
+    )
     return {name: getattr(calibration, name) for name in names} | {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{calibration.cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
@@ -264,7 +273,7 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
 
 
 def table(report: SpeedupReport) -> str:
-    """Return title, Markdown table, fixes and notes: at most 25 lines for four numbers of GPUs."""
+    """Return title, table, fixes and notes: 25 lines for 4 numbers of GPUs."""
     rows = [row for row in report.rows if not row["problem"]]
     # one rank, the same job for all ways of scaling, stands there once
     rows = [row for row in rows if row["gpus"] > 1 or row["scaling"] == rows[0]["scaling"]]

@@ -11,7 +11,6 @@ from rl_dist.hardware.memory import HostMemory
 from rl_dist.launch import all_reduce_bench as bench
 from rl_dist.launch.all_reduce_bench import Reductions
 from rl_dist.launch.short_run import (
-    ShortRunError,
     ShortRunResult,
     ShortRunTimeoutError,
     SideBySide,
@@ -20,6 +19,7 @@ from rl_dist.launch.short_run import (
 )
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup import calibration
+from rl_dist.speedup import command as speedup
 from rl_dist.speedup.machines import LINKS
 from rl_dist.speedup.model import SMALL_COLLECTIVES, Communication
 from rl_dist.speedup.rank_cost import share_flags, steps_per_episode
@@ -171,13 +171,13 @@ def test_rounds_that_differ_are_measured_once_more(second, tries, monkeypatch):
     assert side.measure_rounds() is results[tries - 1]
 
 
-def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch):
+def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch, capsys):
     machine = Machine(monkeypatch)
     machine.factors = (1.0, 0.4)
-    with pytest.raises(ShortRunError) as refusal:
-        machine.calibrate([1, 2])
-    words = str(refusal.value)
-    assert "16,384, 6,554 steps/s" in words and "--sps" in words and "\n" not in words
+    assert speedup.main(["--gpus", "1", "2", "--device", "cpu", "--json"]) == 1
+    out, err = capsys.readouterr()
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert out == "" and "16,384, 6,554 steps/s" in error and "--sps" in error
     found = calibration.calibrate([], [1, 2], steps_per_s=9000.0)
     assert not found.is_steady and found.points[-1].work
 
