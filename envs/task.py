@@ -11,6 +11,7 @@ from typing import Any, Literal
 from envs import TRADING_ID, find_spec, make_vector_env
 from envs.vector.hangs import end_process
 from rl_dist.config import Text, configuration, setting
+from rl_dist.errors import printable
 
 AUTO = -1  # env_workers: measured when environments are made
 
@@ -134,7 +135,7 @@ class GymTask:
 
     def describe(self) -> str:
         """Return one line that names the environment."""
-        return f"environment: {self.config.env} {self.config.env_kwargs}".rstrip()
+        return printable(f"environment: {self.config.env} {self.config.env_kwargs}".rstrip())
 
 
 def check_flags(

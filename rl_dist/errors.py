@@ -77,11 +77,19 @@ def outlive_readers() -> None:
 def explained(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error of the user or the system in one line, and the exit code."""
     if isinstance(error, ValueError):
-        return " ".join(str(error).split()), getattr(error, "exit_code", 2)
+        return printable(" ".join(str(error).split())), getattr(error, "exit_code", 2)
     path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
     fix = (_USER_FIXES | _MACHINE_FIXES).get(error.errno or 0)
     parts = [f"{path}: " if path else "", error.strerror or str(error), f"; {fix}" if fix else ""]
-    return " ".join("".join(parts).split()), 2 if error.errno in _USER_FIXES else 1
+    return printable(" ".join("".join(parts).split())), 2 if error.errno in _USER_FIXES else 1
+
+
+def printable(text: Any) -> str:
+    """Return text for people in which line ends and control characters are escaped.
+
+    What a run directory holds may come from anybody.
+    """
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -106,7 +114,7 @@ def no_module(module: str, error: BaseException) -> str:
 
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
     """Return an error on one line of about `limit` characters, with its type."""
-    message = " ".join(str(error).split())
+    message = printable(" ".join(str(error).split()))
     shown = message if len(message) <= limit else message[:limit] + "..."
     if named and shown:
         return f"{type(error).__name__}: {shown}"

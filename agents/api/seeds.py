@@ -14,6 +14,7 @@ from agents.evaluate.statistics import ScoreIntervals, score_intervals
 from agents.run.choice import RUNS
 from agents.run.config import SUMMARY, fresh_directory
 from rl_dist.errors import UserError
+from rl_dist.hardware.plain_files import read_object
 from rl_dist.launch.training_process import as_flags, launch_distributed_training
 from rl_dist.telemetry.metrics import write_whole
 
@@ -76,7 +77,7 @@ def train_seeds(
         if done.exit_code:
             why = done.error or f"code {done.exit_code}"
             raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
-        metric, scores[seed] = score_of(json.loads((own / SUMMARY).read_text(encoding="utf-8")))
+        metric, scores[seed] = score_of(read_object(own / SUMMARY, test=dict))
     intervals = score_intervals(np.array(list(scores.values()))[:, None])
     result = SeedsResult(folder, metric, scores, intervals)
     found = asdict(result) | {"run_dir": str(folder)}

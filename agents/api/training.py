@@ -17,6 +17,7 @@ from agents.api.rank import check_weights, run_rank
 from agents.run.config import SUMMARY
 from agents.run.start import Start, prepare
 from rl_dist.errors import UserError, one_line, reported
+from rl_dist.hardware.plain_files import read_object
 from rl_dist.launch.launcher import launch
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.launch.training_process import as_flags
@@ -39,7 +40,7 @@ class TrainedRun:
     def test(self) -> dict[str, Any]:
         """Return the figures of the evaluation that ended the run; empty: it was stopped."""
         path = self.run_dir / SUMMARY
-        return json.loads(path.read_text(encoding="utf-8"))["test"] if path.exists() else {}
+        return read_object(path, test=dict)["test"] if path.exists() else {}
 
     @property
     def policy(self) -> LoadedPolicy:

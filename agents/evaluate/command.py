@@ -25,8 +25,8 @@ from envs.task import GymTask
 from envs.trading_config import DataConfig
 from envs.vector.faults import EnvironmentFaultError
 from rl_dist.checkpoint.own_modules import check_module
-from rl_dist.checkpoint.run_lock import check_layout
 from rl_dist.errors import CommandParser, UserError, explained, explains_errors
+from rl_dist.hardware.plain_files import path_to_write
 from rl_dist.launch.launcher import launch
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.watchdog import end_rank
@@ -127,7 +127,7 @@ def _evaluate_trading(
     agents: dict[str, LoadedAgent], args: argparse.Namespace, world: World
 ) -> tuple[dict, str]:
     first = agents["policy"]
-    check_layout(first.run_dir)
+    plot = Path(args.plot or path_to_write(first.run_dir, "plots/evaluation.png"))
     task, span, warning = _asked_task(first.config, args)
     markets = task.markets("test", args.num_worlds or 50)
     if (num_stocks := len(markets[0].tickers)) != first.policy.num_actions:
@@ -139,7 +139,6 @@ def _evaluate_trading(
     if world.is_main_process:
         print(f"{warning}{task.describe()}")
         print(f"evaluated from {dates[span.first]} to {dates[span.last]}\n")
-    plot = Path(args.plot or first.run_dir / "plots" / "evaluation.png")
     plot = plot if plot.suffix else plot.with_suffix(".png")
     pairs = {name: (agent.policy, agent.normalizer) for name, agent in agents.items()}
     from agents.evaluate.markets import report

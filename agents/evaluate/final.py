@@ -15,6 +15,7 @@ from envs import find_spec
 from envs.task import GymTask
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR
+from rl_dist.hardware.plain_files import path_to_write
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.process_ends import stopped_in_evaluation
@@ -56,7 +57,7 @@ def evaluate_run(
     if isinstance(task, GymTask):
         return evaluate_last_and_best(config, task, training, run_dir)
     agent = training.policy, training.obs_normalizer
-    markets, picture = task.markets("test"), run_dir / "plots" / "equity.png"
+    markets, picture = task.markets("test"), path_to_write(run_dir, "plots/equity.png")
     from agents.evaluate.markets import report
 
     figures, text = report(
@@ -137,7 +138,8 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
-    plot_learning_curve(run_dir, run_dir / "plots" / "learning_curve.png", title, simulated)
+    curve = path_to_write(run_dir, "plots/learning_curve.png")
+    plot_learning_curve(run_dir, curve, title, simulated)
 
     # the summary is the last file: who finds it, finds all
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}

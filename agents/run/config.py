@@ -36,7 +36,7 @@ from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.checkpoint.schema import RUN, kind_of
 from rl_dist.config import read_sections, saved_form
 from rl_dist.errors import UserError, unwritable
-from rl_dist.hardware.plain_files import read_plain
+from rl_dist.hardware.plain_files import path_to_write, read_plain
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.parallel.config import SpeedConfig
 from rl_dist.process_group.watchdog import end_rank
@@ -264,11 +264,11 @@ def fresh_directory(runs: Path) -> Path:
 
 def save_config(config: Any, run_dir: Path) -> None:
     """Write `config.to_dict()` to config.json, in place: a training locks it."""
-    path = run_dir / "config.json"
     text = json.dumps(config.to_dict(), indent=2).encode() + b"\n"
     before = b""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        path = path_to_write(run_dir, "config.json")
         path.touch()
         before = read_plain(path)
         if text != before:

@@ -21,7 +21,7 @@ from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.checkpoint.own_modules import check_core
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, printable
 from rl_dist.parallel.config import autocast_dtype
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def load_agent(
     normalizer.load_state_dict(state["obs_normalizer"])
     measured, chosen_by = state.get(MEASURED) or {}, ""
     if Path(path).is_dir() and file.name == BEST_FILE:
-        chosen_by = "".join(f", the best by {name} {value:.4g}" for name, value in measured.items())
+        best_by = (f", the best by {name} {value:.4g}" for name, value in measured.items())
+        chosen_by = printable("".join(best_by))
     return LoadedAgent(
         policy.to(device),
         normalizer.to(device),

@@ -15,6 +15,7 @@ from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Market, Span, Spans, load_market, split_spans
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
+from rl_dist.errors import printable
 
 NUM_VALID_WORLDS = 20
 NUM_TEST_WORLDS = 50
@@ -81,7 +82,8 @@ class TradingTask:
     def describe(self) -> str:
         """Return two lines: the data, and the days of training, validation and test."""
         market = self.real or self.markets("train", 1)[0]
-        data = f"data: {self.data.data}, {len(market.tickers)} stocks, {len(market.dates)} days"
+        counts = f"{len(market.tickers)} stocks, {len(market.dates)} days"
+        data = f"data: {printable(self.data.data)}, {counts}"
         if self.real is None:
             config = self.simulated
             data = (

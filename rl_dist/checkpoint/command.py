@@ -25,7 +25,7 @@ from rl_dist.checkpoint.folder import (
     checkpoint_folder,
     latest_checkpoint,
 )
-from rl_dist.errors import CommandParser, explains_errors
+from rl_dist.errors import CommandParser, explained, explains_errors, printable
 
 EPILOG = """PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
@@ -58,7 +58,8 @@ def show_list(path: Path) -> bool:
                 verdict += f", {name} {value:.6g}"
         except CheckpointError as error:
             iteration, verdict, all_whole = "?", f"damaged: {error}", False
-        print(f"{iteration:>9}  {saved}  {about.st_size:>13,}  {file.name:<22}  {verdict}")
+        line = f"{iteration:>9}  {saved}  {about.st_size:>13,}  {file.name:<22}  {verdict}"
+        print(printable(line))
     return all_whole
 
 
@@ -87,12 +88,13 @@ def inspect(path: Path, as_json: bool) -> None:
         print(json.dumps(about, indent=2))
         return
     for name, value in (facts | measured).items():
-        print(f"{name:<15} {value}")
+        print(printable(f"{name:<15} {value}"))
     for section, values in config.items():
-        print(f"{section:<15} {', '.join(f'{name} {value}' for name, value in values.items())}")
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        print(printable(f"{section:<15} {shown}"))
     print(f"{len(tensors)} tensors:")
     for one in tensors:
-        print(f"  {one['name']:<50} {one['shape']!s:<16} {one['type']}")
+        print(printable(f"  {one['name']:<50} {one['shape']!s:<16} {one['type']}"))
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -144,5 +146,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole = show_list(args.path)
         return 0 if whole or args.command == "list" else 1
     except CheckpointError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print(f"error: {explained(error)[0]}", file=sys.stderr)
         return 1

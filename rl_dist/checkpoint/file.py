@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from rl_dist.checkpoint.schema import StateError, check_state
+from rl_dist.errors import printable
 from rl_dist.hardware.plain_files import plain_file, read_open, remove
 
 FORMAT_VERSION = 4  # raised when this program could not go on from what another one writes
@@ -214,7 +215,7 @@ def _unpack(path: Path, data: bytes) -> dict[str, Any]:
 
 def _reason(message: str) -> str:
     """Shorten torch's objection to a file, without its advice to trust it."""
-    message = "".join(c if c.isprintable() else " " for c in message)
+    message = printable(" ".join(message.split()))
     if code := re.search(r"GLOBAL (\S+)", message):
         wants = f"it wants to run {code[1][:80]}, and a checkpoint holds data only"
         return f"{wants}; nothing was run: do not trust it"
@@ -222,5 +223,5 @@ def _reason(message: str) -> str:
         return "it is a TorchScript archive, which holds code; nothing was run: do not trust it"
     cause = message.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
     cause = re.sub("Weights only load failed.|In PyTorch 2.6.*trusted source.", "", cause)
-    cause = " ".join(cause.split())[:160] or "it gives no reason"
+    cause = cause.strip()[:160] or "it gives no reason"
     return f"torch {torch.__version__} cannot read it: {cause}"

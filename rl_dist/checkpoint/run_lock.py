@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_dist.errors import UserError, unwritable
-from rl_dist.hardware.plain_files import leads_to, plain_file
+from rl_dist.hardware.plain_files import leads_to, path_to_write, plain_file
 from rl_dist.process_group.world import ORPHAN_GRACE_S
 
 PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save
 OURS = {  # patterns of the files that training writes, by folder
-    "": ("config.json", "metrics.jsonl", "state.json", "summary.json*", "events.out.tfevents.*"),
+    "": ("config.json", "metrics.jsonl", "state.json", "summary.json*", "events.out.tfevents.*")
+    + ("*_run_id", "mlflow.db"),
     "checkpoints": (),  # its files are written under new names, and read as plain files only
     "logs": ("rank_*.log", "rank_*.jsonl"),
     "plots": ("*.png*",),
     "profile": ("*",),
+    "wandb": (),  # W&B makes links in it
 }
 
 
@@ -108,13 +110,10 @@ def _try_to_hold(path: Path) -> RunLock | None:
 
 def check_layout(run_dir: Path) -> None:
     """Refuse what cannot be written, or leads out of the run directory."""
-    wrong = []
     for name, patterns in OURS.items() if run_dir.is_dir() else ():
-        folder = run_dir / name
-        if folder.exists() and not folder.is_dir():
-            wrong.append(f"{folder} is no folder")
+        folder = path_to_write(run_dir, name)
         found = (path for pattern in patterns for path in folder.glob(pattern))
-        odd = (path for path in found if path.is_symlink() or not path.is_file())
-        wrong += [f"{path} is no plain file" for path in odd]
-    if wrong:
-        raise UserError(f"{wrong[0]}, as it is in a run directory: move it away")
+        wrong = [path for path in found if path_to_write(folder, path.name).is_dir()]
+        if folder.is_file() or wrong:
+            what = f"{wrong[0]} is no plain file" if wrong else f"{folder} is no folder"
+            raise UserError(f"{what}, as it is in a run directory: move it away")

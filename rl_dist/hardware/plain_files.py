@@ -1,23 +1,52 @@
-"""Opens and reads files of a run directory, whatever lies in their place.
+"""Open, read and write files of a run directory, whatever lies in their place.
 
-Anybody may have put a pipe, a device or a giant there: to open or read it could take for ever, or
-all memory.
+Somebody else may have put a pipe, a device, a giant or a link there: to open or read it could take
+for ever, or all memory; to write it could change a file elsewhere.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import json
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+from rl_dist.errors import UserError, explained, one_line
 
 logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes, many times what config.json and summary.json can have
-_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory"}
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def path_to_write(run_dir: str | Path, name: str) -> Path:
+    """Return the path of a file or folder in a run directory, which may be written.
+
+    Everything that writes into a run directory asks here first. The directory itself may be a link;
+    in it there are only plain files and folders.
+
+    Raises:
+        OSError: a part of the path is a link, pipe, socket or device.
+    """
+    path = Path(run_dir)
+    for part in Path(name).parts:
+        path /= part
+        with suppress(FileNotFoundError):
+            kind = stat.S_IFMT(path.lstat().st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                what = f"it is {_KINDS.get(kind, 'a device')}, not a file or folder of this run"
+                raise OSError(errno.EINVAL, what, str(path))
+    return path
 
 
 def plain_file(path: str, flags: int) -> int:
@@ -63,6 +92,27 @@ def read_open(file: IO[bytes], most: int | None) -> bytes:
         problem = f"it has {size:,} bytes, and at most {most:,} are read here"
         raise OSError(errno.EINVAL, problem, str(file.name))
     return file.read(size)
+
+
+def read_object(path: Path, **types: type) -> dict[str, Any]:
+    """Return the JSON object in a plain file.
+
+    Args:
+        types: of entries that it must have.
+
+    Raises:
+        UserError: the file holds no such object; one line that names it.
+    """
+    try:
+        found = json.loads(read_plain(path))
+        for name, kind in types.items():
+            if type(found[name]) is not kind:
+                raise TypeError(f"{name} is no {kind.__name__}")
+    except OSError as error:
+        raise UserError(explained(error)[0]) from None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is torn or foreign: {one_line(error)}; move it away") from None
+    return found
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:

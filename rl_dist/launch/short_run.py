@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import UserError
+from rl_dist.hardware.plain_files import read_plain
 from rl_dist.launch.child_process import SCRIPT, Child
 from rl_dist.telemetry.metrics import METRICS_FILE
 from rl_dist.telemetry.state_file import read_state
@@ -264,7 +265,7 @@ def describe_rates(rates: Sequence[float]) -> str:
 def ended_lines(run_dir: Path) -> list[bytes]:
     """Return the records of all iterations that a run has ended, as JSON."""
     path = run_dir / METRICS_FILE
-    return path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+    return read_plain(path, None).rpartition(b"\n")[0].splitlines() if path.exists() else []
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:

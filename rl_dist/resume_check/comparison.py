@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_dist.checkpoint.folder import load_latest
 from rl_dist.errors import UserError
+from rl_dist.hardware.plain_files import read_object
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
@@ -96,4 +97,5 @@ def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
 
 def parameter_sha256(run_dir: Path) -> str:
     """Return the hash of the final parameters, which summary.json holds."""
-    return str(json.loads((run_dir / "summary.json").read_text())["parameter_sha256"])
+    summary = read_object(run_dir / "summary.json", parameter_sha256=str)
+    return str(summary["parameter_sha256"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from rl_dist.errors import CommandParser, explains_errors
+from rl_dist.errors import CommandParser, explains_errors, printable
 from rl_dist.status.run_state import RunState, newest_run, read_run
 from rl_dist.telemetry.state_file import STATE_FILE
 
@@ -59,7 +59,7 @@ def describe(run: RunState) -> list[str]:
     for one in run.messages:
         where = f"{one['time']} {one['level'].lower()}, rank {one['rank']}"
         rows.append(("logged", f"{where}: {_cut(one['text'])}"))
-    return [f"{name:<11} {text}" for name, text in rows if text]
+    return [printable(f"{name:<11} {text}") for name, text in rows if text]
 
 
 def one_line(run: RunState) -> str:
@@ -67,7 +67,7 @@ def one_line(run: RunState) -> str:
     now = time.strftime("%H:%M:%S")
     parts = [now, run.state, f"iteration {run.iteration}", f"{_share(run):.0%}"]
     parts += [text for text in (_speed(run), _returns(run), _cut(run.reason)) if text]
-    return " | ".join(parts)
+    return printable(" | ".join(parts))
 
 
 def _share(run: RunState) -> float:

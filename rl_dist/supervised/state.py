@@ -21,6 +21,7 @@ from rl_dist.checkpoint.folder import (
     save_checkpoint,
 )
 from rl_dist.errors import UserError, one_line
+from rl_dist.hardware.plain_files import path_to_write
 from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
 from rl_dist.telemetry.loggers import Board, Guarded
@@ -120,7 +121,7 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
             raise UserError("resume needs a run_dir with checkpoints: name it")
         return
     world = state.strategy.world
-    folder = Path(run_dir, CHECKPOINT_DIR)
+    folder = path_to_write(run_dir, CHECKPOINT_DIR)
     found, problem = "", ""
     if world.is_main_process:
         found = str(latest_checkpoint(run_dir) or "") if resume else ""

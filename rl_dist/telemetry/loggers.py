@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import UserError, one_line
-from rl_dist.hardware.plain_files import plain_file, read_plain
+from rl_dist.hardware.plain_files import path_to_write, plain_file, read_plain
 
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
@@ -200,7 +200,7 @@ def flat_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
     """Return the id that this run has at a service; made at first, then read from a file."""
-    path = run_dir / f"{name}_run_id"
+    path = path_to_write(run_dir, f"{name}_run_id")
     if path.exists():
         return read_plain(path).decode().strip()
     made = make()

@@ -16,7 +16,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from rl_dist.errors import UserError, did_you_mean, unwritable
-from rl_dist.hardware.plain_files import leads_to, log_once, plain_file, read_plain
+from rl_dist.hardware.plain_files import leads_to, log_once, path_to_write, plain_file, read_plain
 from rl_dist.process_group.world import World
 from rl_dist.telemetry.loggers import Board, Guarded, flat_settings, open_logger
 from rl_dist.telemetry.progress import Progress
@@ -79,7 +79,7 @@ class MetricsWriter(NullWriter):
         settings = flat_settings(config or {})
         try:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
-            self._lines = _LineFile(Path(run_dir, METRICS_FILE))
+            self._lines = _LineFile(path_to_write(run_dir, METRICS_FILE))
             board = Board(run_dir, purge_step=purge_step)
         except OSError as error:
             raise unwritable(f"run_dir {run_dir}", error) from None
@@ -298,14 +298,16 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     Warnings and errors go to logs/rank_N.jsonl, too. Replaces what an earlier call set up.
     """
     close_logging()
-    path = Path(run_dir, "logs", f"rank_{rank}.log")
+    name = f"logs/rank_{rank}"
     text = logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s")
     try:
+        path = path_to_write(run_dir, f"{name}.log")
         path.parent.mkdir(parents=True, exist_ok=True)
         _handlers.append(_LogFile(path, logging.INFO, text))
-        _handlers.append(_LogFile(path.with_suffix(".jsonl"), logging.WARNING, _JsonLine(rank)))
+        path = path_to_write(run_dir, f"{name}.jsonl")
+        _handlers.append(_LogFile(path, logging.WARNING, _JsonLine(rank)))
     except OSError as error:
-        raise unwritable(str(path), error) from None
+        raise unwritable(f"{run_dir}/{name}.log", error) from None
     if rank == 0:
         _handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()

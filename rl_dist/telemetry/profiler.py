@@ -30,6 +30,7 @@ from torch.profiler import (
     tensorboard_trace_handler,
 )
 
+from rl_dist.hardware.plain_files import path_to_write
 from rl_dist.process_group.timing import listen
 from rl_dist.process_group.world import World
 
@@ -151,8 +152,9 @@ class Profiler:
             f"{self._explain(seconds)}"
         )
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            Path(self._folder, f"{name}.txt").write_text(f"{text}\n", encoding="utf-8")
+            path = path_to_write(self._folder.parent, f"{FOLDER}/{name}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n", encoding="utf-8")
             tensorboard_trace_handler(str(self._folder), name, use_gzip=True)(self._trace)
         except OSError as error:  # training is worth more than its profile
             why = error.strerror or error

@@ -20,7 +20,7 @@ from typing import IO, Annotated, Any, Literal
 
 import pydantic
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, printable
 from rl_dist.hardware.addresses import may_start_again
 from rl_dist.hardware.plain_files import leads_to, log_once, read_plain
 from rl_dist.process_group.process_ends import STOP_SIGNALS
@@ -207,11 +207,10 @@ def record_exit(
     saved = signum is not None and keeper.state.phase == "stopped"
     signum = code - 128 if stopped else signum
     names = {each.value: each.name for each in signal.Signals}
-    line = "".join(char if char.isprintable() else " " for char in error)
     ended = RunExit(
         code=code,
         signal=names.get(signum, f"signal {signum}") if signum else None,
-        error=" ".join(line.split())[:LONGEST_ERROR] if code else "",
+        error=printable(" ".join(error.split()))[:LONGEST_ERROR] if code else "",
     )
     phase = "stopped" if stopped or saved else "failed" if code else "done"
     phase = "restarting" if may_start_again(code - 128) else phase

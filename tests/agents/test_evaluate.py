@@ -133,7 +133,7 @@ def test_policies_are_compared_in_one_table(runs, evaluated, tmp_path):
     assert figures[str(file)] == figures["csv_mlp"]
 
 
-def test_a_checkpoint_copied_elsewhere_is_evaluated_and_drawn_there(runs, evaluated, tmp_path):
+def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path, monkeypatch):
     copy = tmp_path / "elsewhere" / "best.pt"
     copy.parent.mkdir()
     shutil.copy(latest_checkpoint(runs / "csv"), copy)
@@ -141,6 +141,9 @@ def test_a_checkpoint_copied_elsewhere_is_evaluated_and_drawn_there(runs, evalua
     assert (copy.parent / "plots" / "evaluation.png").exists()
     text = evaluated(copy, "--plot", tmp_path / "bare")[0]
     assert str(tmp_path / "bare.png") in text and (tmp_path / "bare.png").exists()
+    (copy.parent / "plots").rename(tmp_path / "kept")
+    (copy.parent / "plots").symlink_to(tmp_path / "kept")
+    assert evaluate_here(monkeypatch, copy) == 2  # nothing is drawn through a link
 
 
 def test_episodes_of_another_environment_are_each_counted_once(runs, evaluated, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 from odd_files import ODD_FILES
 
-from rl_dist.hardware.plain_files import leads_to, plain_file, read_plain
+from rl_dist.hardware.plain_files import path_to_write, read_plain
 
 
 @pytest.mark.parametrize("odd", ODD_FILES)
@@ -13,12 +13,14 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path, odd):
         read_plain(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("odd", ["pipe", "directory", "socket", "device"])
-@pytest.mark.parametrize("mode", ["ab", "r+b"])
-def test_nor_is_it_written_to(tmp_path, odd, mode):
-    ODD_FILES[odd](tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError):
-        open(tmp_path / "metrics.jsonl", mode, opener=plain_file)  # noqa: SIM115
+@pytest.mark.parametrize("odd", ["pipe", "socket", "device", "link to nowhere", "link to itself"])
+def test_no_path_to_write_leads_through_what_is_no_plain_file_or_folder(tmp_path, odd):
+    (tmp_path / "run").symlink_to(tmp_path)  # its user's own
+    assert path_to_write(tmp_path / "run", "new/file") == tmp_path / "run/new/file"
+    ODD_FILES[odd](tmp_path / "odd")
+    for name in ("odd", "odd/file"):
+        with pytest.raises(OSError, match="not a file or folder of this run.*run/odd'"):
+            path_to_write(tmp_path / "run", name)
 
 
 def test_a_file_is_read_whole_up_to_what_may_be_read(tmp_path):
@@ -27,15 +29,3 @@ def test_a_file_is_read_whole_up_to_what_may_be_read(tmp_path):
     assert read_plain(path) == read_plain(path, None) == read_plain(path, 100) == b"x" * 100
     with pytest.raises(OSError, match="100 bytes, and at most 99"):
         read_plain(path, 99)
-
-
-def test_a_file_that_was_deleted_or_replaced_is_no_longer_there(tmp_path):
-    folder, path = tmp_path / "run", tmp_path / "run" / "file"
-    folder.mkdir()
-    with path.open("w") as file:
-        assert leads_to(path, file)
-        folder.rename(tmp_path / "moved")
-        assert not leads_to(path, file)
-        folder.mkdir()
-        path.write_text("of another run")
-        assert not leads_to(path, file)

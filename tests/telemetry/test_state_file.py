@@ -120,7 +120,7 @@ def test_the_exit_is_recorded_once(run_dir, before, code, signum, phase, name):
     record_exit(run_dir, os.getpid(), 2, "second")
     state = read_state(run_dir)
     assert (state.phase, state.exit.code, state.exit.signal) == (phase, code, name)
-    assert state.exit.error == ("first [31mline" if code else "")
+    assert state.exit.error == (r"first \x1b[31mline" if code else "")
 
 
 def wrecks(whole):
