@@ -1,6 +1,6 @@
-"""Play episodes with an exported policy: numpy and gymnasium alone, or ONNX Runtime.
+"""Play episodes with an exported policy in ONNX Runtime.
 
-python -m agents.export runs/my_run --format onnx
+python -m agents.export runs/my_run
 python examples/deployment.py runs/my_run/export/onnx
 
 `DeployedPolicy` is what a program of your own would copy: it makes rows of whatever the environment
@@ -17,6 +17,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import onnxruntime
 
 EPISODES = 3
 
@@ -25,13 +26,6 @@ def load(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return the contract, and the step (obs, state, episode_start) -> (action, next_state)."""
     contract = json.loads((folder / "contract.json").read_text())
     path = folder / contract["file"]
-    if path.suffix == ".safetensors":
-        sys.path.insert(0, str(folder))
-        from numpy_policy import NumpyPolicy  # the file beside it
-
-        return contract, NumpyPolicy(path)
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [each["name"] for each in contract["inputs"]]
     return contract, lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
@@ -77,15 +71,7 @@ class DeployedPolicy:
         made = self.contract["outputs"][0]
         if made["choices"]:
             return one_hot(action - made["start"], np.array(made["choices"]))
-        bounds: tuple[list[float], list[float]] = ([], [])
-        for space in leaves(self.spaces["action"]):
-            for name, found in zip(("low", "high"), bounds, strict=True):
-                size = int(np.prod(space["shape"]))
-                found.extend(np.broadcast_to(np.array(space[name], np.float64).ravel(), size))
-        low, high = map(np.array, bounds)
-        finite = np.isfinite(low) & np.isfinite(high)
-        low, high = np.where(finite, low, -1.0), np.where(finite, high, 1.0)
-        return (2.0 * (action - low) / (high - low) - 1.0).astype(np.float32)
+        return ((action - made["offset"]) / made["stretch"]).astype(np.float32)
 
     def _action_parts(self) -> Iterator[dict[str, Any]]:
         return iter(self.contract["outputs"][0]["parts"])
@@ -134,7 +120,7 @@ def main(folder: Path) -> None:
     sys.path.insert(0, "")  # the environment's module may lie in the current directory
     contract, step = load(folder)
     policy = DeployedPolicy(contract, step)
-    env = gymnasium.make(contract["env"]["id"], **json.loads(contract["env"]["kwargs"] or "{}"))
+    env = gymnasium.make(contract["env"]["id"], **contract["env"]["kwargs"])
     for episode in range(EPISODES):
         obs, info = env.reset(seed=episode)
         policy.begin()

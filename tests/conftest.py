@@ -100,6 +100,18 @@ def world():
 
 
 @pytest.fixture
+def untraced(monkeypatch):
+    """Let a word stand for every exported model, whose tracing takes seconds."""
+    from agents.export import command
+
+    monkeypatch.setattr(
+        command, "write_onnx", lambda step, path, contract: path.write_text("model")
+    )
+    monkeypatch.setattr(command, "run_onnx", lambda path: None)
+    monkeypatch.setattr(command, "largest_difference", lambda *_: 0.0)
+
+
+@pytest.fixture
 def limits():
     """Lets the system refuse this process's longer files (None: no more): a real error, no root."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

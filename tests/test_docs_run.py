@@ -74,9 +74,8 @@ def runs(tmp_path_factory):
         assert train_here(patch, *CARTPOLE.split(), "--run_dir", "runs/my_run") == 0
         pendulum = CARTPOLE.replace("CartPole-v1", "Pendulum-v1").split()
         assert train_here(patch, *pendulum, "--run_dir", "runs/pendulum") == 0
-        for form in ("safetensors", *(["onnx"] if all(map(find_spec, ONNX)) else [])):
-            assert run_here(export.main, ["runs/pendulum", "--format", form], patch) == 0
-            shutil.copytree(f"runs/pendulum/export/{form}", folder, dirs_exist_ok=True)
+        if all(map(find_spec, ONNX)):
+            assert run_here(export.main, ["runs/pendulum", "--output", folder], patch) == 0
     drift, *_, decay = page_blocks("own_environment")
     made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'  # README's
     (folder / "my_module.py").write_text(drift + made + decay)
@@ -105,15 +104,6 @@ def test_python_blocks_run(page, number, text, runs, monkeypatch):
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "onnx"])
-def test_the_deployment_example_plays_an_exported_policy(form, runs):
-    for name in ONNX if form == "onnx" else ():
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    argv = [sys.executable, ROOT / "examples/deployment.py", f"runs/pendulum/export/{form}"]
-    played = subprocess.run(argv, capture_output=True, text=True, cwd=runs, timeout=120)
-    assert played.stdout.count("return -") == 3, played.stderr
-
-
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
 # what is added unless the command says it
 QUICK = {"--threads": "1", "--hidden_size": "16"}
@@ -131,7 +121,7 @@ ELSEWHERE = {  # how a command begins: why no test here runs it
 REFUSED = {"--interactive": "terminal"}  # what the line of a refusal names
 if not torch.cuda.is_available():
     REFUSED["--gpu_ids"] = "CUDA"
-NEEDS = {"popgym:": "popgym", "--video": "pygame", "--format onnx": "onnx"}
+NEEDS = {"popgym:": "popgym", "--video": "pygame", "agents.export": "onnx"}
 
 
 @pytest.fixture(scope="module")

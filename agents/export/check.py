@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.export.formats import Runner
+from agents.export.onnx_model import Runner
 from agents.export.step import ExportedStep
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
@@ -23,7 +20,7 @@ from envs.vector.spaces import ActionDecoder, leaves, pick
 BATCHES, NUM_STEPS = (1, 5), 64
 RESET = 0.1  # probability of an episode start
 TOLERANCE = 1e-5
-TIMED_STEPS = 50
+Pair = tuple[np.ndarray, np.ndarray]  # rows found, rows expected
 
 
 @dataclass
@@ -71,12 +68,14 @@ class Original:
 def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner, seed: int = 0) -> float:
     """Return the largest difference of actions and states over episodes with resets.
 
-    In units of 1, or of half the range of a bounded action; relative beyond that. Of a choice it is
-    by how much the original prefers its own: rounding may tell apart two that are equally likely.
+    It is relative to the largest value of the same number in all steps, which counts as 1 at least,
+    or as half the range of a bounded action. Choices are compared by their logits: rounding may
+    tell apart two that are equally likely.
     """
     original = Original.of(agent)
     generator = np.random.default_rng(seed)
-    largest = 0.0
+    states: list[Pair] = []
+    actions: list[Pair] = []
     for batch in BATCHES:
         before = original.start(batch)
         state = np.zeros((batch, step.state_size), np.float32)
@@ -91,13 +90,14 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner, seed
             if action.shape != (batch, *step.action_shape) or state.shape[1:] != (step.state_size,):
                 return float("inf")
             found = np.asarray(action).reshape(batch, -1)
-            differences = [_relative(state, original.flat_state(step, before))]
+            states.append((state, original.flat_state(step, before)))
             if original.policy.discrete:
-                differences.append(_preference(original, actor, expected, found))
+                pair = _logits(original, actor, found), _logits(original, actor, expected)
             else:
-                differences.append(_relative(found, expected, original.decoder.scale))
-            largest = max(largest, *differences)
-    return largest
+                pair = found, expected
+            actions.append(pair)
+    unit = 1.0 if original.policy.discrete else original.decoder.scale
+    return max(_relative(states), _relative(actions, unit))
 
 
 def sample_rows(original: Original, generator: np.random.Generator, batch: int) -> np.ndarray:
@@ -121,47 +121,18 @@ def sample_rows(original: Original, generator: np.random.Generator, batch: int) 
     return rows
 
 
-def _relative(found: np.ndarray, expected: np.ndarray, unit: float | np.ndarray = 1.0) -> float:
-    """Return the largest difference in units, relative where beyond one; NaN is infinite."""
-    differences = np.abs(found - expected) / np.maximum(unit, np.abs(expected))
+def _relative(pairs: list[Pair], unit: float | np.ndarray = 1.0) -> float:
+    """Return the largest relative difference of found and expected rows; NaN is infinite."""
+    found, expected = (np.concatenate(rows) for rows in zip(*pairs, strict=True))
+    scale = np.maximum(unit, np.abs(expected).max(axis=0))
+    differences = np.abs(found - expected) / scale
     return float(np.nan_to_num(differences, nan=np.inf).max(initial=0.0))
 
 
-def _preference(
-    original: Original, actor: Tensor, expected: np.ndarray, found: np.ndarray
-) -> float:
-    """Return by how much the original prefers its choices [B, D] to those found."""
+def _logits(original: Original, actor: Tensor, choices: np.ndarray) -> np.ndarray:
+    """Return the original's logits of choices [B, D]; NaN of one that does not exist."""
     sizes, start = original.decoder.sizes, original.decoder.start
-    if ((found < start) | (found >= start + sizes)).any():
-        return float("inf")
-    firsts = np.cumsum(sizes) - sizes
-    logits = actor.numpy()
-    own, other = (
-        np.take_along_axis(logits, values.astype(np.int64) - start + firsts, axis=1)
-        for values in (expected, found)
-    )
-    return float((own - other).max())
-
-
-def latencies(agent: LoadedAgent, step: ExportedStep, run: Runner) -> dict[str, Any]:
-    """Return median times of one environment's step, in torch and as exported."""
-    original = Original.of(agent)
-    obs = sample_rows(original, np.random.default_rng(0), 1)
-    state, start = np.zeros((1, step.state_size), np.float32), np.zeros(1, bool)
-    before, inputs = original.start(1), (torch.from_numpy(obs), torch.from_numpy(start))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times: dict[str, list[float]] = {"exported": [], "torch": []}
-    try:
-        for _ in range(TIMED_STEPS):  # in turns: what else the machine does slows both
-            began = time.perf_counter()
-            run(obs, state, start)
-            between = time.perf_counter()
-            with torch.no_grad():
-                original(inputs[0], before, inputs[1])
-            times["exported"].append(between - began)
-            times["torch"].append(time.perf_counter() - between)
-    finally:
-        torch.set_num_threads(threads)
-    found = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-    return found | {"unit": "ms", "batch": 1, "cpu": torch.backends.cpu.get_cpu_capability()}
+    digits = choices.astype(np.int64) - start
+    exists = (digits >= 0) & (digits < sizes)
+    places = np.cumsum(sizes) - sizes + np.where(exists, digits, 0)
+    return np.where(exists, np.take_along_axis(actor.numpy(), places, axis=1), np.nan)

@@ -1,4 +1,4 @@
-"""What an exported policy takes and returns: a contract and a card."""
+"""The contract of an exported policy: what it takes and returns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from agents.export.step import INPUTS, OUTPUTS, ExportedStep
-from agents.run.config import SUMMARY
+from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent
-from envs.task import TaskConfig
 from envs.vector.spaces import categories_of, image_axes, image_scale, leaves, named
-from rl_dist.hardware.plain_files import read_plain
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
 MEANINGS = {
     "action_mask": "1 where an action is allowed, from info['action_mask']",
     "previous_action": "the action before, one-hot or scaled to [-1, 1]; zeros at an episode start",
@@ -49,6 +47,8 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
         | {
             "choices": step.decoder.sizes.tolist(),
             "start": step.start.tolist() if policy.discrete else [],
+            "stretch": [] if policy.discrete else step.stretch.tolist(),
+            "offset": [] if policy.discrete else step.offset.tolist(),
         },
         "next_state": state,
     }
@@ -59,7 +59,7 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
     spaces_json = json.loads(agent.spaces_json) if agent.spaces_json else [None, None]
     return {
         "contract_version": CONTRACT_VERSION,
-        "env": {"id": agent.config.task.env, "kwargs": agent.config.task.env_kwargs},
+        "env": {"id": agent.config.task.env, "kwargs": _env_kwargs(agent.config)},
         "spaces": dict(zip(("observation", "action"), _strict(spaces_json), strict=True)),
         "inputs": [entries[name] for name in INPUTS],
         "outputs": [entries[name] for name in OUTPUTS],
@@ -142,90 +142,13 @@ def _normalizer(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
     return found
 
 
-def make_card(agent: LoadedAgent, contract: dict[str, Any], how_to_run: str) -> str:
-    """Return the policy card: task, training, scores, how to run it, configuration."""
-    config, check = agent.config, contract["check"]
-    task = config.task.env + (f" {config.task.env_kwargs}" if config.task.env_kwargs else "")
-    steps = f"{agent.global_step:,} environment steps"
-    trained = f"{agent.iteration} iterations of recurrent PPO, {steps}"
-    sections = {name: config.to_dict()[name] for name in ("task", "policy", "train", "ppo")}
-    obs, state = (contract["inputs"][index]["shape"][-1] for index in (0, 1))
-    return f"""# Policy for {config.task.env}
-
-| | |
-|---|---|
-| Task | `{task}` |
-| Policy | {config.policy.policy}, hidden size {config.policy.hidden_size}, without noise |
-| Trained | {trained}, seed {config.train.seed} |
-| Checkpoint | `{contract["checkpoint"]["file"]}`, SHA-256 `{contract["checkpoint"]["sha256"]}` |
-| File | `{contract["file"]}`, SHA-256 `{contract["sha256"]}` |
-| Checked | {check["runtime"]} differs from torch by at most {check["max_difference"]:.1e} |
-
-## Scores
-{_scores(agent)}
-
-## Use
-`obs` [batch, {obs}], `state` [batch, {state}] and `episode_start` [batch] go in, `action` and
-`next_state` come out. `contract.json` says what the columns are. Normaliser, reset and the bounds
-of actions are inside. This plays 1,000 steps where an observation is one Box of numbers;
-`examples/deployment.py` of the trainer makes rows and actions of any spaces.
-
-```python
-{how_to_run}
-
-{_make_env_lines(config.task)}
-obs, info = env.reset()
-state, begins = np.zeros((1, {state}), np.float32), True
-for _ in range(1000):
-    row = np.asarray(obs, np.float32).reshape(1, -1)
-    action, state = policy(row, state, np.array([begins]))
-    obs, reward, terminated, truncated, info = env.step(action[0])
-    begins = terminated or truncated
-    if begins:
-        obs, info = env.reset()
-```
-
-## Configuration
-```json
-{json.dumps(sections, indent=2)}
-```
-"""
-
-
-def _make_env_lines(task: TaskConfig) -> str:
-    """Return the Python lines that make the environment."""
-    spec = gymnasium.registry.get(task.env)
-    ours = spec and str(spec.entry_point).startswith("envs.")
-    kwargs = f", **{task.kwargs()}" if task.kwargs() else ""
-    known = "import envs  # of the trainer: registers it\n" if ours else ""
-    return f"{known}env = gymnasium.make({task.env!r}{kwargs})"
-
-
-def _scores(agent: LoadedAgent) -> str:
-    """Return the scores of these weights, and of the newest where they are others."""
-    found: list[str] = []
-    if agent.measured:
-        why = "by which the best checkpoint is chosen, which flatters it"
-        found = [f"Of these weights, in training, {why}:\n", *_score_lines(agent.measured), ""]
-    path = agent.run_dir / SUMMARY
-    if not path.is_file():
-        no_end = "the run has no summary.json, as its training has not come to an end."
-        return "\n".join([*found, f"None yet of the evaluation at the end: {no_end}"])
-    summary = json.loads(read_plain(path))
-    newest = summary["iteration"]
-    whose = "these weights"
-    if newest != agent.iteration:
-        whose = (
-            f"the newest weights, of iteration {newest}, NOT of these, of iteration "
-            f"{agent.iteration}, which python -m agents.evaluate measures"
-        )
-    lines = _score_lines(summary["test"])
-    return "\n".join([*found, f"At the end of the training, of {whose}:\n", *lines])
-
-
-def _score_lines(tested: Any, name: str = "") -> list[str]:
-    """Return one line per number of a nested summary."""
-    if isinstance(tested, dict):
-        inner = (_score_lines(value, f"{name} {key}".strip()) for key, value in tested.items())
-        return [line for lines in inner for line in lines]
-    return [f"- {name}: {tested:.6g}"] if isinstance(tested, int | float) else []
+def _env_kwargs(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments that make the environment; of trading what is not at its default."""
+    if not config.task.is_trading:
+        return config.task.kwargs()
+    sections = (config.data, config.market, config.trading)
+    pairs = [item for section in sections for item in vars(section).items()]
+    defaults = {
+        name: value for section in sections for name, value in vars(type(section)()).items()
+    }
+    return {name: value for name, value in pairs if value != defaults[name]}

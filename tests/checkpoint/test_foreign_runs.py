@@ -7,10 +7,13 @@ import shutil
 import sys
 
 import pytest
-from train_runs import evaluate_here, only_error, train_here
+from odd_files import ODD_FILES
+from train_runs import evaluate_here, only_error, run_here, train_here
 
 import train_distributed
 from agents import load_policy
+from agents.api.training import TrainedRun
+from agents.export import command as export
 from agents.pretrain import command as pretrain
 from agents.run import choice
 from agents.run.config import SECTIONS, RunConfig
@@ -20,8 +23,10 @@ from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
 from rl_dist.checkpoint.folder import Found, latest_checkpoint
 from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.errors import UserError
+from rl_dist.resume_check.comparison import parameter_sha256 as hash_of
 from rl_dist.speedup import command as speedup
 from rl_dist.speedup.job_of_run import flags_of, read_config
+from rl_dist.status import command as status
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)
@@ -201,6 +206,41 @@ def test_names_that_are_no_modules_are_one_line(tmp_path):
         with pytest.raises(ValueError, match=r"env"):
             check_module(env, "", tmp_path, None)
             GymTask(dataclasses.replace(RunConfig().task, env=env))
+
+
+# ---- what people read
+
+ODD = "\x1b[2J\nINJECTED"
+SUMMARIES = ["", "x", "[]", "{}", "[" * 10**5, '{"iteration": 9' + "9" * 5000 + "}", '"']
+SUMMARIES += ['{"iteration": "1", "test": 3}', *list(ODD_FILES)[:5]]
+
+
+def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys):
+    for path in (copy / "checkpoints").glob("*.pt"):
+        state = load_checkpoint(path) | {"measured": {f"valid{ODD}": 1.0}}
+        write_atomically(path, pack(state))
+    (copy / "summary.json").write_text(json.dumps({"iteration": 1, "test": {f"return{ODD}": 1.0}}))
+    alter(copy, "task", "env", "Recall-v0\nINJECTED")
+    for read, words in ((main, ["list"]), (main, ["inspect"]), (status.main, [])):
+        assert read([*words, str(copy)]) == 0
+    assert run_here(export.main, [copy], monkeypatch) == 0
+    assert evaluate_here(monkeypatch, copy) == train_here(monkeypatch, "--resume", copy) == 2
+    printed = capsys.readouterr()
+    for text in (*printed, (copy / "export" / "onnx" / "README.md").read_text()):
+        assert text.count("INJECTED") >= 2
+        assert "\x1b" not in text and "\nINJECTED" not in text
+
+
+@pytest.mark.parametrize("content", SUMMARIES)
+def test_an_odd_summary_is_named_in_one_line(content, copy, untraced, monkeypatch, capsys):
+    path = copy / "summary.json"
+    path.unlink()
+    ODD_FILES.get(content, lambda path: path.write_text(content))(path)
+    assert run_here(export.main, [copy], monkeypatch) == 2
+    assert str(path) in only_error(capsys.readouterr().err)
+    for read in (lambda: TrainedRun(run_dir=copy, exit_code=0).test, lambda: hash_of(copy)):
+        with pytest.raises(UserError, match=f"^{path}.*$"):
+            read()
 
 
 # ---- every field

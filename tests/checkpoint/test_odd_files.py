@@ -132,26 +132,6 @@ def test_the_status_of_a_run_with_odd_files_is_printed_or_refused(run_dir, odd):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "odd"),
-    [
-        ("config.json", "device"),
-        ("metrics.jsonl", "pipe"),
-        ("events.out.tfevents.x", "directory"),
-        ("logs/rank_0.log", "socket"),
-    ],
-)
-def test_a_resume_with_an_odd_file_is_refused_in_one_line(copy, odd, name, monkeypatch, capsys):
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write("torn")  # it shall be written again
-    ODD_FILES["pipe"](copy / "metrics.jsonl.tmp")  # in the way of that, and nobody's
-    (copy / name).unlink(missing_ok=True)
-    ODD_FILES[odd](copy / name)
-    capsys.readouterr()
-    assert train_here(monkeypatch, "--resume", copy, "--total_steps", 256) in (1, 2)
-    assert name in only_error(capsys.readouterr().err)
-
-
 def test_a_run_that_begins_in_place_of_a_deleted_one_is_not_cleared_away_as_a_failed_start(
     tmp_path, monkeypatch, capsys
 ):

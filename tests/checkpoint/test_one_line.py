@@ -3,8 +3,8 @@
 import errno
 import json
 import os
-import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from train_runs import RECALL, REPO, daily_bars, evaluate_here, only_error, run_here, train_here
@@ -12,6 +12,7 @@ from train_runs import start as start_python
 
 import check_gpu_setup
 import train_distributed
+from agents.export import command as export
 from agents.pretrain import command as pretrain
 from envs.trading.market_data import MarketDataError, read_bars
 from rl_dist.checkpoint import command as checkpoint
@@ -30,6 +31,7 @@ COMMANDS = {
     "status": (status.main, []),
     "checkpoint": (checkpoint.main, ["verify"]),
     "speedup": (speedup.main, []),
+    "export": (export.main, []),
 }
 
 
@@ -84,29 +86,40 @@ def test_a_variable_of_torchrun_that_is_no_count_is_one_line_before_anything_is_
 
 # ---- something else in the place of a file or folder
 
-FILES = ["config.json", "metrics.jsonl", "logs/rank_0.log"]
-FILES += ["events.out.tfevents.1", "plots/learning_curve.png"]
-WRONG = [(name, kind) for name in FILES for kind in ("folder", "link")]
-WRONG += [(name, kind) for name in ("plots", "logs", "profile") for kind in ("file", "link")]
+TRAINED = ["config.json", "metrics.jsonl", "events.out.tfevents.1"]
+TRAINED += ["logs/rank_0.log", "plots/learning_curve.png", "wandb_run_id"]
+EXPORTED = [f"export/onnx/{name}" for name in ("policy.onnx", "contract.json", "README.md")]
+KINDS = [("a directory", TRAINED), *((kind, TRAINED + EXPORTED) for kind in ("a pipe", "a link"))]
+WRONG = [(name, kind) for kind, names in KINDS for name in names]
+FOLDERS = ("plots", "logs", "profile", "checkpoints", "wandb", "export", "export/onnx")
+WRONG += [(name, kind) for name in FOLDERS for kind in ("a file", "a link to a folder")]
+MAKE = {"a pipe": os.mkfifo, "a directory": os.mkdir, "a file": Path.touch}
 
 
-@pytest.mark.parametrize(("place", "kind"), [*WRONG, ("checkpoints", "file")])
+def everything_in(path):
+    return {each: each.is_file() and each.read_bytes() for each in [path, *path.rglob("*")]}
+
+
+@pytest.mark.timeout(60)  # opening a pipe would take for ever
+@pytest.mark.parametrize(("place", "kind"), WRONG)
 def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(
     place, kind, copy, tmp_path, monkeypatch, capsys
 ):
-    path = copy / place
-    target = tmp_path / "target"
-    if path.is_dir():
-        shutil.rmtree(path)
+    path, target = copy / place, tmp_path / "target"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():  # else somebody would miss it
+        path.rename(target)
+    elif kind == "a link to a folder":
+        target.mkdir()
     else:
-        path.unlink(missing_ok=True)
-    target.write_text("kept")
-    make = {"folder": path.mkdir, "file": path.touch, "link": lambda: path.symlink_to(target)}
-    make[kind]()
+        target.write_text("kept")
+    MAKE.get(kind, lambda path: path.symlink_to(target))(path)
+    kept = everything_in(target)
     monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: 0)
-    assert train_here(monkeypatch, "--resume", copy, "--total_steps", "256") == 2
-    only_error(capsys.readouterr().err)
-    assert target.read_text() == "kept"
+    main, words = COMMANDS["export" if place.startswith("export") else "resume"]
+    assert run_here(main, [*words, copy], monkeypatch) == 2
+    assert str(path) in only_error(capsys.readouterr().err)
+    assert everything_in(target) == kept
 
 
 def test_a_line_of_metrics_that_is_no_record_is_dropped(copy):

@@ -1,4 +1,4 @@
-"""The formats: writing the step, and running what was written as a user would."""
+"""Write an exported step as an ONNX model, and run it as a user would."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -16,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from agents.export import numpy_policy
-from agents.export.layers import Layers
 from agents.export.step import INPUTS, OUTPUTS, ExportedStep
 from rl_dist.errors import UserError, one_line
 
@@ -25,7 +22,6 @@ from rl_dist.errors import UserError, one_line
 Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 OPSET = 18
 BATCH_AXIS = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
-RUNNER_FILE = "numpy_policy.py"
 
 
 def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
@@ -35,11 +31,11 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
             import_module(name)
         except ImportError:
             raise UserError(
-                f"format onnx needs the package {name}: pip install 'clstm-ppo[export]'"
+                f"an export needs the package {name}: pip install 'clstm-ppo[export]'"
             ) from None
     with _quiet():
         model = torch.onnx.export(
-            _program(step),
+            _traced(step),
             input_names=list(INPUTS),
             output_names=list(OUTPUTS),
             dynamic_shapes=BATCH_AXIS,  # for its name
@@ -62,57 +58,7 @@ def run_onnx(path: Path) -> Runner:
     return lambda *inputs: tuple(session.run(OUTPUTS, dict(zip(INPUTS, inputs, strict=True))))
 
 
-def write_pt2(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
-    """Write a program of torch.export, which holds the contract, too."""
-    with _quiet():
-        torch.export.save(_program(step), path, extra_files={"contract.json": json.dumps(contract)})
-
-
-def run_pt2(path: Path) -> Runner:
-    """Load a program of torch.export; it needs no code of ours."""
-    with _quiet():
-        program = torch.export.load(path).module()
-
-    def run(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        with torch.no_grad():
-            action, state = program(*map(torch.from_numpy, inputs))
-        return action.numpy(), state.numpy()
-
-    return run
-
-
-def write_safetensors(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
-    """Write the tensors with the contract in their header, the runner beside them."""
-    layers = Layers(step)
-    tensors = layers.tensors
-    contract["network"] = layers.network
-    header: dict[str, Any] = {"__metadata__": {"contract": json.dumps(contract)}}
-    end = 0
-    for name, value in tensors.items():
-        begin, end = end, end + value.nbytes
-        header[name] = {"dtype": "F32", "shape": value.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the buffers are aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in tensors.values():
-            file.write(np.ascontiguousarray(value).tobytes())
-    shutil.copyfile(numpy_policy.__file__, path.with_name(RUNNER_FILE))
-
-
-def run_safetensors(path: Path) -> Runner:
-    """Load the tensors in numpy."""
-    return numpy_policy.NumpyPolicy(path)
-
-
-FORMATS = {
-    "onnx": (write_onnx, run_onnx),
-    "pt2": (write_pt2, run_pt2),
-    "safetensors": (write_safetensors, run_safetensors),
-}
-
-
-def _program(step: ExportedStep) -> torch.export.ExportedProgram:
+def _traced(step: ExportedStep) -> torch.export.ExportedProgram:
     """Trace the step for any number of environments; refuse one that cannot be."""
     rows = 3  # neither 0 nor 1, which torch takes for constants
     inputs = (
