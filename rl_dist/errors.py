@@ -26,6 +26,9 @@ CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}  # to this user
 # the same, for the program that calls ours as a function
 reported: dict[str, str] = {}
 
+# What a user's own code may raise. Its SystemExit must not end a job as if it had succeeded.
+FOREIGN_ERRORS = (Exception, SystemExit)
+
 FIRST_RANK_S = 10.0  # for the first rank of a machine to print what the others see as well
 _WRONG_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP)
 _USER_FIXES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_dist.checkpoint.own_modules import import_own
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, connection_broke
 from rl_dist.telemetry.metrics import without_nan
@@ -78,7 +78,7 @@ class Watch:
             self.wants_end |= callback(moment) is False
         except UserError:
             raise
-        except Exception as error:  # foreign code raises anything
+        except FOREIGN_ERRORS as error:
             if connection_broke(error):  # to another rank, whose end is the reason
                 raise
             log = training.job.run_dir / "logs" / f"rank_{self.world.rank}.log"
@@ -92,7 +92,7 @@ class Watch:
         return f"{name} is {value:.6g}, at least {float(wanted):g}" if reached else ""
 
 
-def _fault(callback: Callback, error: Exception) -> str:
+def _fault(callback: Callback, error: BaseException) -> str:
     """Say which callback raised what, and where in its own code."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without our call
     own = [frame for frame in frames if frame.filename == frames[0].filename]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.run.config import SUMMARY, RunConfig, load_newest, open_run_writer
+from agents.run.config import OWNERS, SUMMARY, RunConfig, load_newest, open_run_writer
 from agents.run.limits import check_rollouts, explained_faults
 from agents.sizes import AUTO
 from agents.trainer import Training, Validate, train
@@ -25,6 +25,7 @@ from rl_dist.hardware.addresses import may_start_again
 from rl_dist.hardware.plain_files import remove
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
+from rl_dist.process_group.hosts import check_settings
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import setup_logging, truncate_metrics
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from agents.api.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)  # for the log files
+# Flags that may differ between hosts: what a host has (GPUs, cores), and where its data lie. The
+# content of the data is compared by `data_digest`. The command of on_event is rank 0's alone.
+OF_A_HOST = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
 
 
 def run_rank(
@@ -182,10 +186,13 @@ def initial_weights(config: RunConfig) -> Any:
 def agree_on_start(
     run_dir: Path, resume_from: str, config: RunConfig, world: World
 ) -> tuple[Path, str]:
-    """Agree on run directory and newest checkpoint, and record all ranks.
+    """Compare the configurations, agree on run directory and checkpoint, and record all ranks.
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
+    shared = {name: section for name, section in OWNERS.items() if name not in OF_A_HOST}
+    settings = {name: getattr(getattr(config, section), name) for name, section in shared.items()}
+    check_settings(settings, world)
     if world.is_main_process and restart_count():
         newest = load_newest(run_dir)
         truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_dist.checkpoint.own_modules import import_own
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
 STEPS, ROWS = 7, 3  # of the trial
 CONTRACT = "docs/own_environment.md has the contract of a core"
@@ -19,7 +19,7 @@ def make_core(name: str, *sizes: int) -> nn.Module:
     found = import_own("core", name)
     try:
         made = found(*sizes)
-    except Exception as error:  # foreign code raises anything
+    except FOREIGN_ERRORS as error:
         raise UserError(f"core {name!r} cannot be made: {one_line(error)}: {CONTRACT}") from error
     states = getattr(made, "num_states", None)
     if not isinstance(made, nn.Module) or type(states) is not int or states < 0:
@@ -61,7 +61,7 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
         fewer = run(inputs[:, :-1], state[:, :-1])
     except UserError:
         raise
-    except Exception as error:  # foreign code raises anything
+    except FOREIGN_ERRORS as error:
         raise UserError(f"core {name!r} fails: {one_line(error)}: {CONTRACT}") from error
     problem = ""
     if differs(whole, again):

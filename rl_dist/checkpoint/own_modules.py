@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import UserError, did_you_mean, is_here_on_path, no_module, one_line
+from rl_dist.errors import FOREIGN_ERRORS, UserError, did_you_mean, is_here_on_path, no_module, one_line
 from rl_dist.hardware.plain_files import plain_file, read_open
 
 
@@ -42,7 +42,7 @@ def import_own(field: str, value: str) -> Any:
         raise UserError(f"{field} {value!r} must be module:name")
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # foreign code raises anything
+    except FOREIGN_ERRORS as error:
         why = no_module(module, error) or f"its module raised {one_line(error)}"
         raise UserError(f"{field} {value!r}: {why}") from error
     own = getattr(found, name, None)

@@ -44,8 +44,8 @@ class RankReport:
     summary: str = ""  # for the user, in one line
     traceback: str = ""  # of what is no mistake of the user
     by_user: bool = False  # to start again would not help
-    # of another rank's end: the connection to it broke, or it was waited for in vain
-    consequence: bool = False
+    # 0: it is the cause; 1: it names another rank as the cause; 2: it only lost a connection
+    consequence: int = 0
 
 
 def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
@@ -53,13 +53,9 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     rank = int(os.environ.get("RANK", 0))
     try:
         return RankReport(int(fn(*args) or 0), rank)
-    except SystemExit as leaving:
-        if isinstance(leaving.code, int | None):
-            return RankReport(leaving.code or 0, rank)
-        return RankReport(1, rank, failed=True, summary=str(leaving.code), by_user=True)
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: it may come from the user's code
         logger.exception("rank %d failed", rank)
-        found = RankReport(1, rank, failed=True, consequence=connection_broke(error))
+        found = RankReport(1, rank, failed=True, consequence=2 * connection_broke(error))
         if isinstance(error, ValueError):
             found.summary = one_line(error, LONGEST_SUMMARY, named=False)
             found.exit_code = getattr(error, "exit_code", 2)

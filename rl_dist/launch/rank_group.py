@@ -179,15 +179,15 @@ class RankGroup:
             words = stopped_in_evaluation(signum, self.run_dir)
             return RankReport(128 + signum, summary=words)
         failed = [one for _, one in sorted(reports.items()) if one.failed]
-        causes = [one for one in failed if not one.consequence]
+        failed.sort(key=lambda one: one.consequence)
         silent = [rank for rank in self.first_dead if rank not in reports]
-        if silent and not causes:
+        if silent and not (failed and failed[0].consequence == 0):
             process = self.processes[silent[0]]
             end = how_it_ended(process.exitcode or 0)
             words = f"rank {silent[0]} (process {process.pid}) {end}"
             return RankReport(1, silent[0], failed=True, summary=words)
         if failed:
-            return (causes or failed)[0]
+            return failed[0]
         codes = (report.exit_code for _, report in sorted(reports.items()))
         return RankReport(next((code for code in codes if code), 0))
 

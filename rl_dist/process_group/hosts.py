@@ -68,17 +68,29 @@ def versions(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     }
 
 
-def difference(hosts: list[str], found: list[Mapping[str, str]]) -> str:
-    """Return what differs between the versions of the ranks' hosts; "": nothing."""
+def difference(owners: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first value in which an owner differs from the first one; "": none does."""
     first = found[0]
-    for host, other in zip(hosts, found, strict=True):
-        for words in first.keys() | other.keys():
-            if other.get(words) != first.get(words):
+    for owner, other in zip(owners, found, strict=True):
+        for name in first | other:
+            if other.get(name) != first.get(name):
                 return (
-                    f"host {host} has {words} {other.get(words)}, but host {hosts[0]} "
-                    f"has {first.get(words)}: install the same on all hosts"
+                    f"{owner} has {name} {other.get(name)!r}, "
+                    f"but {owners[0]} has {first.get(name)!r}"
                 )
     return ""
+
+
+def check_settings(settings: Mapping[str, Any], world: World) -> None:
+    """Compare the settings of all ranks, by the names that users know; all ranks call.
+
+    Raises:
+        UserError: names the first setting that differs, the rank and both values; on all ranks.
+    """
+    owners = [f"rank {rank}" for rank in range(world.size)]
+    if complaint := difference(owners, all_gather_json(settings, world)):
+        refuse_restarts()
+        raise UserError(f"{complaint}: start all ranks with the same flags and data")
 
 
 def compare_hosts(world: World, modules: Mapping[str, Sequence[Path]]) -> None:
@@ -103,9 +115,10 @@ def compare_hosts(world: World, modules: Mapping[str, Sequence[Path]]) -> None:
         "threads": torch.get_num_threads(),
     }
     ranks = all_gather_json(about, world)
-    if complaint := difference([r["host"] for r in ranks], [r["versions"] for r in ranks]):
+    hosts = [f"host {rank['host']}" for rank in ranks]
+    if complaint := difference(hosts, [rank["versions"] for rank in ranks]):
         refuse_restarts()
-        raise UserError(complaint)
+        raise UserError(f"{complaint}: install the same on all hosts")
     warnings = [warn_of_shared_cores(ranks)] if cores else []
     clocks_s = all_gather_json(time.time(), world)  # right after a meeting
     if (apart_s := max(clocks_s) - min(clocks_s)) > MOST_APART_S:

@@ -98,7 +98,7 @@ class _Messenger:
             if isinstance(value, str | int | float)
         }
         with tempfile.TemporaryFile("w+") as complaints:
-            self.running = subprocess.Popen(
+            self.running = process = subprocess.Popen(
                 self.command,
                 shell=True,  # it is the user's own; what happened is in stdin and variables only
                 env=os.environ | variables,
@@ -109,22 +109,23 @@ class _Messenger:
                 start_new_session=True,  # Ctrl-C is for the run
             )
             try:
-                self.running.communicate(json.dumps(event, default=str) + "\n", timeout=LIMIT_S)
+                process.communicate(json.dumps(event, default=str) + "\n", timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
                 self._kill()
-                return f"was ended: it took more than {LIMIT_S:g} s"
-            code, self.running = self.running.returncode, None
+            if self.running is None:  # killed, here or by `close`
+                return f"was ended: it took too long (at most {LIMIT_S:g} s)"
+            code, self.running = process.returncode, None
             complaints.seek(0)
             words = " ".join(complaints.read(10_000).split())[-200:]
         return f"failed with code {code}: {words}".rstrip(": ") if code else ""
 
     def _kill(self) -> None:
-        if running := self.running:
+        running, self.running = self.running, None
+        if running:
             with suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.killpg(running.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # a busy machine
                 running.wait(1.0)
-            self.running = None
 
 
 _messenger: _Messenger | None = None  # one per process

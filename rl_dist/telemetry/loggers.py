@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.hardware.plain_files import path_to_write, plain_file, read_plain
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Guarded:
         try:
             if self.logger:
                 getattr(self.logger, method)(*args)
-        except Exception as error:  # a disk, a network, foreign code: none may end a training
+        except FOREIGN_ERRORS as error:  # a disk, a network, foreign code: none may end a training
             self.logger = None
             reason = (error.strerror if isinstance(error, OSError) else "") or one_line(error)
             logger.warning("%s's record ends here: %s", self.name, reason)
@@ -173,7 +173,7 @@ def open_logger(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Logger
         return LOGGERS[name](run_dir, settings)
     except ImportError as error:
         raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
-    except Exception as error:  # no login, no network, ...
+    except FOREIGN_ERRORS as error:  # no login, no network, ...
         raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
 
 

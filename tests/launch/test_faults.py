@@ -25,6 +25,7 @@ from train_runs import (
 from agents.trainer import Training, train
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group.world import StopFlag
 
 SCRIPT = REPO / "tests" / "faults_ranks.py"
@@ -342,3 +343,46 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_end_soon_and_sa
     assert "rank 1 waits in 'gather of bytes' (collective 1, update)" in line
     for rank in range(2):
         assert "dist.all_" in (tmp_path / "logs" / f"rank_{rank}.log").read_text()  # its stack
+
+
+# ---- ranks that were started differently
+
+
+def start_by_hand(monkeypatch, flags, differing):
+    """Start ranks as another launcher would, each with flags of its own besides."""
+    variables = {"WORLD_SIZE": len(differing), "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": len(differing)}
+    jobs = []
+    for rank, own in enumerate(differing):
+        for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
+            monkeypatch.setenv(name, str(value))
+        jobs.append(start_training(*flags, *own))
+    return [finish(job) for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("differing", "named"),
+    [
+        ([[], ["--gamma", 0.9]], ["rank 1 has gamma 0.9", "rank 0 has 0.99"]),
+        pytest.param(
+            [[], [], ["--no-normalize_obs"]], ["rank 2 has normalize_obs False", "rank 0 has True"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [[], ["--env_kwargs", '{"delay": 3}']], ["rank 1 has env_kwargs", "delay", "rank 0 has"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([[], ["--threads", 1]], [], marks=pytest.mark.slow),  # may differ
+    ],
+)  # fmt: skip
+def test_ranks_with_other_settings_end_together_and_name_the_difference(
+    differing, named, tmp_path, monkeypatch
+):
+    sizes = ["--num_envs", 6, "--batch_size", 6, "--total_steps", 6 * 16, "--eval_episodes", 2]
+    flags = [*RECALL, *sizes, "--run_dir", tmp_path / "run"]
+    for code, _, err in start_by_hand(monkeypatch, flags, differing):
+        assert code == (2 if named else 0), err
+        if named:
+            line = error_line(err)
+            assert all(words in line for words in named), line
+    assert (tmp_path / "run/summary.json").exists() != bool(named)

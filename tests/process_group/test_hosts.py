@@ -10,7 +10,7 @@ import pytest
 from rl_dist.hardware.addresses import host_range
 from rl_dist.process_group.hosts import code_version, difference, versions
 
-HOSTS = ["first", "first", "second"]
+HOSTS = ["host first", "host first", "host second"]
 
 
 @pytest.mark.parametrize("name", ["torch", "Python", "numpy", "project", "module own_env"])
