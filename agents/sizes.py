@@ -109,8 +109,10 @@ class TrainConfig:
     sync_check_every: int = setting(5, "iterations", within=(0, 10**9))
     """Compare the parameters of all ranks after this many iterations and before every save; 0: only
     before a save."""
-    collective_timeout: float = setting(300.0, "seconds", within=(1, 80_000))
-    """End the run when a rank neither arrives nor makes progress for this long."""
+    collective_timeout: float = setting(600.0, "seconds", within=(1, 80_000))
+    """End the run, and name the place, when a rank makes no progress for this long: while others
+    wait for it, or in one call of an environment, callback, core or logger, or one write of a
+    checkpoint, also on one rank alone."""
     startup_timeout: float = setting(600.0, "seconds", within=(1, 80_000))
     """The same until the first rollout: for ranks to meet, connect and build environments."""
     loggers: Text = setting("", "names")

@@ -379,13 +379,14 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         metrics |= {"time/sync_s": world.sync_seconds, "time/sps": steps_per_iteration / elapsed}
 
         # validate, write, save
-        world.set_phase("validation and checkpoint")
+        world.set_phase("validation")
         finished = training.progress >= 1.0
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.obs_normalizer)
         warn_of_absent(training, metrics)
         improved = best.update(metrics)
+        world.set_phase("loggers")
         done = training.global_step if config.total_steps else training.episodes
         writer.write(metrics, done=done)
         stopped = job.watch(training, metrics) if job.watch else ""
@@ -430,6 +431,7 @@ def save(
     ranks: DesyncError where they differ, UserError where training stops without it.
     """
     train, world, run_dir = training.job.train, training.world, training.job.run_dir
+    world.set_phase("checkpoint")
     writer.flush()
     writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)

@@ -180,6 +180,17 @@ def hang(out_dir, failing=-1):
     return 0
 
 
+def halt(out_dir):
+    """Rank 2 is halted; rank 1 gives it up first, and rank 0 then loses its connection."""
+    world = open_world("cpu", timeout_s=4 if os.environ["RANK"] == "1" else 15)
+    setup_logging(out_dir, world.rank)
+    world.set_phase("work")
+    all_gather_json(world.rank, world)
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_gather_json(world.rank, world)
+
+
 def note_pid(out_dir):
     Path(out_dir, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
 

@@ -74,6 +74,7 @@ class Watch:
             policy=training.policy,
             rank=self.world.rank,
         )
+        self.world.set_phase(f"callback, {kind}")
         try:
             self.wants_end |= callback(moment) is False
         except UserError:

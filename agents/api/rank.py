@@ -53,7 +53,13 @@ def run_rank(
     timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout
     modules = module_files([config.task.env, config.policy.core, config.train.callback])
     world = open_world(
-        resolved.device_type, timeout_s, resolved.gpu_ids, resolved.threads, startup_s, modules
+        resolved.device_type,
+        timeout_s,
+        resolved.gpu_ids,
+        resolved.threads,
+        startup_s,
+        modules,
+        watches_work=True,
     )
     with ExitStack() as closing:
         closing.enter_context(explained_faults(config, run_dir, world))
@@ -110,6 +116,7 @@ def run_rank(
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
         signum = train(training, writer, stop_flag)
+        world.set_phase("closing of loggers")
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         if signum:

@@ -133,6 +133,8 @@ def _watch(child: int, page: ReportPage) -> int:
     facts = page.read()
     code = os.waitstatus_to_exitcode(ended[1])
     if "exit_code" in facts:
+        if "summary" in facts:  # a thread has ended it, after it has printed why
+            _record_failure(child, facts["summary"], facts)
         return facts["exit_code"]
     if facts.get("ended_in_order") and code >= 0:
         return code
@@ -148,17 +150,25 @@ def _watch(child: int, page: ReportPage) -> int:
 
 def _report_death(child: int, code: int, facts: dict[str, Any]) -> None:
     """Do what the child could not: print its death, complete its state.json, send the event."""
+    run_dir = facts.get("run_dir", "")
+    words = f"the training process ({child}) {how_it_ended(code)}"
+    can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
+    fix = f"; go on with --resume {run_dir}" if can_resume else ""
+    print(f"error: {words}{fix}", file=sys.stderr, flush=True)
+    _record_failure(child, words, facts, -code if code < 0 else None)
+
+
+def _record_failure(
+    child: int, words: str, facts: dict[str, Any], signum: int | None = None
+) -> None:
+    """Complete the state.json of a child that has failed, and send the event."""
     from rl_dist.errors import report_to_caller
     from rl_dist.telemetry import events
     from rl_dist.telemetry.state_file import record_exit
 
     run_dir = facts.get("run_dir", "")
-    words = f"the training process ({child}) {how_it_ended(code)}"
     if run_dir:
-        record_exit(Path(run_dir), child, 1, words, -code if code < 0 else None)
-    can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
-    fix = f"; go on with --resume {run_dir}" if can_resume else ""
-    print(f"error: {words}{fix}", file=sys.stderr, flush=True)
+        record_exit(Path(run_dir), child, 1, words, signum)
     report_to_caller(error=words)
     if facts.get("on_event"):
         events.configure(facts["on_event"], run_dir)

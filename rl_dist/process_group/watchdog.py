@@ -1,4 +1,4 @@
-"""Ends a rank that waits in vain for others, and says for which rank and where.
+"""Ends a rank whose peer will never arrive, or whose own work hangs; names rank and place.
 
 The process group's own timeout cannot tell a slow rank from a dead one, nor say who did not come.
 So every rank publishes its status every few seconds, through the store where the ranks met, from a
@@ -9,6 +9,9 @@ thread of its own. A rank that waits reads the others'. It ends when
 - a rank has left for good and never made the call in which this one waits; or
 - a rank has neither come nor made progress for `timeout_s` (in start-up: `startup_timeout_s`). A
   slow rank that goes on is waited for.
+
+With `watches_work` a rank also ends when its own work, outside collectives, makes no progress for
+so long. Time in which the whole process was halted, as by Ctrl-Z, does not count there.
 
 Where the store is lost, training goes on as long as no collective takes longer than `timeout_s`.
 """
@@ -44,9 +47,6 @@ PERIOD_S = 5.0  # between two messages of a rank
 LAST_WORD_S = 20.0  # for a call of the store that had begun; one that has vanished takes 5 s
 # messages of a rank that still waits in the same place, before it is believed to be stuck
 STEADY_MESSAGES = 2
-# Ranks that may read all statuses in one period. More take turns: the work of the store grows with
-# the ranks, not with their square.
-READERS = 128
 
 
 @dataclass
@@ -78,20 +78,17 @@ class _Seen:
     news: int = 0  # messages since then
 
 
-def end_rank(message: str, exit_code: int = 1, *, consequence: bool = False) -> None:
+def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     """Report an error and end this process at once, from any thread.
 
-    `consequence`: another rank is to blame.
+    `consequence`: as in `rl_dist.launch.rank.RankReport`.
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
     # for the log file only
     logging.getLogger("rl_dist.launch.rank").error("error: %s", summary)
-    if JOB_DIR_VARIABLE in os.environ:  # the launcher prints it, once
-        report(
-            rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code
-        )
-    else:
+    report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
+    if JOB_DIR_VARIABLE not in os.environ:  # else the launcher prints it, once
         sys.stderr.write(f"error: {summary}\n")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -151,15 +148,16 @@ class Watchdog:
         size: int,
         timeout_s: float,
         startup_timeout_s: float = STARTUP_TIMEOUT_S,
+        *,
+        watches_work: bool = False,
     ) -> None:
         self.doing = doing
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.startup_timeout_s = startup_timeout_s
+        self.watches_work = watches_work
         self.period_s = min(PERIOD_S, timeout_s / 10, startup_timeout_s / 10)
-        longest = min(timeout_s, startup_timeout_s) / self.period_s / 4
-        self._turns = max(1, min(math.ceil(size / READERS), int(longest)))
         self._statuses: StatusFiles | StatusKeys
         if isinstance(store, dist.FileStore):
             self._statuses = StatusFiles(store.path, size)  # type: ignore[attr-defined]  # it has
@@ -168,6 +166,7 @@ class Watchdog:
         self._number = 0
         self._own = RankStatus("")
         self._own_since_s = time.monotonic()
+        self._own_number = 1  # of the first message with this status
         self._logged_stack = False
         self._seen: dict[int, _Seen] = {}
         self._closed = threading.Event()
@@ -189,8 +188,7 @@ class Watchdog:
             try:
                 self._asked_s = time.monotonic()
                 self._publish()
-                in_turn = (self._number + self.rank) % self._turns == 0
-                problem = self._look() if self._own.place and in_turn else ""
+                problem = self._look() if self._own.place else ""
                 answers = True
             # files were cleared away, or another machine is out of reach
             except (RuntimeError, OSError) as error:
@@ -202,9 +200,11 @@ class Watchdog:
                 answers = False
                 problem = self._alone()
             self._asked_s = math.inf
+            waits_for_others = bool(self._own.place)
+            problem = problem if waits_for_others else self._hanging_work()
             if problem and not self._closed.is_set():
                 self._log_stack()
-                end_rank(problem, consequence=True)
+                end_rank(problem, consequence=int(waits_for_others))
         with suppress(RuntimeError, OSError):  # a store that others have taken along
             self.doing.phase = LEFT
             self.doing.place = ""
@@ -221,7 +221,7 @@ class Watchdog:
             if own.place and waits_s > self._limit_s() and not self._closed.is_set():
                 self._log_stack()
                 words = f"waited {waits_s:.0f} s {own.where}, and the store that would say for whom"
-                end_rank(f"{words} does not answer: its machine may be lost", consequence=True)
+                end_rank(f"{words} does not answer: its machine may be lost", consequence=1)
 
     def _limit_s(self) -> float:
         return self.startup_timeout_s if self._own.phase == STARTUP else self.timeout_s
@@ -229,16 +229,34 @@ class Watchdog:
     def _waited_s(self) -> float:
         return time.monotonic() - self._own_since_s
 
+    def _worked_s(self) -> float:
+        """Return how long this thread has seen the same status; a halted process sees nothing."""
+        return (self._number - self._own_number) * self.period_s
+
+    def _limit_text(self) -> str:
+        flag = "--startup_timeout" if self._own.phase == STARTUP else "--collective_timeout"
+        return f"({flag} {self._limit_s():g})"
+
+    def _hanging_work(self) -> str:
+        """Say where this rank's own work hangs, outside collectives; "": it does not."""
+        if not self.watches_work or self._worked_s() < self._limit_s():
+            return ""
+        frame = sys._current_frames()[self._main.ident or 0]
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        made = f"made no progress for {self._worked_s():.0f} s {self._own.where}"
+        return f"{made}, at {place} {self._limit_text()}"
+
     def _publish(self) -> None:
         """Publish this rank's status; forget the others' if it has changed."""
         own = replace(self.doing)
         if own != self._own:
             self._own = own
             self._own_since_s = time.monotonic()
+            self._own_number = self._number + 1
             self._logged_stack = False
             self._seen.clear()
-        if not own.place and not self._logged_stack and self._waited_s() > self._limit_s() / 2:
-            logger.warning("no progress for %.0f s %s", self._waited_s(), own.where)
+        if not own.place and not self._logged_stack and self._worked_s() > self._limit_s() / 2:
+            logger.warning("no progress for %.0f s %s", self._worked_s(), own.where)
             self._log_stack()
         self._number += 1
         self._statuses.set(self.rank, json.dumps([self._number, asdict(own)]))
@@ -322,14 +340,13 @@ class Watchdog:
             if seen is None:
                 missing.append(f"rank {rank}, which never came")
             elif not self._waits_with_us(seen.status):
-                if now_s - seen.since_s < self._limit_s() - 2 * self._turns * self.period_s:
+                if now_s - seen.since_s < self._limit_s() - 2 * self.period_s:
                     return ""  # it goes on
                 missing.append(f"rank {rank}, which made no progress {seen.status.where}")
         waited = f"waited {self._waited_s():.0f} s {self._own.where}"
         if not missing:
             return f"{waited}, as all other ranks do: their connection is broken"
-        flag = "--startup_timeout" if self._own.phase == STARTUP else "--collective_timeout"
-        return f"{waited} for {' and '.join(missing)} ({flag} {self._limit_s():g})"
+        return f"{waited} for {' and '.join(missing)} {self._limit_text()}"
 
     def _log_stack(self) -> None:
         """Log where the main thread is."""

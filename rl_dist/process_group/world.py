@@ -228,6 +228,8 @@ def open_world(
     threads: int = 0,
     startup_timeout_s: float = STARTUP_TIMEOUT_S,
     modules: Mapping[str, Sequence[Path]] | None = None,
+    *,
+    watches_work: bool = False,
 ) -> World:
     """Join the process group that the environment describes, or open one of size 1.
 
@@ -239,6 +241,8 @@ def open_world(
         threads: of this rank; 0: see `threads_per_rank`.
         startup_timeout_s: `timeout_s` until the first phase begins.
         modules: files of the user's own modules, by name; alike on all hosts, as our code is.
+        watches_work: end this rank also where its own work hangs, outside collectives: for work
+            that calls `heartbeat`.
 
     Raises:
         UserError: no CUDA device for this rank, or its host is unlike others: see `compare_hosts`.
@@ -263,9 +267,10 @@ def open_world(
     if device == "cuda" and size > 1:
         _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank)
     _current = World(rank, local_rank, size, place, options["backend"])
-    if size > 1:
-        limits_s = timeout_s, startup_timeout_s
-        _current.watchdog = Watchdog(_current.doing, store, rank, size, *limits_s)
+    if size > 1 or watches_work:
+        _current.watchdog = Watchdog(
+            _current.doing, store, rank, size, timeout_s, startup_timeout_s, watches_work=watches_work
+        )
     # ranks that srun or mpirun started may be on several machines without saying so
     one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
     if one_machine or size == 1:
@@ -346,7 +351,7 @@ def leave_world() -> bool:
 
     Returns True if their process group is open: this process must end by `os._exit`.
     """
-    if _current is None or _current.watchdog is None:
+    if _current is None or _current.size == 1:
         close_any_world()
         return False
     _current.watchdog.close()

@@ -345,6 +345,76 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_end_soon_and_sa
         assert "dist.all_" in (tmp_path / "logs" / f"rank_{rank}.log").read_text()  # its stack
 
 
+# ---- a callback, core or logger of the user's that leaves or hangs
+
+
+def run_odd_code(monkeypatch, odd, run_dir, *flags):
+    """Exit code and error line of a run in which code of the user's does something odd."""
+    monkeypatch.setenv("ODD", odd)
+    own = {
+        "callback": ["--callback", "odd_code:call"],
+        "core": ["--policy", "own", "--core", "odd_code:Core"],
+        "logger": ["--loggers", "wandb"],
+    }[odd.split()[0]]
+    words = [*THREE_ITERATIONS, "--run_dir", run_dir, "--eval_episodes", 2, *own, *flags]
+    code, _, err = finish(start(REPO / "tests" / "odd_code.py", *RECALL, *words))
+    assert (code == 0) == (run_dir / "summary.json").exists(), err
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("odd", "flags", "says"),
+    [
+        ("callback exit -1", [], "error: callback 'odd_code:call' raised SystemExit: 0"),
+        ("core exit -1", [], "error: rank 0 failed with SystemExit: 0"),
+        pytest.param(
+            "callback exit 1", ["--num_gpus", 2, "--max_restarts", 1], "raised SystemExit: 0",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "core exit 1", ["--num_gpus", 2], "error: rank 1 failed with SystemExit: 0",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_code_of_the_user_that_leaves_with_0_is_a_failure(odd, flags, says, tmp_path, monkeypatch):
+    code, err = run_odd_code(monkeypatch, odd, tmp_path / "run", *flags)
+    assert code == 1 and says in err
+
+
+def test_a_logger_that_leaves_costs_its_record_only(tmp_path, monkeypatch):
+    code, err = run_odd_code(monkeypatch, "logger exit -1", tmp_path / "run")
+    assert code == 0 and "wandb's record ends here: SystemExit" in err
+
+
+@pytest.mark.parametrize(
+    ("odd", "flags", "place"),
+    [
+        ("callback hang -1", [], "rank 0: made no progress for 3 s in callback, iteration"),
+        ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
+        ("callback hang -1", ["--num_gpus", 2], "made no progress for 3 s in callback, iteration"),
+        pytest.param(
+            "core hang -1", ["--num_gpus", 2], "made no progress for 3 s in update",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "core hang 2", ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6], "rank 2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_code_of_the_user_that_hangs_ends_the_job_and_names_the_place(
+    odd, flags, place, tmp_path, monkeypatch
+):
+    flags = [*flags, "--collective_timeout", 3]
+    flags += ["--on_event", f"echo $RL_EVENT >> {tmp_path}/events"]
+    code, err = run_odd_code(monkeypatch, odd, tmp_path / "run", *flags)
+    line = error_line(err)
+    assert code == 1 and place in line and "(--collective_timeout 3)" in line
+    assert (tmp_path / "events").read_text() == "failed\n"
+    assert "made no progress" in (tmp_path / "run/state.json").read_text()
+
+
 # ---- ranks that were started differently
 
 

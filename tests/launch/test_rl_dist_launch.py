@@ -124,6 +124,14 @@ def test_a_rank_that_dies_without_a_report_is_named(tmp_path, capfd):
     assert not multiprocessing.active_children()
 
 
+def test_of_reports_that_name_no_cause_the_one_that_names_a_rank_is_printed(tmp_path, capfd):
+    assert launch(rl_dist_ranks.halt, (str(tmp_path),), num_ranks=3) == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
+    assert line.startswith("error: rank 1: waited") and "for rank 2" in line
+    assert "connection broke" in (tmp_path / "logs/rank_0.log").read_text()
+    assert not multiprocessing.active_children()
+
+
 def test_a_failure_with_a_giant_message_fits_on_the_page_of_a_report():
     page = ReportPage()
     page.write(**vars(run_guarded(rl_dist_ranks.fail_at_length, ())))
@@ -153,7 +161,8 @@ def test_errors_of_a_single_rank_have_the_same_exit_codes(capfd):
     assert capfd.readouterr().err == "error: too many cooks\nerror: no disk\nerror: two lines\n"
     assert launch(fail, (KeyError("lost"),), num_ranks=1) == 1
     assert "Traceback" in capfd.readouterr().err
-    assert launch(sys.exit, (3,), num_ranks=1) == 3
+    for code in (0, 3, None):
+        assert launch(sys.exit, (code,), num_ranks=1) == 1
 
 
 def test_a_stop_signal_only_sets_a_flag_and_handlers_are_put_back():

@@ -1,0 +1,58 @@
+"""train_distributed.py with a callback, core or logger that leaves or hangs in training.
+
+The variable ODD says which one, how, and on which rank: "callback exit 1"; -1 is every rank. Ranks
+import this script again, and so know its logger.
+"""
+
+if __name__ == "__main__":  # before torch is imported
+    from rl_dist.launch.supervisor import supervise
+
+    supervise()
+
+import os
+import sys
+import time
+
+import torch
+from own_cores import Decay
+
+import train_distributed
+from rl_dist.process_group.process_ends import report
+from rl_dist.telemetry import loggers
+
+
+def act(what):
+    where, how, rank = os.environ["ODD"].split()
+    if where == what and rank in (os.environ.get("RANK", "0"), "-1"):
+        if how == "exit":
+            sys.exit(0)
+        while True:
+            time.sleep(0.1)
+
+
+def call(moment):
+    if moment.metrics["iteration"] == 2:
+        act("callback")
+
+
+class Core(Decay):
+    def forward(self, inputs, state):
+        if torch.is_grad_enabled():  # in gradient steps, not when it is tried
+            act("core")
+        return super().forward(inputs, state)
+
+
+class Logger(loggers.Logger):
+    def __init__(self, run_dir, settings):
+        pass
+
+    def write(self, scalars, step):
+        act("logger")
+
+
+loggers.LOGGERS["wandb"] = Logger
+
+if __name__ == "__main__":
+    code = train_distributed.main()
+    report(exit_code=code)
+    sys.exit(code)
