@@ -1,8 +1,7 @@
-"""The ranks of the fault tests; as a script, on two ranks: faults_ranks.py MODE OUT_DIR."""
+"""The ranks of the fault tests."""
 
 import functools
 import os
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +18,9 @@ from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import launch
 from rl_dist.process_group import timing
 from rl_dist.process_group.collectives import (
     DesyncError,
-    all_gather_json,
     all_reduce_max,
 )
 from rl_dist.process_group.world import StopFlag, close_world, open_world
@@ -230,19 +227,3 @@ def survived(out_dir):
     all_reduce_max(0, world)  # nobody leaves before the others have read what he sent
     close_world(world)
     return 0
-
-
-def deadlock(out_dir):
-    """Rank 1 makes another call; nothing is announced, as over NCCL, and so both wait for ever."""
-    world = open_world("cpu", timeout_s=10)
-    setup_logging(out_dir, world.rank)
-    world.backend = "without announcements"
-    world.set_phase("update")
-    if world.rank == 1:
-        all_gather_json("text", world)
-    all_reduce_max(0, world)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(launch(deadlock, (sys.argv[1],), num_ranks=2))

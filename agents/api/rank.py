@@ -84,7 +84,7 @@ def run_rank(
             from agents.dry_run.precision import resolve_precision
 
             config = resolve_precision(config, make_env, run_dir, world)
-        if config.launch.fallback or config.launch.strategy == "auto":
+        if config.launch.strategy == "auto":
             from agents.dry_run.strategy import resolve_training_strategy
 
             config = resolve_training_strategy(config, resolved, task, world, run_dir)

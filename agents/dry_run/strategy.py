@@ -27,32 +27,26 @@ logger = logging.getLogger(__name__)
 def resolve_training_strategy(
     config: RunConfig, resolved: ResolvedLaunch, task: Any, world: World, run_dir: Path
 ) -> RunConfig:
-    """Return the configuration with the strategy that auto or fallback comes to.
+    """Return the configuration with the strategy that auto takes.
 
     config.json keeps it. An earlier choice in this run stands. All ranks call together.
     """
     launch = config.launch
-    if launch.chosen_strategy or not (launch.fallback or launch.strategy == "auto"):
+    if launch.chosen_strategy:
         return config
     # ranks that were started again find their earlier choice there
     kept = saved_section("launch", run_dir, world)["chosen_strategy"]
     if not kept:
-        steps = STEPS if launch.strategy == "auto" else 1
         start = gradient_steps(config, resolved.gpu_ids, task, world)
         choice = choose_strategy(
             launch.strategy_config,
             Hardware(world.size, world.device.type, len(resolved.gpu_ids)),
-            lambda mode: measure_mode(mode, start, world, steps),
-            fallback=launch.fallback,
+            lambda mode: measure_mode(mode, start, world, STEPS),
         )
-        kept = launch.strategy
-        if choice.reason:
-            kept = choice.mode
-            logger.info("%s", choice.reason)
-            if world.is_main_process:
-                print(choice.reason, flush=True)
-    if kept == launch.strategy:
-        return config
+        kept = choice.mode
+        logger.info("%s", choice.reason)
+        if world.is_main_process:
+            print(choice.reason, flush=True)
     launch = dataclasses.replace(launch, chosen_strategy=kept, chosen_on=resolved.place)
     config = dataclasses.replace(config, launch=launch)
     if world.is_main_process:

@@ -18,7 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import FOREIGN_ERRORS, UserError, did_you_mean, is_here_on_path, no_module, one_line
+from rl_dist.errors import (
+    FOREIGN_ERRORS,
+    UserError,
+    did_you_mean,
+    is_here_on_path,
+    no_module,
+    one_line,
+)
 from rl_dist.hardware.plain_files import plain_file, read_open
 
 

@@ -18,8 +18,6 @@ DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
 COPIES = {
     "SLURM_NTASKS": "start them by srun with torchrun, as deploy/slurm.sbatch does",
     "PET_NNODES": "start them by torchrun, which reads the PET_* variables",
-    "OMPI_COMM_WORLD_SIZE": "start them by torchrun instead of mpirun",
-    "PMI_SIZE": "start them by torchrun instead of mpiexec",
 }
 HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give --num_gpus"
 

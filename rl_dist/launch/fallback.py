@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
+from rl_dist.errors import UserError
 from rl_dist.launch.all_reduce_bench import BenchError, time_reductions
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.parallel.choice import Measurement, choose_strategy
 from rl_dist.parallel.config import Mode
 
 PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0
@@ -61,27 +61,30 @@ def resolve_launch(
         one_process = config.strategy == "dp" and "RANK" not in os.environ
         resolve(_with_mode(config, "none" if one_process else "default"))
 
-    def attempt(mode: str) -> Measurement:
+    failed: list[str] = []
+    for mode in (config.strategy, *["ddp"] * (config.strategy == "hybrid"), "none"):
         try:
-            resolved = resolve(config if mode == config.strategy else _with_mode(config, mode))
+            lower = config if mode == config.strategy else _with_mode(config, mode)
+            resolved = resolve(lower)
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
                 probe(resolved)
+            break
         except (ValueError, BenchError) as error:
-            return Measurement(mode, " ".join(str(error).split()))
-        return Measurement(mode)
-
-    found = choose_strategy(config.strategy_config, None, attempt, fallback=True)
-    if found.mode == config.strategy:
-        return LaunchDecision(config, resolve(config))
-    lower = _with_mode(config, found.mode)
-    resolved = resolve(lower)
+            failed.append(f"{mode} does not work here ({' '.join(str(error).split())})")
+    else:
+        raise UserError(f"no strategy works: {'; '.join(failed)}")
+    if not failed:
+        return LaunchDecision(config, resolved)
     decided = dataclasses.replace(
         config,
-        chosen_strategy=cast("Mode", found.mode),
+        chosen_strategy=cast("Mode", mode),
         chosen_on=resolved.place,
         gradient_compression=lower.gradient_compression,
     )
-    return LaunchDecision(decided, resolved, f"{found.reason}, {resolved.place}")
+    reason = "; ".join(failed)
+    return LaunchDecision(
+        decided, resolved, f"{reason}: fallback to strategy {mode}, {resolved.place}"
+    )
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:

@@ -91,8 +91,8 @@ class LaunchConfig:
     shard_size: int = setting(0, "ranks", within=(0, None), derived="all ranks of a machine")
     """Ranks that share one copy of gradients and Adam's state in strategy hybrid."""
     fallback: bool = setting(False)
-    """If the strategy cannot be set up here, take the next simpler one (hybrid, ddp, dp, none) and
-    say so, instead of ending."""
+    """If the strategy cannot be set up here, take a simpler one (ddp for hybrid, then none) and say
+    so, instead of ending."""
     precision: Precision = setting("fp32")
     """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast, the parameters stay fp32;
     fp64: for proofs; auto: bf16 if a CPU has units for it and a training's gradient steps are 1.1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -20,7 +18,6 @@ from typing import Any
 
 from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
 from rl_dist.hardware.addresses import ADDRESS_VARIABLES, RESTART_COUNT, asked_for_address
-from rl_dist.hardware.plain_files import leads_to, plain_file
 from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
@@ -36,9 +33,7 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.telemetry import events
 from rl_dist.telemetry.state_file import update_state
 
-# of a job directory, and of the file in it that its launcher locks
-PREFIX = "rl_dist_"
-LOCK = "lock_of_launcher"
+PREFIX = "rl_dist_"  # of a job directory, which nobody else may enter
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
 
@@ -70,7 +65,7 @@ class RankGroup:
 
     def run(self) -> RankReport:
         """Start the ranks, again where that may help; return how the last ones ended."""
-        with job_directory() as self.job_dir:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as self.job_dir:
             self.relay.install()
             try:
                 while self._may_restart(report := self._run_once()):
@@ -241,31 +236,3 @@ def store_in_memory(path: str) -> Iterator[None]:
             target.stat()  # an error where /proc is missing
             Path(path).symlink_to(target)
         yield
-
-
-@contextmanager
-def job_directory() -> Iterator[str]:
-    """Make a folder that nobody else may enter; remove those of killed launchers."""
-    _remove_abandoned()
-    with ExitStack() as held:
-        while True:
-            folder = held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
-            lock = held.enter_context(Path(folder, LOCK).open("wb"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # else another launcher has just removed it, for it was not locked yet
-            if leads_to(lock.name, lock):
-                break
-        yield folder
-
-
-def _remove_abandoned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            if os.lstat(folder).st_uid != os.getuid():
-                continue
-            with open(folder / LOCK, "rb", opener=plain_file) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(lock.name, lock):
-                    shutil.rmtree(folder)
-        except OSError:  # in use, not ours, or already gone
-            continue

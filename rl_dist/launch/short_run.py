@@ -96,7 +96,7 @@ class ShortRunResult:
 
 
 class SideBySide:
-    """Trainings at the same time, which can be halted; a context manager."""
+    """Trainings at the same time; a context manager."""
 
     def __init__(
         self,

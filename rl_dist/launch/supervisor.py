@@ -33,8 +33,6 @@ from rl_dist.process_group.process_ends import (
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # linux/asm-generic/siginfo.h: not sent by a process
-# modules that would look into this process instead of the training
-INSPECTORS = {"bdb", "profile", "pydevd"}
 LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
 
 
@@ -42,8 +40,7 @@ def supervise() -> None:
     """Return in a child that this process watches and then follows.
 
     This process ends here, with the child's exit code, or 1 where it died without a report. Under
-    torchrun, which watches its ranks, under a debugger or profiler and with `python -i` it returns
-    at once.
+    torchrun, which watches its ranks, it returns immediately.
     """
     if "RANK" in os.environ:
         from rl_dist.errors import restarts_refused
@@ -51,9 +48,7 @@ def supervise() -> None:
         if restarts_refused():
             sys.exit(2)
         return
-    inspected = sys.flags.interactive or sys.modules.keys() & INSPECTORS
-    # macOS lacks sigtimedwait
-    if not hasattr(signal, "sigtimedwait") or inspected:
+    if not hasattr(signal, "sigtimedwait"):  # macOS
         return
     # or a file of ours would become a closed stdout
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -1,4 +1,4 @@
-"""The strategy to train with: asked for, measured, or the next one that works.
+"""The strategy to train with: asked for, or measured.
 
     found = choose_strategy(config, Hardware(world.size), lambda mode: measure_mode(mode, ...))
     print(found.reason)  # strategy auto takes ddp, 12.3 ms a gradient step (hybrid, 30.1 ms ...
@@ -24,7 +24,6 @@ from rl_dist.parallel.config import StrategyConfig, check_precision
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
-LADDER = ("hybrid", "ddp", "dp", "none")  # what --fallback steps down
 TURNS = 2  # of auto over all candidates
 STEPS = 6
 CLEAR_GAIN = 0.05  # a later candidate must be faster by this, to be worth more than the noise
@@ -63,46 +62,20 @@ class ResolvedStrategy:
 
 
 def choose_strategy(
-    config: StrategyConfig,
-    hardware: Hardware | None,
-    attempt: Callable[[str], Measurement],
-    *,
-    fallback: bool = False,
+    config: StrategyConfig, hardware: Hardware, attempt: Callable[[str], Measurement]
 ) -> ResolvedStrategy:
-    """Decide the mode to train with.
-
-    Args:
-        hardware: None where ranks are yet to be started, and any number of them can be.
-        attempt: tries a mode.
-        fallback: take the next mode of LADDER where one does not work.
-    """
-    mode = check_strategy(config, hardware) if hardware else config.mode
-    modes = _candidates(mode, hardware, fallback)
-    if mode == "auto" and hardware:
-        return _fastest(modes, attempt)
-    if len(modes) == 1:
-        return ResolvedStrategy(mode)
-    failed: list[str] = []
-    for mode in modes:
-        found = attempt(mode)
-        if not found.problem:
-            reason = f"{'; '.join(failed)}: fallback to strategy {mode}" if failed else ""
-            return ResolvedStrategy(mode, reason)
-        failed.append(str(found))
-    raise UserError(f"no strategy works: {'; '.join(failed)}", exit_code=1 if hardware else 2)
+    """Decide the mode to train with; `attempt` measures one where that is asked for."""
+    mode = check_strategy(config, hardware)
+    if mode == "auto":
+        return _fastest(_candidates(hardware), attempt)
+    return ResolvedStrategy(mode)
 
 
-def _candidates(mode: str, hardware: Hardware | None, fallback: bool) -> tuple[str, ...]:
-    """The modes that may come of one, in order of preference."""
-    here: tuple[str, ...] = LADDER
-    if hardware and hardware.num_ranks > 1:
-        here = ("ddp", "hybrid")
-    elif hardware:
-        here = ("none", "dp") if hardware.num_devices > 1 else ("none",)
-    if mode == "auto" and hardware:
-        return here
-    below = LADDER[LADDER.index(mode if mode in LADDER else "ddp") + 1 :] if fallback else ()
-    return (mode, *(one for one in below if one in here))
+def _candidates(hardware: Hardware) -> tuple[str, ...]:
+    """Return the modes that auto chooses from, in order of preference."""
+    if hardware.num_ranks > 1:
+        return "ddp", "hybrid"
+    return ("none", "dp") if hardware.num_devices > 1 else ("none",)
 
 
 def _fastest(modes: tuple[str, ...], attempt: Callable[[str], Measurement]) -> ResolvedStrategy:

@@ -269,7 +269,13 @@ def open_world(
     _current = World(rank, local_rank, size, place, options["backend"])
     if size > 1 or watches_work:
         _current.watchdog = Watchdog(
-            _current.doing, store, rank, size, timeout_s, startup_timeout_s, watches_work=watches_work
+            _current.doing,
+            store,
+            rank,
+            size,
+            timeout_s,
+            startup_timeout_s,
+            watches_work=watches_work,
         )
     # ranks that srun or mpirun started may be on several machines without saying so
     one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()

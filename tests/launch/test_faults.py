@@ -28,7 +28,6 @@ from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group.world import StopFlag
 
-SCRIPT = REPO / "tests" / "faults_ranks.py"
 SMALL = RECALL[2:]  # of any environment
 THREE_ITERATIONS = ["--total_steps", 3 * 4 * 16, "--validate_every", 0]
 
@@ -333,18 +332,6 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
 
 
-@pytest.mark.slow
-def test_ranks_that_wait_for_each_other_in_different_collectives_end_soon_and_say_so(tmp_path):
-    code, _, err = finish(start(SCRIPT, tmp_path))
-    assert code == 1
-    line = only_error(err)
-    assert "the ranks made different collective calls and wait for each other" in line
-    assert "rank 0 waits in 'agreement on a number' (collective 1, update)" in line
-    assert "rank 1 waits in 'gather of bytes' (collective 1, update)" in line
-    for rank in range(2):
-        assert "dist.all_" in (tmp_path / "logs" / f"rank_{rank}.log").read_text()  # its stack
-
-
 # ---- a callback, core or logger of the user's that leaves or hangs
 
 
@@ -362,57 +349,33 @@ def run_odd_code(monkeypatch, odd, run_dir, *flags):
     return code, err
 
 
+ON_3 = ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6]
+
+
 @pytest.mark.parametrize(
     ("odd", "flags", "says"),
     [
-        ("callback exit -1", [], "error: callback 'odd_code:call' raised SystemExit: 0"),
-        ("core exit -1", [], "error: rank 0 failed with SystemExit: 0"),
-        pytest.param(
-            "callback exit 1", ["--num_gpus", 2, "--max_restarts", 1], "raised SystemExit: 0",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "core exit 1", ["--num_gpus", 2], "error: rank 1 failed with SystemExit: 0",
-            marks=pytest.mark.slow,
-        ),
+        ("callback exit -1", [], "callback 'odd_code:call' raised SystemExit: 0"),
+        ("core exit 0", ["--num_gpus", 2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
+        ("callback hang -1", [], "rank 0: made no progress for 3 s in callback, iteration"),
+        ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
+        ("core hang -1", ["--num_gpus", 2], "made no progress for 3 s in update"),
+        pytest.param("core hang 2", ON_3, "rank 2", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_code_of_the_user_that_leaves_with_0_is_a_failure(odd, flags, says, tmp_path, monkeypatch):
+)
+def test_code_of_the_user_that_leaves_or_hangs_ends_the_job_as_a_failure_and_is_named(
+    odd, flags, says, tmp_path, monkeypatch
+):
+    flags = [*flags, "--collective_timeout", 3, "--on_event", f"echo $RL_EVENT > {tmp_path}/event"]
     code, err = run_odd_code(monkeypatch, odd, tmp_path / "run", *flags)
-    assert code == 1 and says in err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 1 and says in line
+    assert (tmp_path / "event").read_text() == "failed\n"
 
 
 def test_a_logger_that_leaves_costs_its_record_only(tmp_path, monkeypatch):
     code, err = run_odd_code(monkeypatch, "logger exit -1", tmp_path / "run")
     assert code == 0 and "wandb's record ends here: SystemExit" in err
-
-
-@pytest.mark.parametrize(
-    ("odd", "flags", "place"),
-    [
-        ("callback hang -1", [], "rank 0: made no progress for 3 s in callback, iteration"),
-        ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
-        ("callback hang -1", ["--num_gpus", 2], "made no progress for 3 s in callback, iteration"),
-        pytest.param(
-            "core hang -1", ["--num_gpus", 2], "made no progress for 3 s in update",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "core hang 2", ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6], "rank 2",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_code_of_the_user_that_hangs_ends_the_job_and_names_the_place(
-    odd, flags, place, tmp_path, monkeypatch
-):
-    flags = [*flags, "--collective_timeout", 3]
-    flags += ["--on_event", f"echo $RL_EVENT >> {tmp_path}/events"]
-    code, err = run_odd_code(monkeypatch, odd, tmp_path / "run", *flags)
-    line = error_line(err)
-    assert code == 1 and place in line and "(--collective_timeout 3)" in line
-    assert (tmp_path / "events").read_text() == "failed\n"
-    assert "made no progress" in (tmp_path / "run/state.json").read_text()
 
 
 # ---- ranks that were started differently
@@ -436,10 +399,6 @@ def start_by_hand(monkeypatch, flags, differing):
         ([[], ["--gamma", 0.9]], ["rank 1 has gamma 0.9", "rank 0 has 0.99"]),
         pytest.param(
             [[], [], ["--no-normalize_obs"]], ["rank 2 has normalize_obs False", "rank 0 has True"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            [[], ["--env_kwargs", '{"delay": 3}']], ["rank 1 has env_kwargs", "delay", "rank 0 has"],
             marks=pytest.mark.slow,
         ),
         pytest.param([[], ["--threads", 1]], [], marks=pytest.mark.slow),  # may differ

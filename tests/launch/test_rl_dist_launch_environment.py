@@ -78,8 +78,6 @@ def test_variables_as_torchrun_sets_them_are_adopted(environment):
     [
         ("SLURM_NTASKS", "2", "deploy/slurm.sbatch"),
         ("PET_NNODES", "1:4", "torchrun, which reads"),
-        ("OMPI_COMM_WORLD_SIZE", "8", "torchrun instead of mpirun"),
-        ("PMI_SIZE", "2", "torchrun instead of mpiexec"),
     ],
 )
 def test_one_of_several_copies_that_know_no_ranks_is_refused(environment, variable, count, fix):

@@ -202,28 +202,6 @@ def test_a_rank_that_left_after_the_call_is_no_error(ended):
     assert not ended and status["phase"] == "left"
 
 
-class Counted:
-    """A store whose requests are counted."""
-
-    def __init__(self, store):
-        self.store, self.requests = store, 0
-
-    def __getattr__(self, name):
-        self.requests += 1
-        return getattr(self.store, name)
-
-
-def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks():
-    waiting = RankStatus("update", 5, "sum of x", 7)
-    for size in (2, 1024):
-        dog = Watchdog(waiting, dist.HashStore(), 0, size, 600.0)
-        dog._statuses._store = Counted(dog._statuses._store)
-        dog._publish()
-        assert dog._look() == ""
-        assert dog._statuses._store.requests == 3
-        dog.close()
-
-
 def test_what_ranks_tell_each_other_through_files_takes_no_more_room_with_time(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
     dogs = [Watchdog(RankStatus(), store, rank, 2, 600.0) for rank in (0, 1)]
