@@ -182,10 +182,6 @@ def environments() -> Iterator[Case]:
             codes=(0,),
             says="made again",
         )
-    yield Case(
-        group="13 untried", name="descriptors used up", says="open files", shell="ulimit -n 256",
-        command=f"{ENV} {misbehaving('use up descriptors')}", then="train --resume {run} --total_steps 128",
-    )  # fmt: skip
 
 
 def module(text: str, name: str = "odd_env") -> Callable[[Path, Path], None]:

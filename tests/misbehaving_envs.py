@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 
 import gymnasium
@@ -35,11 +34,6 @@ def leak_descriptors():
         os.dup(2)
 
 
-def use_up_descriptors():
-    with suppress(OSError):
-        leak_descriptors()
-
-
 def end_a_thread():
     threading.Thread(target=interrupt).start()
 
@@ -59,7 +53,6 @@ DEEDS = {
     "close descriptor 1": lambda: os.close(1),
     "close descriptors": lambda: os.closerange(3, 256),
     "leak descriptors": leak_descriptors,
-    "use up descriptors": use_up_descriptors,
     "end a thread": end_a_thread,
     "set the clock": set_the_clock,
     **{f"exit {code}": partial(os._exit, code) for code in (0, 1, 77)},

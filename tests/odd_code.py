@@ -43,14 +43,11 @@ class Core(Decay):
 
 
 class Logger(loggers.Logger):
-    def __init__(self, run_dir, settings):
-        pass
-
     def write(self, scalars, step):
         act("logger")
 
 
-loggers.LOGGERS["wandb"] = Logger
+loggers.LOGGERS["wandb"] = lambda run_dir, settings: Logger()
 
 if __name__ == "__main__":
     code = train_distributed.main()

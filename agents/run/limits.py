@@ -1,4 +1,4 @@
-"""Limits of memory, files, threads and disk, and one line where they are met."""
+"""Limits of memory and disk, and one line where they are met."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from envs.vector.faults import EnvironmentFaultError
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
-from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory, other_limit
+from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory
 from rl_dist.process_group.world import World
 
 GIB = 2**30
@@ -73,7 +73,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> s
 def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator[None]:
     """Turn faults of environments, memory and disk into a UserError of one line.
 
-    Nothing is imported here: that may fail where memory or files have run out.
+    Nothing is imported here: that may fail where memory has run out.
     """
     try:
         yield
@@ -86,12 +86,6 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
         if is_out_of_memory(error):
             message = _out_of_memory(error, config, run_dir, world)
             raise UserError(message, exit_code=1) from error
-        if limit := other_limit(error):
-            raise UserError(
-                f"rank {world.rank} met the limit of {limit}: does {config.task.env} close all "
-                f"that it opens? Go on with --resume {run_dir}",
-                exit_code=1,
-            ) from error
         if not isinstance(error, OSError) or error.errno not in FULL_DISK | CLOSED_DISK:
             raise
         raise unwritable(str(error.filename or run_dir), error) from None

@@ -88,13 +88,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (no_code or any(words in text for words in WORDS))
 
 
-def other_limit(error: BaseException) -> str:
-    """Which other limit of a process made this error, in words; "": none."""
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files (ulimit -n)"
-    return "threads (ulimit -u, pids.max)" if "can't start new thread" in str(error) else ""
-
-
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
     """Bytes that this process may still take, with torch's unused ones on a GPU.
 

@@ -201,8 +201,6 @@ class RankGroup:
             update_state(self.run_dir, phase="restarting", restarts=self.restarts)
         print(message, file=sys.stderr, flush=True)
         events.notify("restarted", message, **facts)
-        # a cleaner of temporary files may have taken it
-        Path(self.job_dir).mkdir(mode=0o700, exist_ok=True)
         return True
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -31,8 +30,6 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
     # no port is opened, and nobody else may read the directory
     if job_dir and not os.environ.get("MASTER_PORT"):
         generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # a cleaner of temporary files may have taken it
-        Path(job_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
         store.set_timeout(timeout)
         return store

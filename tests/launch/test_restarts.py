@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import sys
@@ -176,25 +175,6 @@ def test_on_more_ranks_a_restart_ends_the_same_too(tmp_path, monkeypatch):
     _, err = succeed(job)
     assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in err
     assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "straight")
-
-
-@pytest.mark.slow
-def test_a_job_directory_that_a_cleaner_took_costs_nothing_not_even_a_restart(
-    tmp_path, monkeypatch, reference
-):
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1"]
-    flags += ["--collective_timeout", "20"]
-    job = dying(monkeypatch, "checkpoint 1 4 SIGKILL", *flags, folder=tmp_path)
-    wait_until((tmp_path / "here").exists, job, PATIENCE_S)
-    (taken,) = (tmp_path / "tmp").glob("rl_dist_*")
-    shutil.rmtree(taken)
-    (tmp_path / "go").touch()
-    _, err = succeed(job)
-    assert "error" not in err and "Traceback" not in err, err
-    assert not list((tmp_path / "tmp").glob("rl_dist_*"))
-    assert_as_if_nothing_had_happened(tmp_path / "run", reference)
 
 
 @pytest.mark.slow

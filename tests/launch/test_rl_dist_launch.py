@@ -129,7 +129,6 @@ def test_of_reports_that_name_no_cause_the_one_that_names_a_rank_is_printed(tmp_
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
     assert line.startswith("error: rank 1: waited") and "for rank 2" in line
     assert "connection broke" in (tmp_path / "logs/rank_0.log").read_text()
-    assert not multiprocessing.active_children()
 
 
 def test_a_failure_with_a_giant_message_fits_on_the_page_of_a_report():
@@ -161,7 +160,7 @@ def test_errors_of_a_single_rank_have_the_same_exit_codes(capfd):
     assert capfd.readouterr().err == "error: too many cooks\nerror: no disk\nerror: two lines\n"
     assert launch(fail, (KeyError("lost"),), num_ranks=1) == 1
     assert "Traceback" in capfd.readouterr().err
-    for code in (0, 3, None):
+    for code in (0, 3):
         assert launch(sys.exit, (code,), num_ranks=1) == 1
 
 

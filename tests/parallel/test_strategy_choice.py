@@ -59,7 +59,6 @@ def auto(**seconds):
         ("default", Hardware(1), "none"),
         ("default", TWO, "ddp"),
         ("hybrid", TWO, "hybrid"),
-        ("dp", Hardware(1, "cuda", 4), "dp"),
     ],
 )
 def test_a_strategy_that_is_named_is_not_measured(mode, hardware, decided):
