@@ -50,17 +50,7 @@ def run_rank(
     callbacks: Callbacks = MappingProxyType({}),
 ) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
-    timeout_s, startup_s = config.train.collective_timeout, config.train.startup_timeout
-    modules = module_files([config.task.env, config.policy.core, config.train.callback])
-    world = open_world(
-        resolved.device_type,
-        timeout_s,
-        resolved.gpu_ids,
-        resolved.threads,
-        startup_s,
-        modules,
-        watches_work=True,
-    )
+    world = open_watched(config, resolved)
     with ExitStack() as closing:
         closing.enter_context(explained_faults(config, run_dir, world))
         run_dir, resume_from = agree_on_start(run_dir, resume_from, config, world)
@@ -130,6 +120,19 @@ def run_rank(
         return evaluate_and_finish(config, task, training, run_dir)
 
 
+def open_watched(config: RunConfig, resolved: ResolvedLaunch) -> World:
+    """Join the other ranks; whatever hangs from here on is ended."""
+    return open_world(
+        resolved.device_type,
+        config.train.collective_timeout,
+        resolved.gpu_ids,
+        resolved.threads,
+        config.train.startup_timeout,
+        module_files([config.task.env, config.policy.core, config.train.callback]),
+        watches_work=True,
+    )
+
+
 def say_stopped(signum: int, run_dir: Path) -> None:
     """Say that a signal ended the run, or that torchrun ended its ranks for a while."""
     again = may_start_again(signum)
@@ -193,7 +196,7 @@ def initial_weights(config: RunConfig) -> Any:
 def agree_on_start(
     run_dir: Path, resume_from: str, config: RunConfig, world: World
 ) -> tuple[Path, str]:
-    """Compare the configurations, agree on run directory and checkpoint, and record all ranks.
+    """Compare configurations, agree on directory and checkpoint, record all ranks.
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rl_dist.errors import UserError
 from rl_dist.hardware.plain_files import read_plain
@@ -126,7 +126,7 @@ class SideBySide:
         self.running: list[Copy] = []
         self._under_way = 1  # iterations that do not count at the next measurement
 
-    def __enter__(self) -> SideBySide:
+    def __enter__(self) -> Self:
         try:
             for number in range(self._num_copies):
                 self.running.append(self._start(number))

@@ -69,10 +69,10 @@ def versions(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
 
 
 def difference(owners: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first value in which an owner differs from the first one; "": none does."""
+    """Return the first difference from the first owner; "": there is none."""
     first = found[0]
     for owner, other in zip(owners, found, strict=True):
-        for name in first | other:
+        for name in {**first, **other}:
             if other.get(name) != first.get(name):
                 return (
                     f"{owner} has {name} {other.get(name)!r}, "
@@ -82,7 +82,7 @@ def difference(owners: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str
 
 
 def check_settings(settings: Mapping[str, Any], world: World) -> None:
-    """Compare the settings of all ranks, by the names that users know; all ranks call.
+    """Compare the settings of all ranks, by name; all ranks call.
 
     Raises:
         UserError: names the first setting that differs, the rank and both values; on all ranks.

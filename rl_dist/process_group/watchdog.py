@@ -1,4 +1,4 @@
-"""Ends a rank whose peer will never arrive, or whose own work hangs; names rank and place.
+"""Ends a rank whose peer never arrives or whose own work hangs; names the place.
 
 The process group's own timeout cannot tell a slow rank from a dead one, nor say who did not come.
 So every rank publishes its status every few seconds, through the store where the ranks met, from a

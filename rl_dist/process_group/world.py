@@ -357,7 +357,7 @@ def leave_world() -> bool:
 
     Returns True if their process group is open: this process must end by `os._exit`.
     """
-    if _current is None or _current.size == 1:
+    if _current is None or _current.size == 1 or _current.watchdog is None:
         close_any_world()
         return False
     _current.watchdog.close()

@@ -86,22 +86,14 @@ def test_copies_have_gpus_of_their_own_out_of_those_that_are_visible(monkeypatch
     assert [short_run._gpu(number) for number in range(2)] == ["GPU-aa", "GPU-bb"]
 
 
-TRAINING = (
-    "from rl_dist.launch.short_run import measure_short_runs; "
-    f"measure_short_runs({TINY!r}, 2, 1, 10**6)"
-)
-
-
 @pytest.mark.slow
 def test_copies_die_with_their_caller(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
-    caller = subprocess.Popen([sys.executable, "-c", TRAINING], env=environment)
-
-    def ready():
-        return len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) == 2
-
+    call = f"short_run.measure_short_runs({TINY!r}, 2, 1, 10**6)"
+    words = [sys.executable, "-c", f"from rl_dist.launch import short_run; {call}"]
+    caller = subprocess.Popen(words, env=environment)
     try:
-        wait_until(ready)
+        wait_until(lambda: len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) == 2)
         children = psutil.Process(caller.pid).children()
     finally:
         caller.kill()

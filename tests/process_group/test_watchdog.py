@@ -160,10 +160,7 @@ def test_ranks_that_have_come_but_do_not_reach_each_other_are_named_soon(
     assert names in found and when == tenth
 
 
-@pytest.mark.parametrize(
-    ("ticks", "progress", "ends"),
-    [(10, 0, True), (9, 0, False), (40, 1, False)],
-)
+@pytest.mark.parametrize(("ticks", "progress", "ends"), [(10, 0, 1), (9, 0, 0), (40, 1, 0)])
 def test_own_work_that_makes_no_progress_ends_by_the_time_that_the_process_ran(
     ticks, progress, ends, monkeypatch
 ):
