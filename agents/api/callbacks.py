@@ -74,7 +74,7 @@ class Watch:
             policy=training.policy,
             rank=self.world.rank,
         )
-        self.world.set_phase(f"callback, {kind}")
+        self.world.set_phase(f"{kind} callback")
         try:
             self.wants_end |= callback(moment) is False
         except UserError:

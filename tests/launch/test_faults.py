@@ -341,7 +341,7 @@ ON_3 = ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6]
     [
         ("callback exit -1", [], "callback 'odd_code:call' raised SystemExit: 0"),
         ("core exit 0", ["--num_gpus", 2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
-        ("callback hang -1", [], "rank 0: made no progress for 3 s in callback, iteration"),
+        ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
         ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
         ("core hang -1", ["--num_gpus", 2], "made no progress for 3 s in update"),
         pytest.param("core hang 2", ON_3, "rank 2", marks=pytest.mark.slow),
