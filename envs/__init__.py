@@ -57,9 +57,9 @@ def make_vector_env(
 ) -> TorchVectorEnv:
     """Make a batch of any Gymnasium id or `module:id` but the trading one.
 
-    `vectorization` "auto" uses a native vector environment, or one of OWN_BATCHES, if it takes one
-    seed per environment and autoreset SAME_STEP, else steps one after the other ("sync"); "native"
-    forces it and logs what is given up. Other options are of TorchVectorEnv; what cannot be made
+    `vectorization` "auto" uses the environment's own vector form, or one of OWN_BATCHES, if it
+    takes one seed per environment and autoreset SAME_STEP. Otherwise, with "sync" and with restarts
+    one environment steps after the other. Other options are of TorchVectorEnv; what cannot be made
     raises ValueError.
     """
     from envs.vector.adapter import TorchVectorEnv
@@ -70,32 +70,19 @@ def make_vector_env(
         )
     spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
-    plain = not kwargs and not options.get("env_restarts")
-    if vectorization == "auto" and plain and str(spec.entry_point).startswith("gymnasium."):
+    native = vectorization == "auto" and not options.get("env_restarts")
+    if native and not kwargs and str(spec.entry_point).startswith("gymnasium."):
         own = OWN_BATCHES.get(spec.id, spec.vector_entry_point)
         spec = replace(spec, vector_entry_point=own)
-    forced = vectorization == "native"
-    native = vectorization != "sync" and spec.vector_entry_point is not None
-    takes_seed_list = True
-    if forced and not native:
-        raise ValueError(f"environment {spec.id} has no native vector environment: choose 'sync'")
-    if native:
+    if native := native and spec.vector_entry_point is not None:
         try:
-            probe = _construct(spec, env_id, 2, kwargs, True, heartbeat)
+            native = _seeds_each(_construct(spec, env_id, 2, kwargs, True, heartbeat))
         except ValueError as error:
-            if forced:
-                raise
             _LOGGER.info("%s: using one environment after the other", error)
             native = False
-        else:
-            same_step = probe.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
-            takes_seed_list = _takes_seed_list(probe)
-            native = forced or (same_step and takes_seed_list)
     return TorchVectorEnv(
         _construct(spec, env_id, num_envs, kwargs, native, heartbeat),
         env_id=env_id,
-        force_native=forced,
-        takes_seed_list=takes_seed_list or not native,
         heartbeat=heartbeat,
         **options,
     )
@@ -179,8 +166,8 @@ def _construct(
         ) from error
 
 
-def _takes_seed_list(env: VectorEnv[Any, Any, Any]) -> bool:
-    """Try whether a native batch of two takes one seed for each; closes it."""
+def _seeds_each(env: VectorEnv[Any, Any, Any]) -> bool:
+    """Return whether a batch of two is SAME_STEP and takes one seed for each; close it."""
     try:
         first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
         second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]
@@ -188,4 +175,5 @@ def _takes_seed_list(env: VectorEnv[Any, Any, Any]) -> bool:
         return False
     finally:
         env.close()
-    return np.array_equal(first, second[::-1])
+    same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+    return same_step and np.array_equal(first, second[::-1])

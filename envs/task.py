@@ -24,9 +24,9 @@ class TaskConfig:
     """Gymnasium id, or module:id to import a module first."""
     env_kwargs: Text = setting("")
     """JSON object of arguments for an environment other than StockTrading-v0."""
-    vectorization: Literal["auto", "sync", "native"] = setting("auto")
+    vectorization: Literal["auto", "sync"] = setting("auto")
     """auto: the environment's own vector form if it seeds and resets each environment by itself
-    (ours for CartPole-v1), else one after the other (sync); native: its own in any case."""
+    (ours for CartPole-v1), else one after the other (sync)."""
     info_mask: bool = setting(False)
     """info["action_mask"] of another environment says which actions are allowed. A mask in a Dict
     observation under the key action_mask is found without."""
@@ -51,16 +51,6 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         self.kwargs()
-        if self.env_groups > 1 and not self.env_workers:
-            raise ValueError(
-                f"env_groups {self.env_groups} does nothing without processes that step one group "
-                "while the policy acts for the other: add --env_workers N, or leave it out"
-            )
-        if self.env_workers and self.vectorization == "native":
-            raise ValueError(
-                f"env_workers {self.env_workers} splits environments over processes, which "
-                "--vectorization native does not promise to allow: leave one of them out"
-            )
 
     @property
     def is_trading(self) -> bool:

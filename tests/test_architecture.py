@@ -18,7 +18,9 @@ from benchmarks.source_tree import PACKAGES, import_targets, length, read_source
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 LAYOUT = "envs.vector.layout"  # plain data, no torch: agents may import it
-LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")  # no torch: envs may import them
+# no torch: envs may import them
+LEAVES = ("rl_dist.errors", "rl_dist.config", "rl_dist.seeding")
+LEAVES += ("rl_dist.process_group.process_ends",)
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
     *("evaluate/command", "evaluate/final", "evaluate/evaluation", "evaluate/markets"),

@@ -30,7 +30,6 @@ from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
-_BEGINS_KEY = "begins_next"
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -60,8 +59,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         env_id: str,
         env_offset: int = 0,
         device: str | torch.device = "cpu",
-        force_native: bool = False,
-        takes_seed_list: bool = True,
         env_timeout: float = 0.0,
         env_restarts: int = 0,
         end: Callable[[str], None] = end_process,
@@ -71,7 +68,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         previous_action: bool = False,
         previous_reward: bool = False,
     ) -> None:
-        """Wrap a SAME_STEP vector environment (NEXT_STEP only with `force_native`).
+        """Wrap a SAME_STEP vector environment that takes one seed for each environment.
 
         Options that are not of this class are fields of `envs.task.TaskConfig`.
 
@@ -86,14 +83,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.env_offset = env_offset
         self.device = torch.device(device)
         self.num_envs = env.num_envs
-        self._takes_seed_list = takes_seed_list
         self._started = False
         self._lifetime_step = 0
         self._metrics: dict[str, tuple[float, int]] = {}
-        self._mode = env.metadata.get("autoreset_mode")
-        # [B] of NEXT_STEP: the episode is over, so the next step ignores its action
-        self._begins_next = np.zeros(self.num_envs, np.bool_)
-        self._check_mode(force_native)
         self._decoder = ActionDecoder(env.single_action_space, env_id)
         sizes = self._decoder.sizes.tolist()
         self._encoder = ObservationEncoder(env.single_observation_space, env_id, sizes)
@@ -107,11 +99,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
         self._guards: list[GuardedEnv] = []  # a native batch has none
-        if env_restarts and not isinstance(env, SyncVectorEnv):
-            raise ValueError(
-                f"env_restarts {env_restarts}: {env_id} is a native vector environment, which "
-                "cannot restart in part; leave it out, or use --vectorization sync"
-            )
         self._watch = HangWatch(
             env_timeout, lambda row, problem: str(self._fault(row, problem)), end, heartbeat
         )
@@ -123,31 +110,16 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                     row,
                     env_restarts,
                     self._watch,
-                    self._encoder.shapes,
+                    self._encoder.spaces,
                     sizes if info_mask else (),
                 )
                 for row, (one, make) in enumerate(zip(env.envs, env.env_fns, strict=True))
             ]
             env.envs = list(self._guards)
 
-    def _check_mode(self, force_native: bool) -> None:
-        """Refuse what cannot be used, and say what a native batch gives up."""
-        given_up = []
-        if self._mode is AutoresetMode.NEXT_STEP and force_native:
-            given_up.append("each episode but the first begins with a step that ignores the action")
-        elif self._mode is not AutoresetMode.SAME_STEP:
-            raise ValueError(
-                f"environment {self.env_id} has autoreset mode {self._mode}, but SAME_STEP is "
-                "needed: choose vectorization 'sync', or construct it with AutoresetMode.SAME_STEP"
-            )
-        if not self._takes_seed_list:
-            given_up.append("one generator for all, so another number of ranks trains differently")
-        for loss in given_up:
-            _LOGGER.warning("environment %s, native vectorization: %s", self.env_id, loss)
-
     def _warn_of_spaces(self) -> None:
         """Say once for all ranks what is passed on otherwise than many expect."""
-        warnings = [f": {words}" for words in self._encoder.flattened]
+        warnings = [f": {words}" for words in self._encoder.warnings]
         if not self._decoder.is_bounded:
             warnings.append(
                 " has actions without bounds: it receives the policy's as they are, about -1 to 1 "
@@ -221,7 +193,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                     f"seed must be a list of {self.num_envs} integers, one per environment, "
                     f"got {seed}: see rl_dist/seeding.py"
                 )
-            seed = list(seed) if self._takes_seed_list else seed[0]
+            seed = list(seed)
             self._lifetime_step = 0
         obs = self._guarded(self._reset, seed=seed, options=options)
         self._started = True
@@ -239,7 +211,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def _reset(self, **kwargs: Any) -> np.ndarray:
         raw, info = self.env.reset(**kwargs)
         obs = self._encode(raw, "observation")
-        self._begins_next[:] = False
         previous = np.zeros((self.num_envs, self._previous_size), np.float32)
         return self._with_extras(obs, self._masks(info), previous)
 
@@ -270,7 +241,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         truncated = self._column(raw_truncated, np.bool_, "truncated flag")
         final_obs = obs.copy()
         rows = np.flatnonzero(terminated | truncated)
-        if len(rows) and self._mode is AutoresetMode.SAME_STEP:
+        if len(rows):
             given = info.get("final_obs", [None] * self.num_envs)
             for row in rows:
                 if given[row] is None:
@@ -285,9 +256,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             ended = (terminated | truncated)[:, None]  # [B, 1]
             mask = self._masks(info)
             previous = [previous_action] + [rewards[:, None].astype(np.float32)] * self._inputs[1]
-            before = np.concatenate(previous, axis=1) * ~self._begins_next[:, None]
-            if self._mode is AutoresetMode.NEXT_STEP:
-                self._begins_next = ended[:, 0]
+            before = np.concatenate(previous, axis=1)
             obs = self._with_extras(obs, mask, before * ~ended)
             final_obs = self._with_extras(final_obs, np.where(ended, 1.0, mask), before)
         return obs, rewards, terminated, truncated, final_obs
@@ -319,20 +288,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         wanted = (self.num_envs, self._decoder.mask_size)
         if masks.shape != wanted:
             raise RowFaultError(None, f"{MASK_KEY} has shape {masks.shape}, not {wanted}")
-        self._check_masks(masks)
+        self._decoder.check_masks(masks)
         return masks
-
-    def _check_masks(self, masks: np.ndarray) -> None:
-        """Refuse masks [B, n] that allow nothing, or hold other numbers than 0 and 1."""
-        if not are_flags(masks):
-            row = int(np.argwhere((masks != 0) & (masks != 1))[0, 0])
-            raise RowFaultError(row, f"{MASK_KEY} holds another number than 0 and 1")
-        firsts = np.concatenate([[0], np.cumsum(self._decoder.sizes)[:-1]])
-        allowed = np.add.reduceat(masks, firsts, axis=1) > 0  # [B, D]
-        if not allowed.all():
-            row, digit = np.argwhere(~allowed)[0]
-            where = f" of part {digit}" if allowed.shape[1] > 1 else ""
-            raise RowFaultError(int(row), f"{MASK_KEY} allows no action{where}")
 
     def _add_metrics(self, info: Mapping[str, Any]) -> None:
         """Add the numbers in info["metrics"], of episodes that end too."""
@@ -365,10 +322,14 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         try:
             encoded = self._encoder(raw, self.num_envs if rows is None else len(rows))
         except (TypeError, ValueError, KeyError, IndexError) as error:
-            raise RowFaultError(None, f"{what} is unusable: {one_line(error)}") from error
+            row = getattr(error, "row", None)
+            if row is not None and rows is not None:
+                row = int(rows[row])
+            why = one_line(error, named=row is None)
+            raise RowFaultError(row, f"{what} is unusable: {why}") from error
         self._check_range(encoded, what, MAX_OBSERVATION, rows)
         if rows is None and self._own_mask:
-            self._check_masks(encoded[:, self._own_mask])
+            self._decoder.check_masks(encoded[:, self._own_mask])
         return encoded
 
     def _column(self, raw: Any, dtype: Any, what: str) -> np.ndarray:
@@ -412,21 +373,15 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                 f"environment {self.env_id} cannot be saved: it has no get_state and set_state"
             )
         steps = torch.full((self.num_envs,), self._lifetime_step, dtype=torch.int64)
-        own = {_STEP_KEY: steps}
-        if self._mode is AutoresetMode.NEXT_STEP:
-            own[_BEGINS_KEY] = torch.from_numpy(self._begins_next.astype(np.int64))
-        return self._guarded(get_states, self.env) | own
+        return self._guarded(get_states, self.env) | {_STEP_KEY: steps}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on this or an equal environment."""
         if not self._started:
             # makes what environments build on their first reset
             self.reset(seed=[0] * self.num_envs)
-        ours = (_STEP_KEY, _BEGINS_KEY)
-        own = {name: tensor for name, tensor in state.items() if name not in ours}
+        own = {name: tensor for name, tensor in state.items() if name != _STEP_KEY}
         self._guarded(set_states, self.env, own)
-        if _BEGINS_KEY in state:
-            self._begins_next = state[_BEGINS_KEY].numpy().astype(np.bool_)
         self._lifetime_step = int(state[_STEP_KEY][0])
 
     def close_extras(self, **kwargs: Any) -> None:

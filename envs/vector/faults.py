@@ -45,7 +45,7 @@ class WorkerFaultError(EnvironmentFaultError):
         return str(self.args[0])
 
 
-class RowFaultError(Exception):
+class RowFaultError(ValueError):
     """A problem of one row of a batch (None: of all), not yet located."""
 
     def __init__(self, row: int | None, problem: str) -> None:

@@ -17,7 +17,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from envs.vector.faults import MAX_OBSERVATION, MAX_REWARD, RowFaultError, are_flags
 from envs.vector.hangs import HangWatch
 from envs.vector.snapshots import has_protocol
-from envs.vector.spaces import MASK_KEY, Path, flat_mask, mask_words, named, pick, rebuilt
+from envs.vector.spaces import MASK_KEY, Path, Space, flat_mask, mask_words, named, pick, rebuilt
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         row: int,
         max_restarts: int,
         watch: HangWatch,
-        shapes: Mapping[Path, tuple[int, ...]],
+        spaces: Mapping[Path, Space],
         mask_sizes: Sequence[int] = (),
     ) -> None:
-        """Guard `env`, whose observations have parts of these shapes.
+        """Guard `env`, whose observations have parts of these spaces.
 
         Args:
             mask_sizes: options of each choice, for which info must have a mask; (): it need not.
@@ -51,7 +51,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._row = row
         self._max_restarts = max_restarts
         self._watch = watch
-        self._shapes = shapes
+        self._spaces = spaces
         self._mask_sizes = mask_sizes
         self.life_seed = 0
         self._new_seed: int | None = None  # of an environment made again and not yet reset
@@ -112,7 +112,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _mask_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the mask of actions in an info, where one is asked for."""
         if not self._mask_sizes:
-            if MASK_KEY in info and (MASK_KEY,) not in self._shapes:
+            if MASK_KEY in info and (MASK_KEY,) not in self._spaces:
                 _say_unused()
             return {}
         if MASK_KEY not in info:
@@ -140,10 +140,15 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _check(self, obs: Any, info: Any, reward: Any = 0.0) -> None:
         """Refuse wrong shapes and types, and infinity, which without restarts the batch refuses."""
-        parts = {path: self._part(obs, path) for path in self._shapes}
+        parts = {path: np.asarray(self._part(obs, path)) for path in self._spaces}
         for path, part in parts.items():
-            if (shape := np.shape(part)) != self._shapes[path]:
-                problem = f"observation has shape {shape}, not {self._shapes[path]}"
+            space = self._spaces[path]
+            if part.shape != (shape := space.shape or ()):
+                problem = f"observation has shape {part.shape}, not {shape}"
+                raise RowFaultError(self._row, f"{problem}{_at(path)}")
+            # as the batch requires
+            if space.dtype is not None and not np.can_cast(part.dtype, space.dtype, "same_kind"):
+                problem = f"observation has type {part.dtype}, not {space.dtype}"
                 raise RowFaultError(self._row, f"{problem}{_at(path)}")
         if not isinstance(reward, float):
             if reward is None:
@@ -220,7 +225,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         counts = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
         state = {**env.get_state(), **counts}
         state |= {"guard/restarts": self.restarts, "guard/life_seed": self.life_seed}
-        kept = self._shapes if self._max_restarts else ()
+        kept = self._spaces if self._max_restarts else ()
         return state | {_saved_as(path): pick(self._last_obs, path) for path in kept}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -228,7 +233,7 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         env, limits = self._find_stateful()
         self.restarts = state.pop("guard/restarts", self.restarts)
         self.life_seed = state.pop("guard/life_seed", self.life_seed)
-        kept = {path: state.pop(_saved_as(path), None) for path in self._shapes}
+        kept = {path: state.pop(_saved_as(path), None) for path in self._spaces}
         if self._max_restarts and all(values is not None for values in kept.values()):
             self._last_obs = rebuilt(self.env.observation_space, kept)
         for i, limit in enumerate(limits):

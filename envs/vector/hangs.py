@@ -103,6 +103,8 @@ class HangWatch:
         """Stop watching; safe to call twice."""
         self._closed.set()
         _watches.discard(self)
+        if not _watches and threading.current_thread() is threading.main_thread():
+            _alarm.uninstall()
 
     def _watch(self) -> None:
         seen, since_s = 0, 0.0
@@ -177,6 +179,10 @@ class _Alarm:
     def install(self) -> None:
         if signal.getsignal(signal.SIGALRM) is not self:
             self.before = signal.signal(signal.SIGALRM, self)
+
+    def uninstall(self) -> None:
+        if isinstance(signal.getsignal(signal.SIGALRM), _Alarm):
+            signal.signal(signal.SIGALRM, self.before)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         was_ours, self.is_ours = self.is_ours, False

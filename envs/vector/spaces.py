@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from torch import Tensor
 
+from envs.vector.faults import RowFaultError, are_flags
 from envs.vector.layout import Part
 
 MASK_KEY = "action_mask"
@@ -23,7 +23,7 @@ Path = tuple[Any, ...]  # keys from the top of a nested observation to one part 
 
 
 def _refusal(env_id: str, kind: str, space: Any, fix: str, path: Path = ()) -> ValueError:
-    shown = re.sub(", charset=[^)]*", "", " ".join(str(space).split()))[:160]  # of a Text
+    shown = " ".join(str(space).split())[:160]
     where = f": {kind} part {named(path)!r} has" if path else f" has {kind}"
     return ValueError(f"environment {env_id}{where} space {shown}, which is not supported: {fix}")
 
@@ -90,7 +90,13 @@ def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def image_axes(space: Space) -> tuple[int, ...] | None:
     """Return the axes of (frames,) channels, height and width; None: no image."""
-    return None if _why_no_image(space) else _axes_of(space.shape or ())
+    shape = space.shape or ()
+    if not _is_box(space) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
+        return None
+    axes = _axes_of(shape)
+    *channels, height, width = (shape[axis] for axis in axes)
+    fits = min(height, width) >= SMALLEST_IMAGE and math.prod(channels) <= MOST_CHANNELS
+    return axes if fits else None
 
 
 def image_scale(space: Space) -> int:
@@ -114,20 +120,6 @@ def _axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
         channels_first = first <= last
     own = (0, 1, 2) if channels_first else (2, 0, 1)
     return (*range(frames), *(frames + axis for axis in own))
-
-
-def _why_no_image(space: Space) -> str:
-    """Return why a space is not read as an image; "": it is."""
-    shape = space.shape or ()
-    if not _is_box(space) or not 2 <= len(shape) <= 4:
-        return f"it has {len(shape)} axes"
-    if space.dtype != np.uint8:
-        return f"it holds {space.dtype}"
-    sides = [shape[axis] for axis in _axes_of(shape)]
-    if min(sides[-2:]) < SMALLEST_IMAGE:
-        return f"a side has {min(sides[-2:])} pixels"
-    channels = math.prod(sides[:-2])
-    return f"it has {channels} channels" if channels > MOST_CHANNELS else ""
 
 
 class _Leaf:
@@ -174,21 +166,23 @@ class _Leaf:
                 return np.array(values, dtype=np.float32).reshape(count, -1)
         start, sizes = self.categories
         digits = values.astype(np.int64).reshape(count, -1) - start
-        if ((digits < 0) | (digits >= sizes)).any():
-            raise ValueError(f"{self._where}a value is outside {self.space}")
+        outside = ((digits < 0) | (digits >= sizes)).any(axis=1)  # [count]
+        if outside.any():
+            problem = f"{self._where}a value is outside {self.space}"
+            raise RowFaultError(int(outside.argmax()), problem)
         return one_hot(digits, sizes)
 
     @property
-    def why_flat(self) -> str:
-        """Say that a Box of several axes is no image for the policy; "": it is, or has few."""
+    def warning(self) -> str:
+        """Warn of a Box of three or more axes that is no image for the policy; "" for others."""
         shape = self.space.shape or ()
         if self.part.kind != "vector" or len(shape) < 3:
             return ""
         return (
-            f"{self.part.name} {list(shape)} is read as {self.part.size} numbers without a CNN: "
-            f"{_why_no_image(self.space)}; images are uint8 [H, W], [H, W, C] or [C, H, W], or "
-            f"frames [N, ...] of them, with sides of {SMALLEST_IMAGE} or more and at most "
-            f"{MOST_CHANNELS} channels in all: gymnasium.wrappers.TransformObservation makes it one"
+            f"{self.part.name} {list(shape)} of {self.space.dtype} is read as {self.part.size} "
+            "numbers without a CNN: images are uint8 [H, W], [H, W, C] or [C, H, W], or frames "
+            f"[N, ...] of them, with sides of {SMALLEST_IMAGE} or more and at most {MOST_CHANNELS} "
+            "channels in all"
         )
 
     @property
@@ -204,15 +198,12 @@ class ObservationEncoder:
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: Sequence[int] = ()) -> None:
-        found = list(leaves(source))
-        if not found:
-            raise _refusal(env_id, "observation", source, "it has no parts")
         self._leaves = [
             _Leaf(path, space, env_id, bool(mask_sizes) and path == (MASK_KEY,))
-            for path, space in found
+            for path, space in leaves(source)
         ]
         self.parts = tuple(leaf.part for leaf in self._leaves)
-        self.flattened = [leaf.why_flat for leaf in self._leaves if leaf.why_flat]
+        self.warnings = [leaf.warning for leaf in self._leaves if leaf.warning]
         for leaf in self._leaves:
             if leaf.part.kind == "mask" and leaf.part.size != sum(mask_sizes):
                 fix = f"it has {leaf.part.size} numbers, not {mask_words(mask_sizes)}"
@@ -222,12 +213,12 @@ class ObservationEncoder:
             for bound in ("low", "high")
         )
         self.space = spaces.Box(low, high)
-        self.shapes = {leaf.path: leaf.space.shape or () for leaf in self._leaves}
+        self.spaces = {leaf.path: leaf.space for leaf in self._leaves}
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, F] float32 of a batch, or a list of single ones.
 
-        A wrong shape, or a category outside its space, is a ValueError.
+        A wrong shape is a ValueError, a category outside its space a RowFaultError.
         """
         encoded = []
         for leaf in self._leaves:
@@ -289,6 +280,18 @@ class ActionDecoder:
     def mask_size(self) -> int:
         """Numbers in a mask of actions: one per choice; 0: actions have no choices."""
         return int(self.sizes.sum())
+
+    def check_masks(self, masks: np.ndarray) -> None:
+        """Refuse masks [B, n] that allow nothing, or hold other numbers than 0 and 1."""
+        if not are_flags(masks):
+            row = int(np.argwhere((masks != 0) & (masks != 1))[0, 0])
+            raise RowFaultError(row, f"{MASK_KEY} holds another number than 0 and 1")
+        firsts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+        allowed = np.add.reduceat(masks, firsts, axis=1) > 0  # [B, D]
+        if not allowed.all():
+            row, digit = np.argwhere(~allowed)[0]
+            where = f" of part {digit}" if allowed.shape[1] > 1 else ""
+            raise RowFaultError(int(row), f"{MASK_KEY} allows no action{where}")
 
     def encode(self, actions: Tensor) -> np.ndarray:
         """Return actions as inputs [count, n] float32: one-hot, or clipped."""

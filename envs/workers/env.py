@@ -118,12 +118,15 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         try:
             for index in range(num_workers):
                 parts = [_Part(index, group, share[index]) for group, share in enumerate(shares)]
-                self._workers.append(_Worker(WorkerProcess(self._files), parts))
+                self._workers.append(_Worker(self._new_process(), parts))
             self._begin()
         except BaseException:
             self.close()
             raise
         _LOGGER.info("%s in %d worker processes", env_id, num_workers)
+
+    def _new_process(self) -> WorkerProcess:
+        return WorkerProcess(self._files, self._timeout_s)
 
     def _begin(self) -> None:
         """Make the environments, and the arrays that they need."""
@@ -370,7 +373,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         _LOGGER.warning("%s; %s are made again in a new process", fault, numbers)
         self._status["last_words"][index] = 0
         self._status["row"][index] = NO_ROW
-        worker.process, worker.problem = WorkerProcess(self._files), ""
+        worker.process, worker.problem = self._new_process(), ""
         for name, args in (("begin", self._beginning(index)), ("share", (self._columns,))):
             self._questions += 1
             worker.process.send((self._questions, name, None, args))

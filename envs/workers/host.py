@@ -8,8 +8,8 @@ ignores stop signals, and it and the workers die with the rank, however that end
 
 from __future__ import annotations
 
-import ctypes
 import json
+import logging
 import os
 import select
 import signal
@@ -22,9 +22,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from envs.vector.faults import WorkerFaultError
+from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent
+
+_LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # between two looks at a worker that is waited for
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+START_S = 120.0  # at least, for the host to import what workers need
 _MESSAGE_BYTES = 4096
 
 
@@ -51,22 +54,32 @@ class WorkerHost:
         """Whether this process may ask it for workers."""
         return self.owner == os.getpid() and self._process.poll() is None
 
-    def fork(self, *descriptors: int) -> int:
+    def fork(self, limit_s: float, *descriptors: int) -> int:
         """Fork a worker that gets these descriptors; return its process id."""
-        return self._ask({"fork": True}, descriptors)
+        return self._ask({"fork": True}, limit_s and max(limit_s, START_S), descriptors)
 
-    def exit_code(self, pid: int) -> int:
-        """Kill a worker if it still runs; its code, or minus its signal's number."""
-        return self._ask({"wait": pid})
+    def exit_code(self, limit_s: float, pid: int) -> int:
+        """Kill a worker if it still runs; return its code, or minus its signal's number."""
+        return self._ask({"wait": pid}, limit_s)
 
-    def _ask(self, question: dict[str, Any], descriptors: tuple[int, ...] = ()) -> int:
+    def _ask(
+        self, question: dict[str, Any], limit_s: float, descriptors: tuple[int, ...] = ()
+    ) -> int:
+        """Return the answer of the host; one that does not come within the limit ends it."""
+        self._socket.settimeout(limit_s or None)
         try:
             socket.send_fds(self._socket, [json.dumps(question).encode()], descriptors)
             answer = self._socket.recv(_MESSAGE_BYTES)
-        except OSError:
+        except OSError as error:
             answer = b""
+            if isinstance(error, TimeoutError):
+                problem = "the host of worker processes (process %d) did not answer within %g s: "
+                problem += "it and they are ended"
+                _LOGGER.warning(problem, self._process.pid, limit_s)
+                self._process.kill()
+                self._process.wait()
         if not answer:
-            raise OSError("the host of worker processes has ended: see the output above")
+            raise WorkerFaultError("the host of worker processes has ended: see the lines above")
         value = json.loads(answer)
         if isinstance(value, list):
             raise OSError(*value)
@@ -87,11 +100,13 @@ def host() -> WorkerHost:
 class WorkerProcess:
     """One worker as its rank sees it; it says nothing about environments."""
 
-    def __init__(self, descriptors: tuple[int, ...]) -> None:
+    def __init__(self, descriptors: tuple[int, ...], limit_s: float) -> None:
+        """Start it within the limit (0: any), as its end must come."""
         ours, theirs = socket.socketpair()
         self._host = host()
+        self._limit_s = limit_s
         with theirs:
-            self.pid = self._host.fork(theirs.fileno(), *descriptors)
+            self.pid = self._host.fork(limit_s, theirs.fileno(), *descriptors)
         self._connection = Connection(ours.detach())
         self._poll = select.poll()
         self._poll.register(self._connection.fileno(), select.POLLIN)
@@ -119,8 +134,8 @@ class WorkerProcess:
         """Make sure of its end; say how it came."""
         self._connection.close()
         try:
-            code = self._host.exit_code(self.pid)
-        except OSError:
+            code = self._host.exit_code(self._limit_s, self.pid)
+        except (OSError, WorkerFaultError):
             return "ended with its host"
         known = -code in {one.value for one in signal.Signals}
         name = signal.Signals(-code).name if known else f"signal {-code}"
@@ -134,7 +149,7 @@ def serve() -> None:
     """Fork workers and wait for those that end, until the rank is gone."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    die_with(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]), signal.SIGKILL)
     from envs.workers.worker import work
 
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -164,7 +179,7 @@ def _fork(channel: socket.socket, work: Callable[..., None], descriptors: list[i
         return pid
     code = 1
     try:
-        die_with(host_pid)
+        die_with_parent(host_pid, signal.SIGKILL)
         channel.close()
         work(*descriptors)
         code = 0
@@ -174,11 +189,3 @@ def _fork(channel: socket.socket, work: Callable[..., None], descriptors: list[i
         with suppress(Exception):  # an environment may have closed it
             sys.stdout.flush()
         os._exit(code)
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent dies, however that comes."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(1)

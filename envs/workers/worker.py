@@ -20,10 +20,12 @@ import torch
 from envs import make_vector_env
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.faults import EnvironmentFaultError
+from envs.vector.hangs import own_place_of
 from rl_dist.errors import one_line
 
 NO_ROW = -1
 LAST_WORDS_BYTES = 1000
+_LOGGER = logging.getLogger(__name__)
 # of the adapter, for the environment that stands for all chunks
 FACTS = (
     "layout",
@@ -171,6 +173,7 @@ class Worker:
         logging.getLogger().addHandler(_Forward(self))
         logging.getLogger().setLevel(log_level)
         logging.captureWarnings(True)
+        threading.excepthook = self._log_end_of_thread
         sys.path[:] = make["path"]
         # what shares a generator of its process shall not draw the same in every one
         first = make["env_offset"] + chunks[0][0]
@@ -198,6 +201,17 @@ class Worker:
         for chunk in self._chunks:
             self._active = chunk.env
             chunk.env.close()
+
+    def _log_end_of_thread(self, args: threading.ExceptHookArgs) -> None:
+        """Warn of a thread of an environment that an exception has ended."""
+        error = args.exc_value
+        if error is None or isinstance(error, SystemExit):
+            return
+        envs = [chunk.env for chunk in self._chunks]
+        numbers = [f"{env.env_offset}..{env.env_offset + env.num_envs - 1}" for env in envs]
+        where = f"worker process {os.getpid()} of {envs[0].env_id} ({' and '.join(numbers)})"
+        why = f"{one_line(error)}{own_place_of(error)}"
+        _LOGGER.warning("%s: a thread ended: %s", where, why)
 
     def _beat(self) -> None:
         env = self._active

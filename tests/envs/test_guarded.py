@@ -84,6 +84,7 @@ def test_an_environment_is_made_again_as_often_as_allowed():
     [
         (lambda step: {}["no such\n price"], r"raised KeyError: 'no such\\n price'"),
         (lambda step: (np.full(1, np.nan), *step[1:]), "observation is nan"),
+        (lambda step: ([None], *step[1:]), "observation has type object, not float32"),
         (lambda step: (np.zeros(3), *step[1:]), r"observation has shape \(3,\), not \(1,\)"),
         (lambda step: step[:4], "raised ValueError: not enough values .* reset has to return"),
         (lambda step: (step[0], "much", *step[2:]), "raised ValueError: could not convert"),
@@ -230,15 +231,15 @@ def test_every_call_into_an_environment_and_every_making_says_that_work_goes_on(
     assert len(beats) >= 3 + 4 + 3 * 4 + 3
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_long_call_says_that_work_goes_on_as_long_as_it_may_take(native):
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_long_call_says_that_work_goes_on_as_long_as_it_may_take(batched):
     beats = []
     guard = {"env_timeout": 1.0, "heartbeat": lambda: beats.append(time.monotonic())}
-    vectorization = "native" if native else "sync"
+    vectorization = "auto" if batched else "sync"
     env = make_vector_env("Recall-v0", 1, vectorization=vectorization, **guard)
     env.reset()
-    hanging = env.env if native else env.env.envs[0].env
-    number = "one of 0..0" if native else "0"
+    hanging = env.env if batched else env.env.envs[0].env
+    number = "one of 0..0" if batched else "0"
     with mock.patch.object(hanging, "step", lambda actions: time.sleep(60)):
         started_s = time.monotonic()
         problem = f"number {number} at its step 1: did not come back within 1 s"
@@ -261,11 +262,3 @@ def test_an_alarm_of_others_reaches_them_while_environments_are_watched():
     finally:
         signal.signal(signal.SIGALRM, before)
     assert arrived == [signal.SIGALRM]
-
-
-def test_restarts_of_a_native_batch_are_refused():
-    with pytest.raises(
-        ValueError, match="env_restarts 1: Recall-v0 is a native vector environment.*sync"
-    ):
-        make_vector_env("Recall-v0", 2, env_restarts=1)
-    assert make_vector_env("Recall-v0", 2, env_restarts=1, vectorization="sync").restarts == [0, 0]

@@ -71,7 +71,6 @@ def play(env, num_steps, action_seed=0):
     ("env_id", "vectorization", "num_features"),
     [
         ("CartPole-v1", "auto", 4),
-        ("CartPole-v1", "native", 4),
         ("Pendulum-v1", "auto", 3),
         ("FrozenLake-v1", "auto", 16),
         ("Recall-v0", "auto", 7),
@@ -139,16 +138,16 @@ MIXED = spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1)))
 @pytest.mark.parametrize(
     ("kind", "space", "shown"),
     [
-        ("observation", spaces.Text(3), r" has observation space Text\(1, 3\)"),
-        ("observation", spaces.Dict(a=NAMES), r": observation part 'a/0' has space Text\(1, 5\)"),
-        ("action", spaces.Text(3), r" has action space Text\(1, 3\)"),
-        ("action", MIXED, " has action space Tuple.*"),
-        ("action", spaces.Box(0, 9, (2,), np.int64), " has action space Box.*"),
+        ("observation", spaces.Text(3), r" has observation space Text\(1, 3,"),
+        ("observation", spaces.Dict(a=NAMES), r": observation part 'a/0' has space Text\(1, 5,"),
+        ("action", spaces.Text(3), r" has action space Text\(1, 3,"),
+        ("action", MIXED, " has action space Tuple"),
+        ("action", spaces.Box(0, 9, (2,), np.int64), " has action space Box"),
     ],
     ids=str,
 )
 def test_spaces_without_a_row_of_numbers_are_refused_by_name(kind, space, shown):
-    found = f"Scripted-v0{shown}, which is not supported: "
+    found = f"Scripted-v0{shown}.*, which is not supported: "
     with pytest.raises(ValueError, match=found):
         around(ScriptedEnv(**{f"{kind}_space": space}))
 
@@ -174,15 +173,6 @@ def test_actions_are_clipped_stretched_over_the_bounds_and_shifted(space, seen, 
     for action in actions:
         env.step(torch.tensor([action]))
     np.testing.assert_array_equal(inner.actions, received)
-
-
-def test_observations_of_any_shape_are_flattened():
-    class Image(ScriptedEnv):
-        def _obs(self):
-            return np.full((2, 3), 200, dtype=np.uint8)
-
-    env = around(Image(observation_space=spaces.Box(0, 255, (2, 3), np.uint8)))
-    assert env.reset(seed=[1])[0].tolist() == [[200.0] * 6]
 
 
 @pytest.mark.parametrize("actions", [torch.zeros(3, 1), torch.full((2, 1), float("nan"))])
@@ -215,42 +205,16 @@ def test_our_batch_of_cart_pole_goes_gymnasiums_way_to_the_last_bit():
 
 @pytest.mark.parametrize(
     "options",
-    [{"vectorization": "sync"}, {"env_restarts": 1}, {"env_kwargs": {"sutton_barto_reward": True}}],
+    [
+        {"vectorization": "sync"},
+        {"env_restarts": 1},
+        {"env_kwargs": {"sutton_barto_reward": True}},
+        {"env_id": "Recall-v0", "env_restarts": 1},
+    ],
 )
-def test_cart_pole_with_what_a_batch_lacks_is_stepped_one_by_one(options):
-    assert isinstance(make_vector_env("CartPole-v1", 2, **options).env, SyncVectorEnv)
-
-
-def test_native_cart_pole_is_used_only_when_forced_and_says_what_is_lost(caplog):
-    make_vector_env("CartPole-v1", 2)
-    assert not caplog.records
-    forced = make_vector_env("CartPole-v1", 2, vectorization="native")
-    assert type(forced.env).__module__.startswith("gymnasium.")
-    losses = [record.getMessage() for record in caplog.records]
-    assert "ignores the action" in losses[0] and "one generator" in losses[1]
-
-
-def test_the_action_that_a_native_batch_ignores_is_none_of_the_new_episode():
-    env = make_vector_env("CartPole-v1", 4, vectorization="native", previous_action=True)
-    assert not env.reset(seed=[1, 2, 3, 4])[0][:, 4:].any()
-    right = torch.ones(4, dtype=torch.int64)
-    ended, begun = torch.zeros(4, dtype=torch.bool), 0
-    for _ in range(60):
-        obs, _, terminated, truncated, info = env.step(right)
-        ignored, ended = ended, terminated | truncated
-        before = torch.tensor([0.0, 1.0]).expand(4, 2) * ~ignored[:, None]
-        assert torch.equal(info["final_obs"][:, 4:], before)
-        assert torch.equal(obs[:, 4:], before * ~ended[:, None])
-        begun += int(ignored.sum())
-    assert begun > 8
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, None])
-def test_autoreset_modes_other_than_same_step_are_refused(mode):
-    env = SyncVectorEnv([ScriptedEnv])
-    env.metadata["autoreset_mode"] = mode
-    with pytest.raises(ValueError, match="SAME_STEP is needed"):
-        TorchVectorEnv(env, env_id="Scripted-v0")
+def test_what_a_batch_lacks_is_stepped_one_by_one(options):
+    env = make_vector_env(**{"env_id": "CartPole-v1", "num_envs": 2, **options})
+    assert isinstance(env.env, SyncVectorEnv) and env.restarts == [0, 0]
 
 
 class UnmadeEnv(gymnasium.Env):
@@ -293,9 +257,7 @@ UNMADE = f"{__name__}:Unmade-v0"
             {"env_id": UNMADE, "env_kwargs": {"how": "stumble"}},
             r"KeyError: 'how' \(test_vector.py:",
         ),
-        ({"env_id": UNMADE, "env_kwargs": {"how": 1}}, r"TypeError: can only .* \(test_vector.py:"),
         ({"env_id": UNMADE}, f"{UNMADE} cannot be made: its action_space is None, not one of"),
-        ({"env_id": "Pendulum-v1", "vectorization": "native"}, "has no native vector environment"),
     ],
 )
 def test_what_cannot_be_made_is_one_clear_line(arguments, message, tmp_path, monkeypatch):

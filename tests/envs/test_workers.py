@@ -3,12 +3,12 @@
 import os
 import signal
 
+import psutil
 import pytest
 import torch
 from train_runs import lives, start, wait_until
 
 from envs import make_vector_env
-from envs.task import TaskConfig
 from envs.vector.faults import EnvironmentFaultError
 from envs.workers import choice
 from envs.workers.choice import choose_workers
@@ -274,16 +274,25 @@ def test_what_cannot_be_made_is_an_error_of_one_line():
     env.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"env_groups": 2}, "env_groups 2 does nothing .* add --env_workers N"),
-        ({"env_workers": 2, "vectorization": "native"}, "env_workers 2 .* leave one of them out"),
-    ],
-)
-def test_flags_that_do_not_fit_together_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TaskConfig(env="Recall-v0", **options)
+def test_a_halted_host_of_workers_delays_the_end_no_longer_than_a_step(caplog):
+    env = make(MISBEHAVING, 2, env_timeout=1.0)
+    before = pids(env)
+    host = psutil.Process(before[0]).parent()
+    host.suspend()
+    env.close()
+    assert not any(map(lives, [*before, host.pid]))
+    assert f"process {host.pid}) did not answer within 1 s" in caplog.text
+
+
+def test_the_end_of_a_thread_in_a_worker_is_a_warning_with_its_environments(caplog, capfd):
+    env = misbehaving(3, {5: "end a thread"})
+    env.reset(seed=SEEDS)
+    play(env, 4)
+    worker = pids(env)[1]
+    env.close()
+    line = caplog.messages[-1]
+    assert f"{worker} of {MISBEHAVING} (5..6): a thread ended: KeyboardInterrupt" in line
+    assert "misbehaving_envs.py:" in line and not capfd.readouterr().err
 
 
 def test_auto_takes_workers_for_slow_environments_and_says_why(monkeypatch):

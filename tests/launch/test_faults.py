@@ -169,19 +169,12 @@ def test_a_rank_that_makes_another_collective_call_is_found_at_once_by_all(ranks
 # ---- flags
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--env_timeout 3", "--env_timeout does nothing with StockTrading-v0"),
-        ("--env Recall-v0 --env_restarts 3", "env_restarts 3: Recall-v0 is a native vector"),
-    ],
-)
 def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(
-    flags, expected, tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert train_here(monkeypatch, *SMALL, *flags.split()) == 2
-    assert expected in only_error(capsys.readouterr().err)
+    assert train_here(monkeypatch, *SMALL, "--env_timeout", 3) == 2
+    assert "--env_timeout does nothing" in only_error(capsys.readouterr().err)
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
