@@ -28,7 +28,7 @@ from rl_dist.process_group.collectives import (
 )
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.watchdog import end_rank
-from rl_dist.process_group.world import close_world, end_at_signals, open_world, stop_flag
+from rl_dist.process_group.world import close_world, open_world, stop_flag
 from rl_dist.telemetry.metrics import setup_logging
 
 # while this is imported, before it is known what the rank will do
@@ -198,7 +198,7 @@ def note_pid(out_dir):
 def evaluate_forever(out_dir):
     """All is saved, and nothing handles stop signals any more."""
     world = open_world("cpu", timeout_s=30)
-    end_at_signals()
+    stop_flag.replace(signal.SIG_DFL)
     note_pid(out_dir)
     while True:
         all_reduce_max(0, world)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rl_dist.checkpoint.own_modules import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
@@ -76,7 +78,8 @@ class Watch:
         )
         self.world.set_phase(f"{kind} callback")
         try:
-            self.wants_end |= callback(moment) is False
+            answer = callback(moment)
+            self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
         except UserError:
             raise
         except FOREIGN_ERRORS as error:

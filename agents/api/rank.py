@@ -109,6 +109,7 @@ def run_rank(
         world.set_phase("closing of loggers")
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
+        training.env.close()
         if signum:
             if world.is_main_process:
                 say_stopped(signum, run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from rl_dist.hardware.plain_files import read_object
 from rl_dist.launch.launcher import launch
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.launch.training_process import as_flags
+from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
 from rl_dist.telemetry.metrics import close_logging
 
 
@@ -77,6 +79,9 @@ def train(
     Raises:
         UserError: the settings do not fit, or training failed; it gives the reason, also printed.
     """
+    # a new rank imports the script, which must not come here before the rank begins its work
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(SCRIPT_RAN_AGAIN)
     named = {"env": env, "num_gpus": num_ranks} | settings
     callbacks = {"iteration": on_iteration, "evaluation": on_evaluation}
     callbacks["checkpoint"] = on_checkpoint

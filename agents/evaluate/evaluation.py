@@ -21,8 +21,7 @@ from envs.task import GymTask
 from envs.vector.faults import Interruption
 from envs.vector.layout import Layout
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
-from rl_dist.process_group.process_ends import STOP_SIGNALS
-from rl_dist.process_group.world import World, end_at_signals, stop_flag
+from rl_dist.process_group.world import World, stop_flag
 from rl_dist.seeding import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # other tasks are evaluated without them
@@ -41,8 +40,7 @@ class Stopped(Interruption):
 
 
 def _stop(signum: int, frame: Any) -> None:
-    for other in STOP_SIGNALS:
-        signal.signal(other, signal.SIG_DFL)
+    stop_flag.replace(signal.SIG_DFL)
     stop_flag.signum = signum  # the launcher's check: it reached this host
     raise Stopped(signum)
 
@@ -53,19 +51,14 @@ def stoppable(world: World) -> Iterator[None]:
 
     They may wait for each other where Python sees no signal; their launcher says what happened.
     """
-    end_at_signals()
-    before = {}
-    for each in STOP_SIGNALS if world.size == 1 else ():
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            before[each] = signal.signal(each, _stop)
+    stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
     try:
         # one may have come before
         if signum := all_reduce_max(stop_flag.signum, world):
             raise Stopped(signum)
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        stop_flag.replace(signal.SIG_DFL)  # nothing is left to save
 
 
 class PolicyController:

@@ -22,6 +22,7 @@ from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
+    SCRIPT_RAN_AGAIN,
     STOP_SIGNALS,
     ReportPage,
     StopRelay,
@@ -178,9 +179,10 @@ class RankGroup:
         silent = [rank for rank in self.first_dead if rank not in reports]
         if silent and not (failed and failed[0].consequence == 0):
             process = self.processes[silent[0]]
-            end = how_it_ended(process.exitcode or 0)
-            words = f"rank {silent[0]} (process {process.pid}) {end}"
-            return RankReport(1, silent[0], failed=True, summary=words)
+            code = process.exitcode or 0
+            words = f"rank {silent[0]} (process {process.pid}) {how_it_ended(code)}"
+            again = code == SCRIPT_RAN_AGAIN
+            return RankReport(1 + again, silent[0], failed=True, summary=words, by_user=again)
         if failed:
             return failed[0]
         codes = (report.exit_code for _, report in sorted(reports.items()))

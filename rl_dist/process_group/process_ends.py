@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ SAME_KEYPRESS_S = 0.5
 EXIT_GRACE_S = 60.0
 FAILED_GRACE_S = 10.0
 PAGE_BYTES = 2**19
+SCRIPT_RAN_AGAIN = 79  # exit code of a new rank in which the user's script calls train() again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Looked up here: between fork and exec of a process with threads, loading a library can deadlock.
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
@@ -39,15 +41,22 @@ class StopRelay:
         self._previous: dict[int, Any] = {}  # handlers
 
     def install(self) -> None:
-        """Set the handlers and forget signals of before; main thread only."""
+        """Set the handlers (in the main thread only) and forget earlier signals."""
         self.signums.clear()
+        if threading.current_thread() is not threading.main_thread():
+            return
         for signum in STOP_SIGNALS:
             # nohup
             if not (signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN):
                 self._previous[signum] = signal.signal(signum, self._on_signal)
 
+    def replace(self, handler: Any) -> None:
+        """Handle stop signals in another way until `uninstall`."""
+        for signum in self._previous:
+            signal.signal(signum, handler)
+
     def uninstall(self) -> None:
-        """Restore the handlers of before."""
+        """Restore the handlers of before `install`."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
@@ -160,6 +169,8 @@ def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
 
 def how_it_ended(code: int) -> str:
     """Describe a death without a report; `code` may be minus a signal's number."""
+    if code == SCRIPT_RAN_AGAIN:
+        return 'imported the script, whose train() belongs below `if __name__ == "__main__":`'
     if code >= 0:
         return (
             f"ended with code {code} and without a report: "

@@ -409,13 +409,12 @@ class StopFlag(StopRelay):
         self._second_ends = True
 
     def install(self, *, second_ends: bool = True) -> None:
-        """Install the handlers (once, main thread only) and let blocked stop signals in.
+        """Install the handlers (once) and let blocked stop signals in.
 
         Under our launcher no second signal ends this process: the launcher does.
         """
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        if self._previous:
             return
-        self.signum = 0
         self.notice = ""
         self._second_ends = second_ends
         super().install()
@@ -431,14 +430,6 @@ class StopFlag(StopRelay):
         if self._second_ends and self.insists:
             os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")
             leave(128 + self.signum)
-
-
-def end_at_signals() -> None:
-    """Let SIGINT and SIGTERM end this process from here on: nothing is left to save."""
-    stop_flag.uninstall()
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)
 
 
 stop_flag = StopFlag()  # one per process, as signal handlers are
