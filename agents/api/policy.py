@@ -16,7 +16,7 @@ from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
 from agents.run.saved import LoadedAgent, load_agent
 from envs.vector.layout import Layout
-from envs.vector.spaces import MASK_KEY, ActionDecoder
+from envs.vector.spaces import MASK_KEY, ActionDecoder, flat_mask, mask_words
 from rl_dist.errors import UserError, one_line
 from rl_dist.seeding import PREDICTION_STREAM, stream_seeds
 
@@ -50,7 +50,7 @@ class LoadedPolicy:
         state: State | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = True,
-        action_masks: np.ndarray | None = None,
+        action_masks: Any = None,
         reward: np.ndarray | float = 0.0,
     ) -> tuple[Any, State]:
         """Return the action for an observation, or for a batch, and the state after.
@@ -63,12 +63,13 @@ class LoadedPolicy:
             episode_start: [B] bool, whose state is forgotten first; None: nobody's.
             deterministic: the most likely action; else drawn anew at every call, from numbers that
                 no training draws. That is white noise, whatever --noise_color the policy had.
-            action_masks: [B, choices], for a policy trained with --info_mask; None: all count as
-                allowed, with a warning at the first call.
+            action_masks: for a policy trained with --info_mask, as its environment's info has it
+                (an array, or a tuple of arrays), or one for each observation of a batch; None: all
+                count as allowed, with a warning at the first call.
             reward: [B] of the step before, for a policy trained with --previous_reward.
 
         Raises:
-            UserError: an observation, a state or masks that do not fit.
+            UserError: an argument that does not fit, or holds NaN or infinity.
         """
         rows, single = self._encoded(observation)  # [B, F]
         count = len(rows)
@@ -81,6 +82,8 @@ class LoadedPolicy:
             warnings.warn(text + "memory; pass what the call before returned", stacklevel=2)
         state = self._checked_state(state, count)
         before = state[2] * ~start[:, None]
+        if action_masks is not None:
+            action_masks = self._given_masks([action_masks] if single else action_masks, count)
         extras = self._extra_columns(count, action_masks, before, rewards)
         row = np.concatenate([rows, *extras], axis=1)
         actions, after_step = self._act(
@@ -98,6 +101,8 @@ class LoadedPolicy:
             batch = [observation] if single else observation
             batch = np.asarray(batch) if single and not _is_nested(observation) else batch
             rows = self._encode(batch, 1 if single else _batch_size(observation))
+            if self._own_mask:
+                self._decode.check_masks(rows[:, self._own_mask])
         except (LookupError, TypeError, ValueError) as error:
             why = (
                 f"it has no {error}"
@@ -108,10 +113,7 @@ class LoadedPolicy:
                 why = "it is a tuple: of what reset and step return, take the first"
             space = " ".join(str(self.observation_space).split())[:300]
             raise UserError(f"observation does not fit {space}: {why}") from None
-        if not np.isfinite(rows).all():
-            raise UserError("observation holds NaN or infinity")
-        self._check_masks(rows[:, self._own_mask])
-        return rows, single
+        return _finite("observation", rows), single
 
     def _check_shape(self, observation: Any) -> None:
         """Refuse what is neither one observation nor a batch; parts are checked later."""
@@ -134,25 +136,28 @@ class LoadedPolicy:
         wanted = [part.shape for part in zeros]
         found = [np.shape(part) for part in state] if isinstance(state, tuple | list) else []
         if found == wanted:
-            return tuple(np.asarray(part) for part in state)
-        if [shape[1:] for shape in found] == [shape[1:] for shape in wanted]:
-            raise UserError(
-                f"state is of {found[0][0]} environments and observation of {count}: pass None "
-                "where a batch begins"
-            )
+            return tuple(_finite("state", part) for part in state)
         raise UserError(
-            f"state is none of this policy, whose parts have shapes {wanted}, got {found}: pass "
-            "what the last predict of it returned, or None"
+            f"state does not fit {count} observation(s) of this policy: expected shapes {wanted}, "
+            f"got {found}; pass what the last predict returned, or None where a batch begins"
         )
 
-    def _check_masks(self, masks: np.ndarray) -> None:
-        """Refuse masks [B, choices] that allow nothing, or hold other numbers than 0 and 1."""
-        if masks.shape[1]:
-            if ((masks != 0) & (masks != 1)).any():
-                raise UserError("action_masks must hold 0 and 1 only")
-            ends = np.cumsum(self._decode.sizes)[:-1]
-            if not all(part.any(1).all() for part in np.split(masks, ends, axis=1)):
-                raise UserError("action_masks allows no action: each choice needs a 1")
+    def _given_masks(self, masks: Any, count: int) -> np.ndarray:
+        """Return one mask for each observation as [B, choices], in any form of training's."""
+        size = self._extras.get(MASK_KEY)
+        if not size:
+            raise UserError("action_masks: this policy was trained without --info_mask")
+        try:
+            given = np.array([flat_mask(mask) for mask in masks], np.float32)
+            if len(given) != count > 1:
+                raise ValueError(f"there are {len(given)} masks")
+            given = given.reshape(count, size)
+            self._decode.check_masks(given)
+        except (TypeError, ValueError) as error:
+            wanted = f"{count} mask(s) of {mask_words(self._decode.sizes.tolist())}"
+            why = one_line(error, named=False)
+            raise UserError(f"action_masks must be {wanted}: {why}") from None
+        return given
 
     def _extra_columns(
         self, count: int, masks: np.ndarray | None, action: np.ndarray, reward: np.ndarray
@@ -165,13 +170,7 @@ class LoadedPolicy:
                 text = "predict got no action_masks: all actions count as allowed, though this "
                 text += "policy was trained with --info_mask; pass action_masks=info['action_mask']"
                 warnings.warn(text, stacklevel=3)
-            given = np.ones((count, size)) if masks is None else np.asarray(masks)
-            if given.size != count * size:
-                raise UserError(f"action_masks has {given.size} numbers, not {count} x {size}")
-            columns[MASK_KEY] = given.reshape(count, size)
-            self._check_masks(columns[MASK_KEY])
-        elif masks is not None:
-            raise UserError("action_masks: this policy was trained without --info_mask")
+            columns[MASK_KEY] = np.ones((count, size)) if masks is None else masks
         columns["previous_reward"] = reward[:, None]
         return [columns[name].astype(np.float32) for name in self._extras]
 
@@ -229,7 +228,14 @@ def _for_each(count: int, name: str, given: Any) -> np.ndarray:
     numbers = np.asarray(given)
     if numbers.dtype.kind not in "biuf" or numbers.size not in (1, count):
         raise UserError(f"{name} must be {count} number(s), one per observation, got {given!r:.80}")
-    return np.broadcast_to(numbers.ravel(), count)
+    return np.broadcast_to(_finite(name, numbers).ravel(), count)
+
+
+def _finite(name: str, numbers: Any) -> np.ndarray:
+    """Return numbers as an array; refuse NaN and infinity."""
+    if not np.isfinite(numbers).all():
+        raise UserError(f"{name} holds NaN or infinity")
+    return np.asarray(numbers)
 
 
 def _is_nested(observation: Any) -> bool:

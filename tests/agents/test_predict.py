@@ -5,7 +5,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from test_export import agent_of
+from gymnasium import spaces
+from test_export import ALL, SIZED, VECTOR, agent_of
 
 from agents.api.policy import LoadedPolicy
 from agents.noise import action_noise
@@ -19,32 +20,30 @@ WRONG = {  # policy, observation, other arguments, the error
     "no key": ("images", {"camera": IMAGE["camera"], "speed": np.zeros(4)}, {}, "has no 'gear'"),
     "shape": ("clstm", np.zeros(3), {}, r"shape is \(3,\); one has \(4,\), a batch of N \(N, 4\)"),
     "empty": ("clstm", np.zeros((0, 4)), {}, r"shape is \(0, 4\); one has"),
-    "number": ("clstm", 3.0, {}, "does not fit Box"),
     "text": ("clstm", np.array(["a"] * 4), {}, "could not convert"),
-    "NaN": ("clstm", np.full(4, np.nan), {}, "NaN or infinity"),
+    "NaN": ("clstm", np.full(4, np.nan), {}, "observation holds NaN or infinity"),
+    "NaN reward": ("clstm", np.zeros(4), {"reward": np.nan}, "reward holds NaN or infinity"),
+    "NaN state": (
+        "clstm", np.zeros(4), {"state": (STATE * np.nan, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
+        "state holds NaN or infinity",
+    ),
     "image of floats": (
         "images", IMAGE | {"camera": np.zeros((2, 13, 12, 3))}, {}, "camera: .*float64 are not uin",
     ),
-    "choice of floats": ("images", IMAGE | {"gear": 1.5}, {}, "gear: numbers of type float64"),
     "choice outside": ("images", IMAGE | {"gear": 3}, {}, "gear: a value is outside"),
     "mask of nothing": (
         "several masked choices", MASKED | {"action_mask": np.array([0] * 4 + [1] * 3)}, {},
         "allows no action",
     ),
     "mask of halves": (
-        "several masked choices", MASKED | {"action_mask": np.full(7, 0.5)}, {}, "0 and 1 only",
+        "several masked choices", MASKED | {"action_mask": np.full(7, 0.5)}, {}, "another number",
     ),
-    "starts": ("clstm", np.zeros((2, 4)), {"episode_start": [True] * 3}, "episode_start must be 2"),
     "rewards": ("clstm", np.zeros((2, 4)), {"reward": [1.0] * 3}, "reward must be 2 number"),
     "other batch": (
         "clstm", np.zeros((2, 4)), {"state": (STATE, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
-        "state is of 1 environments and observation of 2",
+        "state does not fit 2 observation",
     ),
-    "other policy": (
-        "gru", np.zeros(4), {"state": (STATE, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
-        "state is none of this policy",
-    ),
-    "no state at all": ("gru", np.zeros(4), {"state": 7}, "state is none of this policy"),
+    "no state at all": ("gru", np.zeros(4), {"state": 7}, "state does not fit 1 observation"),
 }  # fmt: skip
 
 
@@ -70,6 +69,26 @@ def test_a_mask_of_info_that_allows_nothing_is_refused_and_none_is_warned_of(tmp
     assert [(one.filename, "pass action_masks=info" in str(one.message)) for one in said] == [
         (__file__, True)
     ]
+
+
+ALLOWED = [1, 0, 0], [0, 1]  # of both choices one action
+
+
+@pytest.mark.parametrize(
+    ("shape", "masks"),
+    [
+        ((4,), ALLOWED),
+        ((1, 4), [1, 0, 0, 0, 1]),
+        ((2, 4), [ALLOWED] * 2),
+        ((2, 4), np.array([[1, 0, 0, 0, 1]] * 2)),
+    ],
+)
+def test_masks_come_in_every_form_of_training(shape, masks, tmp_path, monkeypatch):
+    monkeypatch.setitem(ALL, "choices", (SIZED, VECTOR, spaces.MultiDiscrete([3, 2])))
+    policy = LoadedPolicy(agent_of("choices", tmp_path, (Part("action_mask", "mask", (5,)),)))
+    assert (policy.predict(np.zeros(shape), action_masks=masks)[0] == [0, 1]).all()
+    with pytest.raises(UserError, match="action_masks must be 3 mask"):
+        policy.predict(np.zeros((3, 4)), action_masks=masks)
 
 
 def test_a_policy_whose_observations_were_read_otherwise_is_refused(tmp_path):
