@@ -42,12 +42,6 @@ class DataConfig:
     data_digest: Text = recorded("")  # of the file as the run began
 
     def __post_init__(self) -> None:
-        if self.data_missing == "drop" and self.data == "simulated":
-            raise ValueError(
-                "data_missing drop has no effect on data simulated: leave it out or name a file"
-            )
-        if not self.data:
-            raise ValueError("data must be a file or 'simulated', got nothing: name one of them")
         given = [(name, self._checked_date(name)) for name in SPAN_DATES if getattr(self, name)]
         for (earlier, first), (later, second) in pairwise(given):
             same_span = earlier.split("_")[0] == later.split("_")[0]

@@ -77,7 +77,7 @@ def train_seeds(
         if done.exit_code:
             why = done.error or f"code {done.exit_code}"
             raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
-        metric, scores[seed] = score_of(read_object(own / SUMMARY, test=dict))
+        metric, scores[seed] = score_of(read_object(own / SUMMARY))
     intervals = score_intervals(np.array(list(scores.values()))[:, None])
     result = SeedsResult(folder, metric, scores, intervals)
     found = asdict(result) | {"run_dir": str(folder)}
@@ -87,7 +87,8 @@ def train_seeds(
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
     """Return the name and value of the figure that stands for a finished run."""
-    test = summary["test"]
-    if "policies" in test:
-        return "Sharpe ratio on the test span", float(test["policies"]["policy"]["sharpe"])
-    return "mean return without noise", float(test["return"])
+    span = next(name for name in ("test", "valid", "train") if name in summary)
+    if "policies" in summary[span]:
+        sharpe = summary[span]["policies"]["policy"]["sharpe"]
+        return f"Sharpe ratio on the {span} span", float(sharpe)
+    return "mean return without noise", float(summary[span]["return"])

@@ -40,9 +40,13 @@ class TrainedRun:
 
     @property
     def test(self) -> dict[str, Any]:
-        """Return the figures of the evaluation that ended the run; empty: it was stopped."""
+        """Return the figures of the evaluation that ended the run; empty: it was stopped.
+
+        Runs on real prices have none, as their test span stays closed: summary.json holds those of
+        the spans "train" and "valid".
+        """
         path = self.run_dir / SUMMARY
-        return read_object(path, test=dict)["test"] if path.exists() else {}
+        return read_object(path).get("test", {}) if path.exists() else {}
 
     @property
     def policy(self) -> LoadedPolicy:

@@ -1,32 +1,32 @@
-"""Evaluate a trained policy, trading ones on data that they never saw.
+"""Evaluate a trained policy; the test span of real prices only on demand.
 
-python -m agents.evaluate RUN_DIR_OR_CHECKPOINT [--data FILE --start DATE --end DATE] ...
+python -m agents.evaluate RUN_DIR_OR_CHECKPOINT [--open_test] ...
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import re
-import sys
-from collections.abc import Sequence
+import time
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from agents.evaluate.comparison import TAKEN_NAMES
 from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
-from agents.run.config import RunConfig
+from agents.run.config import data_digest
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
 from envs.trading_config import DataConfig
 from envs.vector.faults import EnvironmentFaultError
 from rl_dist.checkpoint.own_modules import check_module
-from rl_dist.errors import CommandParser, UserError, explained, explains_errors
-from rl_dist.hardware.plain_files import path_to_write
+from rl_dist.config import Text, configuration, parse_flags, setting
+from rl_dist.errors import UserError, explained, explains_errors
+from rl_dist.hardware.plain_files import path_to_write, plain_file, read_plain
 from rl_dist.launch.launcher import launch
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.watchdog import end_rank
@@ -36,85 +36,111 @@ if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.market_data import Span
     from envs.trading.task import TradingTask
 
-TRADING_ONLY = ("data", "start", "end", "num_worlds", "market_seed", "market_edge", "plot")
+option: Any = partial(setting, main=True)
+LOOKS = "test_looks.jsonl"  # in a run directory: every look at days that stay closed
 EPILOG = """examples:
   python -m agents.evaluate runs/my_run --which last
   python -m agents.evaluate runs/my_cartpole --episodes 200 --num_gpus 2
   python -m agents.evaluate runs/my_cartpole --video videos
   python -m agents.evaluate runs/my_run --compare runs/my_mlp --num_worlds 50
-  python -m agents.evaluate runs/my_run --data prices.csv --start 2016-01-04 --end 2020-07-07
+  python -m agents.evaluate runs/my_prices --open_test
 exit codes: 0 done, 1 failed, 2 bad usage, 130 and 143 stopped by Ctrl-C and SIGTERM"""
 
 
-def _asked_task(config: RunConfig, args: argparse.Namespace) -> tuple[TradingTask, Span, str]:
-    """The run's trading task with other worlds, data or days, as asked; the days; a warning."""
+@configuration
+class EvaluateConfig:
+    """What the command evaluates, on which days or episodes, and where it writes."""
+
+    which: Literal["auto", "best", "last"] = option("auto")
+    """Checkpoint of a run directory; auto: the last on real prices, else the best if there is
+    one."""
+    open_test: bool = option(False)
+    """Evaluate real prices on days that are closed: the test span, or --data of other days. Every
+    look is recorded in RUN_DIR/test_looks.jsonl."""
+    data: Text = option("", "FILE", derived="the run's data")
+    """CSV of daily bars, or 'simulated'."""
+    start: Text = option("", "YYYY-MM-DD", derived="the span's")
+    """First day."""
+    end: Text = option("", "YYYY-MM-DD", derived="the data's last")
+    """Last day."""
+    num_worlds: int = option(50, "markets", within=(1, 100_000))
+    """Simulated markets to evaluate on."""
+    market_seed: int = option(-1, derived="the run's")
+    """Seed of the simulated markets."""
+    market_edge: float = option(-1.0, "basis points", derived="the run's")
+    """Planted drift a day."""
+    env: Text = option("", "MODULE:ID")
+    """The run's module:id, to import it though config.json is not yours."""
+    core: Text = option("", "MODULE:CLASS")
+    """The run's own core, to import it likewise."""
+    episodes: int = option(0, within=(0, 10**7), derived="the run's")
+    """Episodes of other environments."""
+    seed: int = option(-1, derived="the run's")
+    """Another seed chooses other episodes."""
+    num_gpus: int = option(1, "ranks", within=(1, 1024))
+    """CPU ranks that share the work."""
+    plot: Text = option("", "FILE", derived="RUN_DIR/plots/evaluation.png")
+    """Picture of the equity curves."""
+    video: Text = option("", "DIR")
+    """Draw the first 3 episodes of another environment as GIFs into this folder."""
+    json: Text = option("", "FILE")
+    """Write all figures to this file."""
+
+
+def _days_of(task: TradingTask, asked: EvaluateConfig, elsewhere: bool) -> dict[str, Span]:
+    """Return the days to evaluate: spans of the run, or those asked for that can be traded."""
+    from agents.evaluate.markets import open_spans
     from envs.trading.features import first_tradable_day
     from envs.trading.market_data import Span
-    from envs.trading.task import prepare_task
 
-    # the run's own dates may not exist in other data, of which every day is unseen
-    own = config.data.data
-    elsewhere = Path(args.data or own).resolve() != Path(own).resolve()
-    data = DataConfig(data=args.data) if elsewhere else config.data
-    if data.data != "simulated":
-        worlds = ("num_worlds", "market_seed", "market_edge")
-        _refuse_useless(args, worlds, f"data {data.data}")
-    asked = {name: getattr(args, name) for name in ("market_seed", "market_edge")}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    task = prepare_task(data, replace(config.market, **given), config.trading)
-    if not (args.start or args.end or elsewhere):
-        return task, task.spans.test, ""
-
-    # the days asked for, as far as they can be traded
+    if not (asked.start or asked.end or elsewhere):
+        return {"test": task.spans.test} if asked.open_test else open_spans(task)
     sample = task.markets("test", 1)[0]
     dates, tradable = sample.dates, first_tradable_day(sample, task.trading)
-    first = args.start or str(dates[tradable if elsewhere else task.spans.test.first])
-    last = args.end or str(dates[-1])
-    days = np.flatnonzero((dates >= np.datetime64(first)) & (dates <= np.datetime64(last)))
+    first = asked.start or str(dates[tradable if elsewhere else task.spans.test.first])
+    last = asked.end or str(dates[-1])
+    limits = [np.datetime64(date.fromisoformat(day)) for day in (first, last)]
+    days = np.flatnonzero((dates >= limits[0]) & (dates <= limits[1]))
     days = days[days >= tradable]
     if len(days) < 2:
         raise UserError(
             f"--start {first} --end {last} holds fewer than 2 tradable days: the data has "
             f"{dates[tradable]} to {dates[-1]}"
         )
-    chosen_on = task.spans.valid or task.spans.train
-    warning = "WARNING: the policy was trained or chosen on some of these days: no held-out result"
-    is_seen = task.real is not None and not elsewhere and days[0] <= chosen_on.last
-    return task, Span(int(days[0]), int(days[-1])), f"{warning}\n" if is_seen else ""
-
-
-def _refuse_useless(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
-    for name in names:
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name} does nothing with {what}: leave it out")
+    span = Span(int(days[0]), int(days[-1]))
+    is_closed = task.real is not None and (elsewhere or span.last >= task.spans.test.first)
+    if is_closed and not asked.open_test:
+        raise UserError(
+            f"{dates[span.first]} to {dates[span.last]} holds days that stay closed until all "
+            "choices are made: add --open_test, which records the look"
+        )
+    return {"days": span}
 
 
 def _evaluate(
-    agents: dict[str, LoadedAgent], args: argparse.Namespace, world: World
+    agents: dict[str, LoadedAgent], asked: EvaluateConfig, world: World
 ) -> tuple[dict, str]:
     """Evaluate all agents on the task of the first; a summary and its text."""
     first = agents["policy"]
     own = first.config.task
     if own.is_trading:
-        _refuse_useless(args, ("episodes", "seed", "env", "video"), own.env)
-        return _evaluate_trading(agents, args, world)
+        return _evaluate_trading(agents, asked, world)
 
     # episodes of a Gymnasium task
-    _refuse_useless(args, TRADING_ONLY, own.env)
-    if args.env not in (None, own.env):
-        raise UserError(f"--env {args.env} differs from the run's, {own.env}: leave it out")
-    check_module(own.env, own.env_kwargs, first.run_dir, args.env or "")
-    asked = replace(own, eval_episodes=args.episodes or own.eval_episodes)
+    if asked.env not in ("", own.env):
+        raise UserError(f"--env {asked.env} differs from the run's, {own.env}: leave it out")
+    check_module(own.env, own.env_kwargs, first.run_dir, asked.env)
+    task_config = replace(own, eval_episodes=asked.episodes or own.eval_episodes)
     train = first.config.train
-    if args.seed is not None:
-        train = replace(train, seed=args.seed)
-    config = replace(first.config, task=asked, train=train)
-    task = GymTask(asked, end_rank, world.heartbeat)
+    if asked.seed >= 0:
+        train = replace(train, seed=asked.seed)
+    config = replace(first.config, task=task_config, train=train)
+    task = GymTask(task_config, end_rank, world.heartbeat)
     films = ""
-    if args.video:  # first: not every environment draws itself
+    if asked.video:  # first: not every environment draws itself
         from agents.evaluate.video import film
 
-        films = f"\n{film(first, task, args.video, train.seed, world)}"
+        films = f"\n{film(first, task, Path(asked.video), train.seed, world)}"
     found = {
         name: episode_figures(task, config, agent.policy, agent.normalizer, world, sampled=True)
         for name, agent in agents.items()
@@ -124,54 +150,76 @@ def _evaluate(
 
 
 def _evaluate_trading(
-    agents: dict[str, LoadedAgent], args: argparse.Namespace, world: World
+    agents: dict[str, LoadedAgent], asked: EvaluateConfig, world: World
 ) -> tuple[dict, str]:
+    from agents.evaluate.markets import report
+    from envs.trading.task import prepare_task
+
     first = agents["policy"]
-    plot = Path(args.plot or path_to_write(first.run_dir, "plots/evaluation.png"))
-    task, span, warning = _asked_task(first.config, args)
-    markets = task.markets("test", args.num_worlds or 50)
+    run_dir, config = first.run_dir, first.config
+    plot = Path(asked.plot or path_to_write(run_dir, "plots/evaluation.png"))
+    # the run's own dates may not exist in other data
+    data = config.data
+    elsewhere = Path(asked.data or data.data).resolve() != Path(data.data).resolve()
+    if elsewhere:
+        data = DataConfig(data=asked.data)
+    given = {"market_seed": asked.market_seed, "market_edge": asked.market_edge}
+    market = replace(config.market, **{name: v for name, v in given.items() if v >= 0})  # type: ignore[arg-type]
+    task = prepare_task(data, market, config.trading)
+    spans = _days_of(task, asked, elsewhere)
+    markets = task.markets("test", asked.num_worlds)
     if (num_stocks := len(markets[0].tickers)) != first.policy.num_actions:
         raise UserError(
             f"the policy trades {first.policy.num_actions} stocks and the data has {num_stocks}: "
             "a policy can only be evaluated on as many stocks as it was trained with"
         )
-    dates = markets[0].dates
     if world.is_main_process:
-        print(f"{warning}{task.describe()}")
-        print(f"evaluated from {dates[span.first]} to {dates[span.last]}\n")
-    plot = plot if plot.suffix else plot.with_suffix(".png")
+        print(f"{task.describe()}\n")
     pairs = {name: (agent.policy, agent.normalizer) for name, agent in agents.items()}
-    from agents.evaluate.markets import report
-
-    summary, text = report(task, markets, span, pairs, world, plot)
-    return summary, f"{text}\n\nequity curves: {plot}"
-
-
-def _load_agents(args: argparse.Namespace) -> dict[str, LoadedAgent]:
-    """Load the policies, which must all be able to act in the first one's environment."""
-    agents = {"policy": load_agent(args.path, which=args.which, core=args.core)}
-    for path in args.compare:
-        name = Path(path).resolve().name
-        taken = name in agents or name in TAKEN_NAMES or Path(path).is_file()
-        agents[path if taken else name] = load_agent(path, which=args.which, core=args.core)
-    shapes = {name: tuple(agent.policy.shapes().values()) for name, agent in agents.items()}
-    wanted = shapes["policy"]
-    for name, found in shapes.items():
-        if found != wanted:
-            raise UserError(
-                f"{name} cannot be compared: it maps {found[0]} observations to {found[1]} "
-                f"actions, the policy {wanted[0]} to {wanted[1]}; compare runs of one environment "
-                "and --observation"
-            )
-    return agents
+    results, text = report(task, markets, spans, pairs, world, run_dir, plot)
+    if not (task.real and asked.open_test and world.is_main_process):
+        return results, text
+    (result,) = results.values()
+    for name, agent in agents.items():
+        sharpe = result["policies"][name]["sharpe"]
+        record_look(agent, data_digest(data), result["days"], sharpe)
+    looks = len(read_plain(run_dir / LOOKS).splitlines())
+    return results, f"{text}\nlook number {looks} of this run at closed days: {run_dir / LOOKS}"
 
 
-def _rank_main(args: argparse.Namespace) -> int:
+def record_look(agent: LoadedAgent, data: str, days: list[str], sharpe: float) -> None:
+    """Append one line to the looks of an agent's run at days that stay closed."""
+    saved = json.dumps(agent.config.to_dict(), sort_keys=True).encode()
+    look = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "data_digest": data,
+        "span": days,
+        "config_digest": hashlib.sha256(saved).hexdigest()[:16],
+        "iteration": agent.iteration,
+        "sharpe": sharpe,
+    }
+    path = path_to_write(agent.run_dir, LOOKS)
+    with open(path, "a", encoding="utf-8", opener=plain_file) as file:
+        file.write(json.dumps(look) + "\n")
+
+
+def _rank_main(path: str, others: list[str], asked: EvaluateConfig) -> int:
     """Evaluate on this rank; the main process prints."""
     world = open_world("cpu")
+    which: Any = asked.which.replace("auto", "")
+    load = partial(load_agent, which=which, core=asked.core)
     try:
         with stoppable(world):
-            _load_and_evaluate(args, world)
+            first = load(path)
+            agents = {"policy": first} | {other: load(other) for other in others}
+            if world.is_main_process:
+                print(f"{first.path}, iteration {first.iteration}{first.chosen_by}")
+            figures, text = _evaluate(agents, asked, world)
+            if world.is_main_process:
+                print(text, flush=True)
+                if asked.json:
+                    text = json.dumps(figures, indent=2) + "\n"
+                    Path(asked.json).write_text(text, encoding="utf-8")
     except Stopped as stopped:
         (signum,) = stopped.args
         if world.is_main_process:
@@ -185,86 +233,25 @@ def _rank_main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_and_evaluate(args: argparse.Namespace, world: World) -> None:
-    agents = _load_agents(args)
-    if world.is_main_process:
-        first = agents["policy"]
-        others = "; --which last takes the newest" if first.chosen_by else ""
-        print(f"{first.path}, iteration {first.iteration}{first.chosen_by}{others}")
-    summary, text = _evaluate(agents, args, world)
-    if world.is_main_process:
-        print(text, flush=True)
-        if args.json:
-            Path(args.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
-def positive(text: str) -> int:
-    """Parse a number of at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def day(text: str) -> str:
-    """Parse a date YYYY-MM-DD."""
-    return date.fromisoformat(text).isoformat()
-
-
-def new_file(text: str) -> str:
-    """Refuse what could not be written after all the work."""
-    if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
-    return text
-
-
-def new_folder(text: str) -> Path:
-    """Refuse a file where a folder belongs."""
-    if Path(text).exists() and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file, and must be a folder")
-    return Path(text)
-
-
-# name: (type, placeholder, help)
-OPTIONS: dict[str, tuple[Any, str, str]] = {
-    "data": (str, "FILE", "CSV of daily bars, or 'simulated' (default: the run's data)"),
-    "start": (day, "DATE", "first day, YYYY-MM-DD (default: the run's test span)"),
-    "end": (day, "DATE", "last day, YYYY-MM-DD (default: the data's last)"),
-    "num_worlds": (positive, "N", "simulated worlds to evaluate on (default: 50)"),
-    "market_seed": (int, "N", "seed of the simulated worlds (default: the run's)"),
-    "market_edge": (float, "BPS", "planted drift, bps per day (default: the run's)"),
-    "env": (str, "MODULE:ID", "the run's module:id, to import it though config.json is not yours"),
-    "core": (str, "MODULE:CLASS", "the run's own core, to import it likewise"),
-    "episodes": (positive, "N", "episodes of other environments (default: the run's)"),
-    "seed": (int, "N", "another seed chooses other episodes (default: the run's)"),
-    "num_gpus": (positive, "N", "CPU ranks that share the work (default: 1)"),
-    "plot": (new_file, "FILE", "equity picture (default: RUN_DIR/plots/evaluation.png)"),
-    "video": (new_folder, "DIR", "draw the first 3 episodes of another environment as GIFs"),
-    "json": (new_file, "FILE", "write all figures to this file"),
-}
-
-
-def parse_args() -> argparse.Namespace:
-    """Parse the command line; dashes and underscores both work."""
-    parser = CommandParser(
-        prog="python -m agents.evaluate",
-        description="Evaluate a trained policy: on trading data it never saw, beside equal weight "
-        "at equal costs; of another task over whole episodes, without noise and with it.",
-        epilog=EPILOG,
-    )
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the words that no section of flags holds."""
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
-    which = "checkpoint of a run directory (default: the best one where there is one)"
-    parser.add_argument("--which", choices=("best", "last"), default="", help=which)
     more = "more policies for the table"
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=more)
-    for name, (kind, metavar, text) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    flag = re.compile("(?<=^--)[^=]+")
-    words = [flag.sub(lambda name: name.group().replace("-", "_"), word) for word in sys.argv[1:]]
-    return parser.parse_args(words)
 
 
 @explains_errors
 def main() -> int:
     """Entry of the command."""
-    args = parse_args()
-    return launch(_rank_main, (args,), args.num_gpus or 1, copies=True)
+    parsed = parse_flags(
+        {"evaluation": EvaluateConfig},
+        prog="python -m agents.evaluate RUN_DIR_OR_CHECKPOINT",
+        description="Evaluate a trained policy: on markets beside equal weight at equal costs, on "
+        "real prices without the test span unless it is opened; of another task over whole "
+        "episodes, without noise and with it.",
+        epilog=EPILOG,
+        extra=add_paths,
+    )
+    asked = parsed.configs["evaluation"]
+    words = parsed.extra.path, parsed.extra.compare, asked
+    return launch(_rank_main, words, asked.num_gpus, copies=True)

@@ -6,23 +6,38 @@ from typing import Any
 
 import numpy as np
 
-from agents.evaluate.statistics import Record, bootstrap_interval, mean_interval, performance
+from agents.evaluate.statistics import (
+    MIN_ANNUAL_DAYS,
+    Record,
+    bootstrap_interval,
+    mean_interval,
+    performance,
+)
 
 EQUAL_WEIGHT = "equal weight"  # bought at once: the baseline of every comparison
-LIMITED = "equal weight, order limit"
-ZEROED = "policy, state zeroed"
-TAKEN_NAMES = (EQUAL_WEIGHT, LIMITED, "reference", "memoryless rule", ZEROED)
+ZEROED = "ablation: policy, state zeroed"
+WIDTH = 34  # of the column of names
 COLUMNS = {  # column head: (statistic, format, factor)
+    "gap closed %": ("gap_closed", "{:.0f}", 100),
+    "Sharpe": ("sharpe", "{:.2f}", 1),
     "return %": ("cumulative_return", "{:.1f}", 100),
     "annual %": ("annual_return", "{:.1f}", 100),
     "vol %": ("annual_volatility", "{:.1f}", 100),
-    "Sharpe": ("sharpe", "{:.2f}", 1),
     "Sortino": ("sortino", "{:.2f}", 1),
     "max DD %": ("max_drawdown", "{:.1f}", 100),
     "turnover": ("turnover", "{:.1f}", 1),
     "trades": ("num_trades", "{:.0f}", 1),
     "fees $": ("fees_usd", "{:.0f}", 1),
     "exposure %": ("exposure", "{:.0f}", 100),
+}
+# the memory benchmark's returns are planted: they are no results in percent and dollars
+OF_REAL_PRICES = tuple(COLUMNS)[1:]
+OF_THE_BENCHMARK = ("gap closed %", "Sharpe", "max DD %", "turnover", "exposure %")
+HEADINGS = {
+    "train": "training span, in sample: the policy has learned from these days",
+    "valid": "validation span: choose on these days",
+    "test": "test span",
+    "days": "days asked for: held out only if the policy was neither trained nor chosen on them",
 }
 
 
@@ -49,31 +64,48 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap = policies["reference"]["sharpe"] - sharpe
         is_gap = policies["reference"]["against_equal_weight"]["sharpe"][1] > 0.1
-        for name, entry in policies.items():
-            closed = (entry["sharpe"] - sharpe) / gap if is_gap else None
-            entry["gap_closed"] = None if name == EQUAL_WEIGHT else closed
-    days = [str(dates[0]), str(dates[-1])]
-    return {"markets": len(base_record.values), "policies": policies, "days": days}
+        for entry in policies.values():
+            entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if is_gap else None
+    return {
+        "markets": len(base_record.values),
+        "days": [str(dates[0]), str(dates[-1])],
+        "num_days": len(dates) - 1,  # with a return
+        "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
+        "policies": policies,
+    }
 
 
-def text_table(summary: dict[str, Any]) -> str:
-    """The summary as a table for a terminal."""
-    width = max(len(name) for name in summary["policies"]) + 2
-    lines = [" " * width + "".join(f"{head:>11}" for head in COLUMNS)]
-    for name, entry in summary["policies"].items():
-        cells = (form.format(entry[key] * factor) for key, form, factor in COLUMNS.values())
-        lines.append(f"{name:<{width}}" + "".join(f"{cell:>11}" for cell in cells))
-    many = summary["markets"] > 1
-    how = f"mean over {summary['markets']} markets" if many else "block bootstrap of days"
-    lines.append(f"\nagainst equal weight bought at once ({how}, 95 % interval):")
-    for name, entry in summary["policies"].items():
-        if "against_equal_weight" not in entry:
-            continue
-        sharpe = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*entry["against_equal_weight"]["sharpe"])
-        annual = entry["against_equal_weight"]["annual_return"]
-        line = f"{name:<{width}}Sharpe {sharpe}   annual return "
-        line += "{:+.1%} [{:+.1%}, {:+.1%}]".format(*annual)
-        if entry.get("gap_closed") is not None:
-            line += f"   closes {entry['gap_closed']:.0%} of the gap to the reference"
-        lines.append(line)
-    return "\n".join(lines)
+def text_table(summaries: dict[str, dict[str, Any]], *, simulated: bool) -> str:
+    """Return the summaries of spans as one table, with ablations below it."""
+    columns = {name: COLUMNS[name] for name in (OF_THE_BENCHMARK if simulated else OF_REAL_PRICES)}
+    lines = [f"{'':{WIDTH}}" + "".join(f"{head:>13}" for head in columns)]
+    below = []
+    for span, summary in summaries.items():
+        heading, num_days = HEADINGS[span], summary["num_days"]
+        how = "blocks of days resampled"
+        if summary["markets"] > 1:
+            how = f"mean over {summary['markets']} markets"
+        if simulated:
+            heading = f"memory benchmark, {summary['markets']} SIMULATED markets never trained on"
+        lines.append(f"{heading} ({' to '.join(summary['days'])}, {num_days} days)")
+        below.append(f"\n{span}, against equal weight bought at once ({how}, 95 % interval):")
+        for name, entry in summary["policies"].items():
+            cells = (_cell(entry.get(key), form, factor) for key, form, factor in columns.values())
+            lines.append(f"  {name:<{WIDTH - 2}}" + "".join(f"{cell:>13}" for cell in cells))
+        for name, entry in (summary["policies"] | summary["ablation"]).items():
+            if against := entry.get("against_equal_weight"):
+                text = "Sharpe {:+.2f} [{:+.2f}, {:+.2f}]".format(*against["sharpe"])
+                if simulated:
+                    text += f"   gap closed: {_cell(entry.get('gap_closed'), '{:.0%}', 1)}"
+                else:
+                    interval = "{:+.1%} [{:+.1%}, {:+.1%}]".format(*against["annual_return"])
+                    text += f"   annual return {interval}"
+                below.append(f"  {name:<{WIDTH - 2}}{text}")
+        if num_days < MIN_ANNUAL_DAYS:
+            few = f"  fewer than {MIN_ANNUAL_DAYS} days: nothing is annualised"
+            below.append(f"{few}, all figures are those of the {num_days} days")
+    return "\n".join(lines + below)
+
+
+def _cell(value: float | None, form: str, factor: float) -> str:
+    return "-" if value is None else form.format(value * factor)

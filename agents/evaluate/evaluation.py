@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +26,9 @@ from rl_dist.seeding import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 if TYPE_CHECKING:  # other tasks are evaluated without them
     from agents.run.config import RunConfig
 
-logger = logging.getLogger(__name__)
 # (env, obs [B,F], episode_start [B]) -> actions
-Controller = Callable[[VectorEnv, Tensor, Tensor], Tensor]
+Controller = Callable[[Any, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
-LONG_EPISODE = 5_000  # steps without any end that deserve a word
 NOISE_BLOCK = 64  # steps whose noise is drawn together
 
 
@@ -146,15 +143,9 @@ def evaluate_episodes(
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
         length = total.clone()
         seen = restarts = _restarts_of(env).to(obs.device)
-        for step in range(MAX_EPISODE_STEPS):
+        for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
-            if step == LONG_EPISODE and alive.all():
-                logger.warning(
-                    "evaluation: no episode has ended after %d steps, and each is cut after %d: "
-                    "give the environment a time limit, max_episode_steps of gymnasium.register",
-                    *(LONG_EPISODE, MAX_EPISODE_STEPS),
-                )
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
             world.heartbeat()
             before, seen = seen, _restarts_of(env).to(obs.device)

@@ -53,17 +53,19 @@ def evaluate_and_finish(
 def evaluate_run(
     config: RunConfig, task: TradingTask | GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate on the test span, once, or in whole episodes; the summary's figures and a text."""
+    """Evaluate on markets or in whole episodes; the summary's figures and a text.
+
+    The test span of real prices stays closed.
+    """
     if isinstance(task, GymTask):
         return evaluate_last_and_best(config, task, training, run_dir)
-    agent = training.policy, training.obs_normalizer
+    agents = {"policy": (training.policy, training.obs_normalizer)}
     markets, picture = task.markets("test"), path_to_write(run_dir, "plots/equity.png")
-    from agents.evaluate.markets import report
+    from agents.evaluate.markets import open_spans, report
 
-    figures, text = report(
-        task, markets, task.spans.test, {"policy": agent}, training.world, picture
-    )
-    return {"test": figures}, text
+    spans = open_spans(task)
+    figures, text = report(task, markets, spans, agents, training.world, run_dir, picture)
+    return figures, f"last checkpoint, iteration {training.iteration}\n\n{text}"
 
 
 def evaluate_last_and_best(

@@ -8,20 +8,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from agents.evaluate.comparison import EQUAL_WEIGHT, LIMITED, ZEROED, summarize, text_table
+from agents.evaluate.comparison import EQUAL_WEIGHT, ZEROED, summarize, text_table
+from agents.evaluate.daily import write_daily
 from agents.evaluate.evaluation import Controller, PolicyController, shard
 from agents.evaluate.statistics import Record, performance
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
-from envs.trading.baselines import EqualWeight, MemorylessRule, ReferencePolicy
+from envs.trading.baselines import MemorylessRule, ReferencePolicy, buy_equal_weight
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
+from rl_dist.hardware.plain_files import path_to_write
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as in Record
+RULES = (
+    "risk-free rate 0, no interest on cash; turnover: purchases plus sales (two-sided) a year, by "
+    "the mean value"
+)
+FILLS = {"next_open": "the next day's open", "close": "the close just seen"}
+NO_VALIDATION = (
+    "\nThere is no validation span: all figures are of days that the policy has learned. Give "
+    "--test_start alone, and a fifth of the days before it validates; or --valid_start."
+)
+CLOSED = (
+    "\nThe test span stays closed until all choices are made. To open it:\n"
+    "  python -m agents.evaluate {} --open_test"
+)
+
+
+class DiaryController(PolicyController):
+    """A policy whose record holds the weights and trades of every stock."""
 
 
 def run_markets(
@@ -31,16 +49,21 @@ def run_markets(
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
-    values, accounts = [env.portfolio_value], []
+    values, accounts, stocks = [env.portfolio_value], [], []
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(controller(env, obs, start))
         on_step()
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         accounts.append(torch.stack([info[name] * alive for name in ACCOUNTS]))
+        if isinstance(controller, DiaryController):
+            both = torch.cat([info["weights"], info["trades_usd"]], dim=1)
+            stocks.append(both * alive[:, None])
         start = terminated | truncated
         alive = alive & ~start
-    columns = torch.stack(accounts, dim=2).cpu().numpy()  # [4, M, D]
-    return Record(torch.stack(values, dim=1).cpu().numpy(), *columns)
+    columns = [torch.stack(values, dim=1), *torch.stack(accounts, dim=2)]  # each [M, D]
+    if stocks:
+        columns.append(torch.stack(stocks, dim=1))  # [M, D, 2n]
+    return Record(*(column.cpu().numpy() for column in columns))
 
 
 def evaluate_markets(
@@ -71,72 +94,76 @@ def run(
     span: Span,
     controllers: dict[str, Controller],
     world: World,
-    **options: Any,  # of `evaluation_env`
+    held: bool = False,
 ) -> dict[str, Record]:
     """Run controllers over markets and days; ranks share the work."""
 
     def make_env(own: Sequence[Market]) -> Any:
-        return task.evaluation_env(own, span, device=world.device, **options)
+        return task.evaluation_env(own, span, device=world.device, held=held)
 
     return evaluate_markets(markets, make_env, controllers, world)
-
-
-def rule(look: Callable[[Any], Tensor]) -> Controller:
-    """A controller that looks at the environment alone."""
-    return lambda env, obs, episode_start: look(env)
 
 
 def equal_weight(
     task: TradingTask, markets: Sequence[Market], span: Span, world: World
 ) -> dict[str, Record]:
     """Equal weight, bought at once and held."""
-    controllers = {EQUAL_WEIGHT: rule(EqualWeight())}
-    return run(task, markets, span, controllers, world, max_order=1.0, held=True)
+    return run(task, markets, span, {EQUAL_WEIGHT: buy_equal_weight}, world, held=True)
 
 
-def compare(
-    task: TradingTask,
-    markets: Sequence[Market],
-    span: Span,
-    policies: dict[str, Controller],
-    world: World,
-) -> dict[str, Record]:
-    """Run policies and rules over the same markets and days; ranks share the work."""
-    # policies and rules that trade every day, as in training
-    daily = dict(policies)
-    if task.real is None and task.trading.order_unit == "value":
-        daily["reference"] = rule(ReferencePolicy(task.simulated))
-        daily["memoryless rule"] = rule(MemorylessRule())
-    records = run(task, markets, span, daily, world)
-    held = equal_weight(task, markets, span, world)
-    limited = {LIMITED: rule(EqualWeight())}
-    held |= run(task, markets, span, limited, world, held=True)
-    return {name: records[name] for name in policies} | held | records
+def open_spans(task: TradingTask) -> dict[str, Span]:
+    """Return the spans that are open: on real prices all but the test span."""
+    if task.real is None:
+        return {"test": task.spans.test}
+    return {name: span for name, span in vars(task.spans).items() if span and name != "test"}
 
 
 def report(
     task: TradingTask,
     markets: Sequence[Market],
-    span: Span,
+    spans: dict[str, Span],
     agents: dict[str, tuple[Policy, Normalizer]],
     world: World,
+    run_dir: Path,
     picture: Path,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents, draw their equity curves, and return the summary and its table.
+    """Compare agents on some spans; return a summary of each and a table of all.
 
-    A cascade called "policy" is shown without its memory, too.
+    Writes the daily figures of every span, and the equity curves of the last one. A cascade called
+    "policy" is run without its memory, too.
     """
-    policies: dict[str, Controller] = {n: PolicyController(*agent) for n, agent in agents.items()}
-    if agents["policy"][0].config.policy == "clstm":
-        policies[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
-    records = compare(task, markets, span, policies, world)
-    dates = markets[0].dates[span.first : span.last + 1]
-    if world.is_main_process:
-        from agents.evaluate.plots import plot_equity  # matplotlib: half a second
+    summaries: dict[str, Any] = {}
+    paths = [path_to_write(run_dir, f"evaluation/{name}.csv") for name in spans]
+    for path, (name, span) in zip(paths, spans.items(), strict=True):
+        # policies and rules that trade every day, as in training
+        daily: dict[str, Controller] = {n: DiaryController(*agent) for n, agent in agents.items()}
+        if agents["policy"][0].config.policy == "clstm":
+            daily[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
+        if task.real is None and task.trading.order_unit == "value":
+            daily["reference"] = ReferencePolicy(task.simulated)
+            daily["memoryless rule"] = MemorylessRule()
+        records = run(task, markets, span, daily, world)
+        records |= equal_weight(task, markets, span, world)
+        dates = markets[0].dates[span.first : span.last + 1]
+        summaries[name] = summarize(records, dates)
+        records.pop(ZEROED, None)  # an ablation, and no strategy
+        if world.is_main_process:
+            from agents.evaluate.plots import plot_equity  # matplotlib: half a second
 
-        plot_equity(records, dates, picture, simulated=task.real is None)
-    summary = summarize(records, dates)
-    return summary, text_table(summary)
+            names = [market.name for market in markets]
+            write_daily(path, records, names, markets[0].tickers, dates)
+            plot_equity(records, dates, picture, span=name, simulated=task.real is None)
+    text = (
+        f"{text_table(summaries, simulated=task.real is None)}\n\n{RULES}; costs: "
+        f"{task.trading.fee_bps:g} bps of every purchase and sale; fills: whole shares at "
+        f"{FILLS[task.trading.execution]}\n"
+        f"daily returns, weights and trades: {', '.join(map(str, paths))}"
+        f"\nequity curves: {picture}"
+    )
+    if task.real and spans == open_spans(task):
+        text += "" if task.spans.valid else NO_VALIDATION
+        text += CLOSED.format(run_dir)
+    return summaries, text
 
 
 def market_validation(

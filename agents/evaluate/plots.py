@@ -15,7 +15,7 @@ import numpy as np
 from agents.evaluate.statistics import Record
 from rl_dist.hardware.plain_files import read_plain
 
-COLORS = {"policy": "#1f5fbf", "policy, state zeroed": "#8fb3e6", "equal weight": "#555555"}
+COLORS = {"policy": "#1f5fbf", "equal weight": "#555555"}
 ORANGE = "#d2691e"
 
 
@@ -58,7 +58,7 @@ def _points(records: list[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def plot_equity(
-    records: dict[str, Record], dates: np.ndarray, path: Path, *, simulated: bool
+    records: dict[str, Record], dates: np.ndarray, path: Path, *, span: str, simulated: bool
 ) -> None:
     """Draw portfolio values; of several markets the median and a middle half."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -70,7 +70,7 @@ def plot_equity(
             axis.fill_between(dates, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
     several = len(records["policy"].values) > 1
     what = "SIMULATED markets never trained on" if simulated else "real prices"
-    axis.set_title(f"Test span {dates[0]} to {dates[-1]}, {what}")
+    axis.set_title(f"{span}: {dates[0]} to {dates[-1]}, {what}")
     axis.set_ylabel("value / initial cash" + (", median over markets" if several else ""))
     axis.axhline(1.0, color="black", linewidth=0.5)
     axis.legend(loc="upper left", frameon=False)

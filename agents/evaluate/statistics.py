@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 TRADING_DAYS = 252  # per year
+MIN_ANNUAL_DAYS = 60  # fewer days say nothing about a year
 BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility's short memory
 RESAMPLES = 2000
 
@@ -20,6 +21,9 @@ class Record:
     fees_usd: np.ndarray  # [M, D]
     num_trades: np.ndarray  # [M, D]
     exposure: np.ndarray  # [M, D] share of the value held in stocks
+    # [M, D, 2n], empty if not kept: of each stock the share of the value after the day, then of
+    # each stock the USD for which it was bought, negative where sold
+    stocks: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     @property
     def returns(self) -> np.ndarray:
@@ -27,9 +31,15 @@ class Record:
         return self.values[:, 1:] / self.values[:, :-1] - 1.0
 
 
+def period_days(num_days: int) -> int:
+    """Return the days that figures are scaled to: a year, or a short span itself."""
+    return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
+
+
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
-    """Annualised Sharpe ratio (risk-free rate 0) along the last axis; 0 without risk."""
-    return _ratio(returns.mean(-1) * np.sqrt(TRADING_DAYS), _deviation(returns))
+    """Return the Sharpe ratio of a period (risk-free rate 0); 0 without risk."""
+    days = period_days(returns.shape[-1])
+    return _ratio(returns.mean(-1) * np.sqrt(days), _deviation(returns))
 
 
 def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
@@ -42,26 +52,31 @@ def _deviation(returns: np.ndarray) -> np.ndarray:
 
 
 def annual_growth(returns: np.ndarray) -> np.ndarray:
-    """Compound return per year of daily returns along the last axis."""
+    """Compound return per period of daily returns along the last axis."""
     growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
-    return growth ** (TRADING_DAYS / returns.shape[-1]) - 1.0
+    num_days = returns.shape[-1]
+    return growth ** (period_days(num_days) / num_days) - 1.0
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Figures of each market, each [M]; turnover is per year of the mean value."""
+    """Figures of each market, each [M]; turnover is per period of the mean value.
+
+    A period is a year, or the whole span where that is too short to be annualised.
+    """
     returns, values = record.returns, record.values
-    years = returns.shape[1] / TRADING_DAYS
+    period = period_days(returns.shape[1])
+    periods = returns.shape[1] / period
     growth = values[:, -1] / values[:, 0]
-    downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * TRADING_DAYS)
+    downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * period)
     peaks = np.maximum.accumulate(values, axis=1)
     return {
         "cumulative_return": growth - 1.0,
-        "annual_return": np.maximum(growth, 0.0) ** (1.0 / years) - 1.0,
-        "annual_volatility": _deviation(returns) * np.sqrt(TRADING_DAYS),
+        "annual_return": np.maximum(growth, 0.0) ** (1.0 / periods) - 1.0,
+        "annual_volatility": _deviation(returns) * np.sqrt(period),
         "sharpe": sharpe_ratio(returns),
-        "sortino": _ratio(returns.mean(1) * TRADING_DAYS, downside),
+        "sortino": _ratio(returns.mean(1) * period, downside),
         "max_drawdown": (1.0 - values / peaks).max(1),
-        "turnover": record.traded_usd.sum(1) / values.mean(1) / years,
+        "turnover": record.traded_usd.sum(1) / values.mean(1) / periods,
         "num_trades": record.num_trades.sum(1),
         "fees_usd": record.fees_usd.sum(1),
         "exposure": record.exposure.mean(1),
@@ -70,7 +85,7 @@ def performance(record: Record) -> dict[str, np.ndarray]:
 
 def mean_interval(samples: np.ndarray) -> tuple[float, float, float]:
     """Mean of independent samples [M] and its 95 % interval (normal approximation)."""
-    half = 1.96 * samples.std(ddof=1) / np.sqrt(len(samples)) if len(samples) > 1 else float("nan")
+    half = 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
     return float(samples.mean()), float(samples.mean() - half), float(samples.mean() + half)
 
 

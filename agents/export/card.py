@@ -165,7 +165,7 @@ def _scores(agent: LoadedAgent) -> str:
     if not path.exists():
         no_end = "the run has no summary.json, as its training has not come to an end."
         return "\n".join([*found, f"None yet of the evaluation at the end: {no_end}"])
-    summary = read_object(path, iteration=int, test=dict)
+    summary = read_object(path, iteration=int)
     newest = summary["iteration"]
     whose = "these weights"
     if newest != agent.iteration:
@@ -173,7 +173,7 @@ def _scores(agent: LoadedAgent) -> str:
             f"the newest weights, of iteration {newest}, NOT of these, of iteration "
             f"{agent.iteration}, which python -m agents.evaluate measures"
         )
-    lines = _score_lines(summary["test"])
+    lines = _score_lines(summary.get("test", summary))  # the test span may still be closed
     return "\n".join([*found, f"At the end of the training, of {whose}:\n", *lines])
 
 

@@ -72,9 +72,9 @@ ROWS = {
  loss/entropy_max [nats] the most that loss/entropy can be: all allowed actions alike
 """,
     TRADING: """
- valid/sharpe mean annual Sharpe ratio of the policy on the validation span
+ valid/sharpe mean Sharpe ratio of the policy on the validation span, a year's from 60 days on
  valid/equal_weight_sharpe the same of equal weight, bought at once
- valid/annual_return [share] mean annual return of the policy
+ valid/annual_return [share] mean return of the policy, a year's from 60 days on
  valid/exposure [share] mean share of the portfolio that is invested
 """,
     OTHER_TASKS: """

@@ -72,12 +72,14 @@ def load_agent(
     """Load a policy from a checkpoint or run directory, wherever it was trained.
 
     Args:
-        which: checkpoint of a run directory: the newest, or the best (""; the best if there is one,
-            else the newest).
+        which: checkpoint of a run directory: the newest, or the best; "": the best if there is one,
+            but the newest of runs on real prices, whose validation is too noisy to choose by.
         core: the module:Class of a run whose config.json is not the user's own, repeated.
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
+    if not which and config.data.data != "simulated" and Path(path).is_dir():
+        file, state = load_saved(path, "last")
     folder = file.absolute().parent
     run_dir = folder.parent if folder.name == CHECKPOINT_DIR else folder
     check_core(config.policy.core, run_dir, core)

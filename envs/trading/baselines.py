@@ -1,6 +1,8 @@
 """Rules that trade without learning: equal weight, a reference, a rule.
 
-Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n].
+Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n];
+it looks at nothing else, though the evaluation shows it what a policy sees.
+Equal weight is bought at once: its environment has max_order 1.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ BAND = 0.01  # share of the value: differences below it are not worth an order
 OUTLOOK_DAYS = 4  # the reference buys ahead: at 5 % a day the order limit needs days to follow
 HURDLE = 0.30  # hold what is expected to move by more than this share of the edge
 WEAK_EDGE = 15.0  # bps: below it the market's own drift is worth more than dodging falls
-EQUAL_ENOUGH = 0.05  # equal weight stops buying a stock when this share of 1/n is missing
 
 
 # The announcements that still matter, newest first, as (age in days, value). Value: +-1 surge or
@@ -49,14 +50,7 @@ class NewsModel(NamedTuple):
     event: np.ndarray  # [S] -1, 0, +1: the event of the day that ends in this state
     move: np.ndarray  # [S] -1, 0, +1: the drift of that day
     outlook: np.ndarray  # [S, OUTLOOK_DAYS] expected move of each of the next days, in edges
-    before: list[tuple[np.ndarray, ...]]  # states, one that each may follow, and how often it does
-
-    def next_day(self, chances: np.ndarray) -> np.ndarray:
-        """Return the chances of the states [S, k] a day later."""
-        later = np.zeros_like(chances)
-        for states, before, chance in self.before:
-            later[states] += chance * chances[before]
-        return later
+    transition: np.ndarray  # [S, S] chance of each state (column) a day after each other (row)
 
 
 def _followers(state: State) -> list[tuple[float, State]]:
@@ -110,12 +104,9 @@ def news_model() -> NewsModel:
     for _ in range(500):  # gaps of several lengths mix: any start ends at the same frequencies
         start = start @ transition
     days = range(1, OUTLOOK_DAYS + 1)
-    # nearly all of the matrix is 0: the first state that may come before each, the second, ...
-    rank = np.cumsum(transition > 0, axis=0) * (transition > 0)
-    pairs = [np.nonzero(rank == which) for which in range(1, rank.max() + 1)]
     return NewsModel(
         start=start,
-        before=[(to, origin, transition[origin, to][:, None]) for origin, to in pairs],
+        transition=transition,
         event=np.array([_event_of(state) for state in states]),
         move=np.array([round(_expected_move(state, 0)) for state in states]),
         outlook=np.array([[_expected_move(state, day) for day in days] for state in states]),
@@ -174,7 +165,7 @@ def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -
     posterior = np.repeat(model.start[:, None], close.shape[1], axis=1)  # [S, M*n]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):
-        posterior = model.next_day(posterior)
+        posterior = model.transition.T @ posterior
         posterior *= by_event[day][model.event + 1] * by_move[day][model.move + 1]
         posterior /= posterior.sum(0)
         outlook[day] = posterior.T @ model.outlook
@@ -188,28 +179,10 @@ def _orders(env: TradingVectorEnv, target: Tensor) -> Tensor:
     return (gap * (gap.abs() > BAND) / env.config.max_order).clamp(-1.0, 1.0)
 
 
-class EqualWeight:
-    """Buys 1/n of every stock as fast as orders permit, then holds for ever.
-
-    A stock counts as bought once nearly 1/n has been reached or the cash is spent, whatever its
-    price does later. A new pass begins from nothing.
-    """
-
-    def __init__(self) -> None:
-        self._buying: Tensor | None = None  # [B, n] bool
-
-    def __call__(self, env: TradingVectorEnv) -> Tensor:
-        """Return actions [B, n]."""
-        weights = env.weights
-        share = 1.0 / weights.shape[1]
-        begins = (env.day == env.span.first).unsqueeze(1).expand_as(weights)
-        buying = begins if self._buying is None else self._buying | begins
-        cash_share = 1.0 - weights.sum(1, keepdim=True)
-        self._buying = buying & (torch.minimum(share - weights, cash_share) > EQUAL_ENOUGH * share)
-        wanted = torch.where(self._buying, share - weights, torch.zeros_like(weights))
-        if env.config.order_unit == "shares":
-            wanted = wanted * env.portfolio_value.unsqueeze(1) / env.closes
-        return (wanted / env.config.max_order).clamp(0.0, 1.0)
+def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
+    """Return actions [B, n] that buy 1/n of every stock on the first day."""
+    begins = (env.day == env.span.first).to(env.closes.dtype).unsqueeze(1)
+    return begins.expand_as(env.closes) / (len(env.tickers) * env.config.max_order)
 
 
 class ReferencePolicy:
@@ -224,7 +197,7 @@ class ReferencePolicy:
         self.market_edge = config.market_edge
         self._env: TradingVectorEnv | None = None
 
-    def __call__(self, env: TradingVectorEnv) -> Tensor:
+    def __call__(self, env: TradingVectorEnv, *_: Tensor) -> Tensor:
         """Return actions [B, n]."""
         if self._env is not env:
             outlook = planted_outlook(env.markets, env.span, self.market_edge).mean(3)
@@ -247,7 +220,7 @@ class MemorylessRule:
     def __init__(self) -> None:
         self._env: TradingVectorEnv | None = None
 
-    def __call__(self, env: TradingVectorEnv) -> Tensor:
+    def __call__(self, env: TradingVectorEnv, *_: Tensor) -> Tensor:
         """Return actions [B, n]."""
         if self._env is not env:
             days = slice(env.span.first, env.span.last + 1)

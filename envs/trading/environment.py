@@ -202,7 +202,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
             holds "final_obs" [B, F], the last observation of an ended episode, elsewhere equal to
             obs. In training also "raw_rewards" [B], plain; in evaluation, where rewards are plain,
             float64 [B]: after the step "portfolio_value" and "exposure", of the step "traded_usd",
-            "fees_usd" and "num_trades".
+            "fees_usd" and "num_trades"; and [B, n]: "weights" after the step, as shares of the
+            portfolio's value, and "trades_usd" of the step, negative where sold.
         """
         assert self._keys is not None, "reset the environment before its first step"
         # Trade, and account for it
@@ -268,14 +269,16 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         value = cash + position_usd.sum(1, keepdim=True)
         info = {}
         if self.evaluation:
-            traded = trades.abs()
+            # the fill price is midway between the two
+            trades_usd = trades * (sell + buy) / 2
             info = {
                 "portfolio_value": value.squeeze(1),
-                # the fill price is midway between the two
-                "traded_usd": (traded * (sell + buy)).sum(1) / 2,
-                "fees_usd": (traded * (buy - sell)).sum(1) / 2,
-                "num_trades": (traded > 0).sum(1).to(torch.float64),
+                "traded_usd": trades_usd.abs().sum(1),
+                "fees_usd": (trades.abs() * (buy - sell)).sum(1) / 2,
+                "num_trades": (trades != 0).sum(1).to(torch.float64),
                 "exposure": (1.0 - cash / value).squeeze(1),
+                "weights": position_usd / value,
+                "trades_usd": trades_usd,
             }
         solvent = value >= self._ruin_usd
         # nothing is gained after ruin

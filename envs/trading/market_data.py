@@ -20,10 +20,6 @@ ROUNDING = 1e-3  # relative; split-adjusted files round open, high, low and clos
 # the longest exchange holidays (Shanghai, new year) close 10 days in a row
 MAX_MISSING_CALENDAR_DAYS = 10
 MAX_DROPPED_SHARE = 0.05
-# beyond them figures overflow or come to nothing, silently
-MIN_PRICE = 1e-9
-MAX_PRICE = 1e9
-MAX_VOLUME = 1e18
 
 MIN_SPAN_DAYS = 2  # one step needs a day to decide on and a day to fill
 TRAIN_SHARE = 0.60
@@ -229,22 +225,19 @@ def _parse(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check_values(bars: pd.DataFrame) -> None:
-    """Refuse duplicates, unsorted dates, prices and volumes out of bounds, impossible bars."""
+    """Refuse duplicates, unsorted dates, bars without a price or against their range."""
     twice = bars.duplicated(["date", "tic"])
     _refuse(bars, twice, "a second row for this ticker and date", "remove the duplicate")
     backwards = bars["date"] < bars.groupby("tic")["date"].shift()
     _refuse(bars, backwards, "comes after a later date of this ticker", "sort the rows by date")
     for name in PRICES:
         _refuse(bars, bars[name] <= 0, f"{name} {{{name}:g}} is not positive")
-        outside = (bars[name] < MIN_PRICE) | (bars[name] > MAX_PRICE)
-        _refuse(bars, outside, f"{name} {{{name}:g}} lies outside {MIN_PRICE:g} .. {MAX_PRICE:g}")
     low, high = bars["low"], bars["high"]
     _refuse(bars, high < low, "high {high:g} is below low {low:g}")
     for name in ("open", "close"):
         outside = (bars[name] < low * (1 - ROUNDING)) | (bars[name] > high * (1 + ROUNDING))
         _refuse(bars, outside, f"{name} {{{name}:g}} lies outside low {{low:g}} .. high {{high:g}}")
     _refuse(bars, bars["volume"] < 0, "volume {volume:g} is negative")
-    _refuse(bars, bars["volume"] > MAX_VOLUME, f"volume {{volume:g}} is above {MAX_VOLUME:g}")
 
 
 def _refuse(bars: pd.DataFrame, bad: pd.Series, what: str, fix: str = "correct the file") -> None:

@@ -44,39 +44,40 @@ class TradingTask:
         self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
         """Make a batch of training environments; their seeds decide what they do."""
-        return TradingVectorEnv(
-            num_envs,
-            markets=self.markets("train"),
-            span=self.spans.train,
-            config=self.trading,
-            train_span=self.spans.train,
-            discount=self.discount,
-            device=device,
-        )
+        markets = self.markets("train")
+        return self._env(num_envs, markets, self.spans.train, device, discount=self.discount)
 
     def evaluation_env(
         self,
         markets: Sequence[Market],
         span: Span,
         *,
-        max_order: float | None = None,
         held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """Make one pass over each market; `max_order` 1 is to buy all at once."""
+        """Make one pass over each market; `held`: all is bought at once and never sold."""
         config = self.trading
-        if max_order is not None:
-            config = replace(config, max_order=max_order, order_unit="value")
-        if held:  # buy-and-hold is not sold out by the turbulence rule
-            config = replace(config, turbulence_quantile=0.0)
+        if held:
+            config = replace(config, max_order=1.0, order_unit="value", turbulence_quantile=0.0)
+        return self._env(len(markets), markets, span, device, evaluation=True, config=config)
+
+    def _env(
+        self,
+        num_envs: int,
+        markets: Sequence[Market],
+        span: Span,
+        device: str | torch.device,
+        **options: Any,
+    ) -> TradingVectorEnv:
+        config = options.pop("config", self.trading)
         return TradingVectorEnv(
-            len(markets),
+            num_envs,
             markets=markets,
             span=span,
-            config=config,
-            evaluation=True,
             train_span=self.spans.train,
+            config=config,
             device=device,
+            **options,
         )
 
     def describe(self) -> str:
@@ -141,15 +142,8 @@ def make_trading_vector_env(
     span = getattr(task.spans, split, None)
     if span is None:
         raise ValueError(f"split must be train, valid or test and have days, got {split!r}")
-    return TradingVectorEnv(
-        num_envs,
-        markets=task.markets(split, num_envs if evaluation else task.simulated.num_worlds),
-        span=span,
-        train_span=task.spans.train,
-        config=task.trading,
-        evaluation=evaluation,
-        device=device,
-    )
+    markets = task.markets(split, num_envs if evaluation else task.simulated.num_worlds)
+    return task._env(num_envs, markets, span, device, evaluation=evaluation)
 
 
 class StockTradingEnv(gymnasium.Env):
@@ -180,5 +174,5 @@ class StockTradingEnv(gymnasium.Env):
         _, rewards, terminated, truncated, batch_info = self.batch.step(actions)
         # the true next observation, also where an episode ends
         obs = batch_info.pop("final_obs")[0].numpy(force=True)
-        info = {name: value.item() for name, value in batch_info.items()}
+        info = {name: value[0].tolist() for name, value in batch_info.items()}
         return obs, rewards.item(), bool(terminated), bool(truncated), info

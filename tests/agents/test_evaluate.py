@@ -9,12 +9,14 @@ import pytest
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, train_here
 
 from agents.evaluate import evaluation
+from agents.evaluate.command import LOOKS
 from envs.trading import task
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
 
 BRIEF = ["--validate_every", "0", "--num_episodes", "2"]
-ROWS = ("policy", "policy, state zeroed", "equal weight", "equal weight, order limit")
+NO_VALIDATION = ["--train_end", "2019-01-04", "--test_start", "2019-01-07"]
+ROWS = ("policy", "equal weight")
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +26,12 @@ def runs(tmp_path_factory):
     for stocks in (5, 4):
         daily_bars(stocks).to_csv(folder / f"bars{stocks}.csv", index=False)
     daily_bars(5, seed=1).to_csv(folder / "other.csv", index=False)
-    csv = [*SIZES, *BRIEF, "--data", folder / "bars5.csv", "--episode_days", "20"]
+    csv = [*SIZES, "--num_episodes", "40", "--data", folder / "bars5.csv", "--episode_days", "20"]
     walk = [*SIZES, *BRIEF, "--env", "faulty_envs:Walk-v0", "--eval_episodes", "3"]
     jobs = {
         "simulated": [*SMALL, *BRIEF],
         "csv": csv,
-        "csv_mlp": [*csv, "--policy", "mlp"],
+        "csv_mlp": [*csv, "--policy", "mlp", *NO_VALIDATION],
         "csv_paper": [*csv, "--observation", "paper"],
         "walk": walk,
     }
@@ -55,38 +57,80 @@ def evaluated(runs, tmp_path, monkeypatch, capsys):
 
 
 def row(text, name):
-    shown = next(line for line in text.splitlines() if line.startswith(f"{name}  "))
-    return shown.removeprefix(name).split()
+    shown = next(line for line in text.splitlines() if line.startswith(f"  {name}  "))
+    return shown.strip().removeprefix(name).split()
 
 
 def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(runs, evaluated):
     text, figures = evaluated("simulated", "--num_worlds", "3")
+    figures = figures["test"]
     assert text.count("\ndata: SIMULATED") == 1 and "mean over 3 markets, 95 % interval" in text
     assert figures["markets"] == 3 and figures["days"][0] == "2019-06-03"
     assert set(figures["policies"]) == {*ROWS, "reference", "memoryless rule"}
     for name, found in figures["policies"].items():
-        shown = row(text, name)
-        assert shown[0] == f"{100 * found['cumulative_return']:.1f}"
-        assert shown[3] == f"{found['sharpe']:.2f}"
+        assert row(text, name)[:2] == [f"{100 * found['gap_closed']:.0f}", f"{found['sharpe']:.2f}"]
         assert 0 <= found["max_drawdown"] < 1 and 0 <= found["exposure"] <= 1
     assert figures["policies"]["equal weight"]["exposure"] > 0.9
     assert figures["policies"]["reference"]["gap_closed"] == pytest.approx(1.0)
+    assert "$" not in text and "annual" not in text
+    (zeroed,) = figures["ablation"]
+    assert text.index("against equal weight") < text.index(zeroed)
     assert (runs / "simulated" / "plots" / "evaluation.png").stat().st_size > 1000
 
 
 def test_the_command_repeats_the_figures_at_the_end_of_training(runs, evaluated):
-    for run, flags in (("csv", []), ("simulated", ["--num_worlds", "4"])):
-        summary = json.loads((runs / run / "summary.json").read_text())["test"]
-        assert evaluated(run, *flags)[1] == summary
+    spans = {"csv": ["train", "valid"], "csv_mlp": ["train"], "simulated": ["test"]}
+    for run, names in spans.items():
+        flags = ["--num_worlds", "4"] if run == "simulated" else []
+        summary = json.loads((runs / run / "summary.json").read_text())
+        text, figures = evaluated(run, *flags)
+        assert figures == {name: summary[name] for name in names}
+        assert ("test" in summary) == (run == "simulated") != ("--open_test" in text)
+        assert ("no validation span" in text) == (run == "csv_mlp")
+        assert ("fewer than 60 days" in text) == (run == "csv")
+
+
+def test_the_test_span_of_real_prices_is_opened_by_name_and_every_look_is_kept(runs, evaluated):
+    assert (runs / "csv" / "checkpoints" / "best.pt").exists()
+    for number in (1, 2):
+        text, figures = evaluated("csv", "--open_test")
+        assert "/iteration_" in text.splitlines()[0]  # the last, not the best by its validation
+        assert f"look number {number} " in text and list(figures) == ["test"]
+    looks = [json.loads(line) for line in (runs / "csv" / LOOKS).read_text().splitlines()]
+    config = json.loads((runs / "csv" / "config.json").read_text())
+    assert len(looks) == 2 and len({look["config_digest"] for look in looks}) == 1
+    for look in looks:
+        assert look["sharpe"] == figures["test"]["policies"]["policy"]["sharpe"]
+        assert look["span"] == figures["test"]["days"] and look["iteration"] > 1
+        assert look["data_digest"] == config["data"]["data_digest"] and look["time"][:2] == "20"
+
+
+def test_daily_returns_weights_and_trades_give_the_figures_of_the_table(runs):
+    summary = json.loads((runs / "csv" / "summary.json").read_text())["train"]
+    table = pd.read_csv(runs / "csv" / "evaluation" / "train.csv")
+    for name, days in table.groupby("strategy"):
+        assert days["date"].iloc[-1] == summary["days"][1] and len(days) == summary["num_days"]
+        growth = (1 + days["return"]).prod() - 1
+        assert growth == pytest.approx(summary["policies"][name]["cumulative_return"])
+    figures = summary["policies"]["policy"]
+    weights, usd = (
+        table[table["strategy"] == "policy"].filter(like=f"{kind}:").to_numpy()
+        for kind in ("weight", "usd")
+    )
+    assert weights.sum(1).mean() == pytest.approx(figures["exposure"], rel=1e-5)
+    assert (usd != 0).sum() == figures["num_trades"] and usd.shape[1] == 5
+    assert abs(usd).sum() * 1e-3 == pytest.approx(figures["fees_usd"], rel=1e-4)
 
 
 def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(runs, evaluated):
-    text, figures = evaluated("csv", "--start", "2019-02-01", "--end", "2019-05-31")
-    assert "evaluated from 2019-02-01 to 2019-05-31" in text and "block bootstrap of days" in text
+    days = ["--start", "2019-04-01", "--end", "2019-07-01"]
+    text, figures = evaluated("csv", *days, "--open_test")
+    figures = figures["days"]
     assert "SIMULATED" not in text and "reference" not in figures["policies"]
-    assert figures["days"] == ["2019-02-01", "2019-05-31"] and figures["markets"] == 1
+    assert "10 bps" in text and "risk-free rate 0" in text and "next day's open" in text
+    assert figures["days"] == days[1::2] and figures["markets"] == 1
     bars = pd.read_csv(runs / "bars5.csv")
-    bars = bars[(bars["date"] > "2019-02-01") & (bars["date"] <= "2019-05-31")].groupby("tic")
+    bars = bars[(bars["date"] > days[1]) & (bars["date"] <= days[3])].groupby("tic")
     expected = (bars["close"].last() / bars["open"].first()).mean() / 1.001 - 1
     equal_weight = figures["policies"]["equal weight"]
     assert equal_weight["cumulative_return"] == pytest.approx(expected, abs=1e-3)
@@ -107,30 +151,23 @@ def test_a_run_does_not_go_on_with_prices_that_have_changed(runs, monkeypatch, c
     assert train_here(monkeypatch, "--resume", runs / "csv") == 0
 
 
-def test_other_bars_are_evaluated_on_every_tradable_day_and_the_own_on_the_test_span_alone(
-    runs, evaluated
-):
-    own = evaluated("csv")[1]["days"]
-    assert evaluated("csv", "--data", runs / "bars5.csv")[1]["days"] == own
-    days = evaluated("csv", "--data", runs / "other.csv")[1]["days"]
-    assert days[1] == own[1] and days[0] < "2018-06-01" < own[0]
-    assert evaluated("simulated", "--data", runs / "other.csv")[1]["days"] == days
-    assert evaluated("csv", "--data", runs / "other.csv", "--end", "2018-08-01")[1]["days"] == [
-        days[0],
-        "2018-08-01",
-    ]
+def test_other_bars_are_evaluated_on_every_tradable_day(runs, evaluated):
+    other = ["--data", runs / "other.csv", "--open_test"]
+    days = evaluated("csv", *other)[1]["days"]["days"]
+    assert days[1] == "2019-07-12" and days[0] < "2018-06-01"
+    assert evaluated("simulated", *other)[1]["days"]["days"] == days
+    cut = evaluated("csv", *other, "--end", "2018-08-01")[1]
+    assert cut["days"]["days"] == [days[0], "2018-08-01"]
+    # the same file is that of the run
+    assert set(evaluated("csv", "--data", runs / "bars5.csv")[1]) == {"train", "valid"}
+    assert set(evaluated("csv", "--start", "2018-06-01", "--end", "2018-09-03")[1]) == {"days"}
 
 
-def test_policies_are_compared_in_one_table(runs, evaluated, tmp_path):
-    twin = tmp_path / "csv"
-    shutil.copytree(runs / "csv", twin)
-    file = latest_checkpoint(runs / "csv_mlp")
-    figures = evaluated("csv", "--compare", runs / "csv_mlp", twin, runs / "csv", file)[1][
-        "policies"
-    ]
-    assert set(figures) == {*ROWS, "csv_mlp", "csv", str(runs / "csv"), str(file)}
-    assert figures["csv"] == figures[str(runs / "csv")] == figures["policy"] != figures["csv_mlp"]
-    assert figures[str(file)] == figures["csv_mlp"]
+def test_policies_are_compared_in_one_table(runs, evaluated):
+    mlp, same = str(runs / "csv_mlp"), str(runs / "csv")
+    figures = evaluated("csv", "--compare", mlp, same)[1]["valid"]["policies"]
+    assert set(figures) == {*ROWS, mlp, same}
+    assert figures[same] == figures["policy"] != figures[mlp]
 
 
 def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path, monkeypatch):
@@ -139,8 +176,8 @@ def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path,
     shutil.copy(latest_checkpoint(runs / "csv"), copy)
     assert evaluated(copy)[1] == evaluated("csv")[1]
     assert (copy.parent / "plots" / "evaluation.png").exists()
-    text = evaluated(copy, "--plot", tmp_path / "bare")[0]
-    assert str(tmp_path / "bare.png") in text and (tmp_path / "bare.png").exists()
+    text = evaluated(copy, "--plot", tmp_path / "own.png")[0]
+    assert str(tmp_path / "own.png") in text and (tmp_path / "own.png").exists()
     (copy.parent / "plots").rename(tmp_path / "kept")
     (copy.parent / "plots").symlink_to(tmp_path / "kept")
     assert evaluate_here(monkeypatch, copy) == 2  # nothing is drawn through a link
@@ -176,16 +213,14 @@ def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch,
 
 
 REFUSED = [
-    ("csv", "--data {}/bars4.csv", "trades 5 stocks and the data has 4"),
+    ("csv", "--data {}/bars4.csv --open_test", "trades 5 stocks and the data has 4"),
     ("csv", "--data no_such.csv", "no such file"),
     ("csv", "--start 2019-05-01 --end 2019-04-01", "fewer than 2 tradable days"),
-    ("csv", "--num_worlds 3", "--num_worlds does nothing with data"),
-    ("csv", "--episodes 3", "--episodes does nothing with StockTrading-v0"),
-    ("csv", "--compare {}/csv_paper", "cannot be compared"),
-    ("csv", "--json {}/nothing/figures.json", "is no file in a folder that exists"),
-    ("csv", "--num_gpus 0", "--num_gpus: must be at least 1"),
+    ("csv", "--start 2019-01-02", "--open_test"),
+    ("csv", "--data {}/other.csv", "--open_test"),
+    ("csv", "--compare {}/csv_paper", "trained on observations of parts"),
+    ("csv", "--num_gpus 0", "num_gpus must be 1..1024"),
     ("csv", "--colour red", "--colour"),
-    ("walk", "--num_worlds 3", "--num_worlds does nothing with faulty_envs:Walk-v0"),
     ("nothing", "", "does not exist"),
     ("bars5.csv", "", "damaged or no checkpoint"),
 ]

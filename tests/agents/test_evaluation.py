@@ -15,8 +15,6 @@ from agents.evaluate.evaluation import PolicyController, evaluate_episodes
 from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
 from agents.network.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
-from envs.trading import task as trading_task
-from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.process_group.world import World
 from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
 
@@ -92,19 +90,6 @@ def test_markets_spread_over_ranks_give_what_one_rank_gives(count, size, world, 
         for name, record in found.items():
             for key, value in vars(record).items():
                 assert np.array_equal(value, getattr(alone[name], key))
-
-
-def test_equal_weight_is_validated_once_and_its_figure_stays(world, monkeypatch):
-    monkeypatch.setattr(trading_task, "NUM_VALID_WORLDS", 2)
-    market = SimulatedMarketConfig(num_stocks=2, num_worlds=2)
-    task = trading_task.prepare_task(DataConfig(), market, TradingConfig(episode_days=20))
-    made, make_rule = [], markets.EqualWeight
-    monkeypatch.setattr(markets, "EqualWeight", lambda: made.append(1) or make_rule())
-    width = task.training_env(1).single_observation_space.shape[0]
-    policy = Policy(PolicyConfig(hidden_size=4), width, spaces.Box(-1.0, 1.0, (2,)))
-    validate = markets.market_validation(task, world)
-    first, second = (validate(policy, Normalizer(width)) for _ in range(2))
-    assert first == second and len(made) == 1
 
 
 class Seeded(ScriptedEnv):
@@ -189,16 +174,6 @@ def test_an_episode_that_never_ends_is_cut(world, monkeypatch):
     episodes = evaluate_episodes(lambda count, first: endless(), idle, 2, 1, world)
     assert episodes["length"] == [3, 7]
     assert episodes["return"] == [0 + 1 + 2, 7 * 100 + sum(range(7))]
-
-
-def test_episodes_that_all_last_long_are_a_warning(world, monkeypatch, caplog):
-    monkeypatch.setattr(evaluation, "LONG_EPISODE", 4)
-    lasting = functools.partial(ScriptedEnv, [[(3, TERMINATED)], [(6, TERMINATED)]], plain=False)
-    evaluate_episodes(lambda count, first: lasting(), idle, 2, 1, world)
-    assert not caplog.messages
-    lasting = functools.partial(ScriptedEnv, [[(5, TERMINATED)], [(6, TERMINATED)]], plain=False)
-    evaluate_episodes(lambda count, first: lasting(), idle, 2, 1, world)
-    assert ["time limit" in line for line in caplog.messages] == [True]
 
 
 def controller(zero_state=False, policy="clstm", window=0, seed=0):

@@ -117,8 +117,6 @@ def test_a_date_that_is_none_is_named_with_its_ticker(tmp_path, text):
 BAD_VALUES = [
     ("close", "abc", "close 'abc' is not a number"),
     ("open", -1.0, "open -1 is not positive"),
-    ("close", 1e300, "close 1e+300 lies outside 1e-09 .. 1e+09"),
-    ("volume", 1e30, "volume 1e+30 is above 1e+18"),
     ("high", 15.0, "high 15 is below low 20.1"),
     ("close", 21.5, "close 21.5 lies outside low 20.1 .. high 21.1"),
     ("volume", -5, "volume -5 is negative"),
@@ -267,7 +265,6 @@ def test_spans_outside_the_data_or_too_short_are_refused(given, words):
             {"valid_start": "2016-01-05", "valid_end": "2016-01-04"},
             "valid_end must be no earlier than valid_start",
         ),
-        ({"data_missing": "drop"}, "no effect on data simulated"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(given, words):
@@ -278,9 +275,9 @@ def test_flags_that_cannot_work_are_refused(given, words):
 @pytest.mark.skipif(not REAL_FILE.exists(), reason="needs shared/data/dow30_daily.csv.gz")
 def test_buying_the_dow_equally_gives_the_known_figures():
     dow = load_market(REAL_FILE)
-    assert dow.close.shape == (3970, 30) and (dow.tickers[0], dow.tickers[-1]) == ("AAPL", "XOM")
-    assert (str(dow.dates[0]), str(dow.dates[-1])) == ("2008-06-02", "2024-03-08")
-    config = DataConfig(train_end="2015-12-31", test_start="2016-01-04", test_end="2020-07-07")
+    assert dow.close.shape == (3046, 30) and (dow.tickers[0], dow.tickers[-1]) == ("AAPL", "XOM")
+    assert (str(dow.dates[0]), str(dow.dates[-1])) == ("2008-06-02", "2020-07-07")
+    config = DataConfig(train_end="2015-12-31", test_start="2016-01-04")
     spans = split_spans(dow.dates, config, first_tradable=60)
     assert spans.valid is None
     close = dow.close[spans.test.first : spans.test.last + 1]

@@ -6,9 +6,9 @@ import torch
 from trading_markets import scaled
 
 from envs.trading.baselines import (
-    EqualWeight,
     MemorylessRule,
     ReferencePolicy,
+    buy_equal_weight,
     news_model,
     planted_outlook,
 )
@@ -37,10 +37,9 @@ def worlds():
 
 def test_chances_of_the_states_of_the_news_stay_chances():
     model = news_model()
-    chances = np.random.default_rng(0).dirichlet(np.ones(len(model.start)), size=3).T  # [S, 3]
-    np.testing.assert_allclose(model.next_day(chances).sum(0), 1.0)
+    np.testing.assert_allclose(model.transition.sum(1), 1.0)
     # its own frequencies repeat themselves, and all announcements are as often up as down
-    np.testing.assert_allclose(model.next_day(model.start[:, None])[:, 0], model.start, atol=1e-12)
+    np.testing.assert_allclose(model.start @ model.transition, model.start, atol=1e-12)
     assert model.start @ model.event == pytest.approx(0.0, abs=1e-12)
 
 
@@ -147,7 +146,7 @@ def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_wei
     returns = np.stack([m.close[1891:2520] / m.close[1890:2519] - 1.0 for m in markets])
     product = (outlook * (returns - returns.mean(2, keepdims=True))).mean((1, 2))  # one per world
     assert abs(product.mean()) < 3.5 * product.std(ddof=1) / np.sqrt(6)
-    equal, _ = sharpe_of(markets, EqualWeight())
+    equal, _ = sharpe_of(markets, buy_equal_weight, max_order=1.0)
     reference, weights = sharpe_of(markets, ReferencePolicy(config))
     assert abs((reference - equal).mean()) < 0.15
     np.testing.assert_allclose(weights[10:], 0.2, atol=0.03)
@@ -155,7 +154,7 @@ def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_wei
 
 def test_memory_earns_what_a_rule_on_event_and_holdings_cannot(worlds):
     markets = simulate_markets(CONFIG, world_seeds(CONFIG, "valid", 6))
-    equal, _ = sharpe_of(markets, EqualWeight())
+    equal, _ = sharpe_of(markets, buy_equal_weight, max_order=1.0)
     reference, _ = sharpe_of(markets, ReferencePolicy(CONFIG))
     memoryless, _ = sharpe_of(markets, MemorylessRule())
     gap = reference.mean() - equal.mean()
