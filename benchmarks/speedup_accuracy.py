@@ -24,10 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 
 import torch
-from strategies import Halting
 
 from rl_dist.hardware.memory import available_cores
 from rl_dist.launch.all_reduce_bench import time_reductions
+from rl_dist.launch.short_run import SideBySide
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import Communication, predict
 from rl_dist.speedup.rank_cost import rank_cost_of, share_flags
@@ -62,8 +62,8 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
     share, problem = share_flags(sizes["num_envs"], sizes["batch_size"], RANKS, scaling)
     assert not problem, problem
     threads = threads_per_rank(RANKS)
-    alone = Halting([*flags, *share, "--strategy=ddp"], RANKS, threads)
-    together = Halting([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
+    alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
+    together = SideBySide([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
     found: list[dict[str, float]] = []
     with alone, together:
         together.halt()
