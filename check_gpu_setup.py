@@ -39,7 +39,7 @@ from agents.dry_run.setup_report import (
     report_time,
 )
 from agents.run.choice import RUNS, add_run_flags, choose_run
-from agents.run.config import SECTIONS, probe_env
+from agents.run.config import SECTIONS, probe_env, with_threads
 from agents.sizes import shard_sizes
 from envs.vector.faults import EnvironmentFaultError
 from rl_dist.config import ParsedFlags, parse_flags
@@ -79,6 +79,7 @@ def examine(
     """Look at everything; returns facts for JSON, and the command."""
     with ExitStack() as held:
         config, run_dir, _, _ = choose_run(parsed, held)
+    config = with_threads(config)
     report.say("this machine")
     task = config.prepare_task()
     facts = read_facts(run_dir or RUNS)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
 from agents.run.config import data_digest
@@ -211,6 +212,9 @@ def _rank_main(path: str, others: list[str], asked: EvaluateConfig) -> int:
     try:
         with stoppable(world):
             first = load(path)
+            # a step of an evaluation is no larger than one of its training
+            threads = first.config.launch.threads or 1
+            torch.set_num_threads(min(threads, torch.get_num_threads()))
             agents = {"policy": first} | {other: load(other) for other in others}
             if world.is_main_process:
                 print(f"{first.path}, iteration {first.iteration}{first.chosen_by}")
