@@ -137,17 +137,17 @@ def _evaluate(
         train = replace(train, seed=asked.seed)
     config = replace(first.config, task=task_config, train=train)
     task = GymTask(task_config, end_rank, world.heartbeat)
-    films = ""
+    lines = []
     if asked.video:  # first: not every environment draws itself
         from agents.evaluate.video import film
 
-        films = f"\n{film(first, task, Path(asked.video), train.seed, world)}"
+        lines.append(film(first, task, Path(asked.video), train.seed, world))
     found = {
         name: episode_figures(task, config, agent.policy, agent.normalizer, world, sampled=True)
         for name, agent in agents.items()
     }
-    text = "\n".join(f"{name}: {episode_text(value)}" for name, value in found.items())
-    return found, f"{text}{films}"
+    lines += [f"{name}: {episode_text(value)}" for name, value in found.items()]
+    return found, "\n".join(lines)
 
 
 def _evaluate_trading(
@@ -182,26 +182,20 @@ def _evaluate_trading(
         return results, text
     (result,) = results.values()
     for name, agent in agents.items():
-        sharpe = result["policies"][name]["sharpe"]
-        record_look(agent, data_digest(data), result["days"], sharpe)
+        saved = json.dumps(agent.config.to_dict(), sort_keys=True).encode()
+        look = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "data_digest": data_digest(data),
+            "span": result["days"],
+            "config_digest": hashlib.sha256(saved).hexdigest()[:16],
+            "iteration": agent.iteration,
+            "sharpe": result["policies"][name]["sharpe"],
+        }
+        path = path_to_write(agent.run_dir, LOOKS)
+        with open(path, "a", encoding="utf-8", opener=plain_file) as file:
+            file.write(json.dumps(look) + "\n")
     looks = len(read_plain(run_dir / LOOKS).splitlines())
     return results, f"{text}\nlook number {looks} of this run at closed days: {run_dir / LOOKS}"
-
-
-def record_look(agent: LoadedAgent, data: str, days: list[str], sharpe: float) -> None:
-    """Append one line to the looks of an agent's run at days that stay closed."""
-    saved = json.dumps(agent.config.to_dict(), sort_keys=True).encode()
-    look = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "data_digest": data,
-        "span": days,
-        "config_digest": hashlib.sha256(saved).hexdigest()[:16],
-        "iteration": agent.iteration,
-        "sharpe": sharpe,
-    }
-    path = path_to_write(agent.run_dir, LOOKS)
-    with open(path, "a", encoding="utf-8", opener=plain_file) as file:
-        file.write(json.dumps(look) + "\n")
 
 
 def _rank_main(path: str, others: list[str], asked: EvaluateConfig) -> int:

@@ -23,18 +23,9 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as in Record
-RULES = (
-    "risk-free rate 0, no interest on cash; turnover: purchases plus sales (two-sided) a year, by "
-    "the mean value"
-)
-FILLS = {"next_open": "the next day's open", "close": "the close just seen"}
 NO_VALIDATION = (
     "\nThere is no validation span: all figures are of days that the policy has learned. Give "
     "--test_start alone, and a fifth of the days before it validates; or --valid_start."
-)
-CLOSED = (
-    "\nThe test span stays closed until all choices are made. To open it:\n"
-    "  python -m agents.evaluate {} --open_test"
 )
 
 
@@ -154,15 +145,17 @@ def report(
             write_daily(path, records, names, markets[0].tickers, dates)
             plot_equity(records, dates, picture, span=name, simulated=task.real is None)
     text = (
-        f"{text_table(summaries, simulated=task.real is None)}\n\n{RULES}; costs: "
-        f"{task.trading.fee_bps:g} bps of every purchase and sale; fills: whole shares at "
-        f"{FILLS[task.trading.execution]}\n"
+        f"{text_table(summaries, simulated=task.real is None)}\n\n"
+        "risk-free rate 0, no interest on cash; turnover: purchases plus sales (two-sided) a year, "
+        f"by the mean value; costs: {task.trading.fee_bps:g} bps of every purchase and sale; "
+        f"fills: whole shares at the {task.trading.execution.replace('_', ' ')}\n"
         f"daily returns, weights and trades: {', '.join(map(str, paths))}"
         f"\nequity curves: {picture}"
     )
     if task.real and spans == open_spans(task):
         text += "" if task.spans.valid else NO_VALIDATION
-        text += CLOSED.format(run_dir)
+        text += "\nThe test span stays closed until all choices are made. To open it:\n"
+        text += f"  python -m agents.evaluate {run_dir} --open_test"
     return summaries, text
 
 
@@ -174,15 +167,14 @@ def market_validation(
     if span is None:
         return None
     markets = task.markets("valid")
-    kept: dict[str, Record] = {}  # equal weight's: the same at every validation
+    # the same at every validation
+    held = performance(equal_weight(task, markets, span, world)[EQUAL_WEIGHT])
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
         policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
         own = performance(run(task, markets, span, policies, world)["policy"])
         figures = {name: own[name] for name in ("sharpe", "annual_return", "exposure")}
-        if not kept:
-            kept.update(equal_weight(task, markets, span, world))
-        figures["equal_weight_sharpe"] = performance(kept[EQUAL_WEIGHT])["sharpe"]
+        figures["equal_weight_sharpe"] = held["sharpe"]
         return {f"valid/{name}": float(each.mean()) for name, each in figures.items()}
 
     return validate

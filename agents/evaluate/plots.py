@@ -45,8 +45,7 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
         equal = _points(records, "valid/equal_weight_sharpe")
         twin.plot(*equal, "--", color=ORANGE, linewidth=0.8)
         twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=ORANGE)
-        twin.set_ylim(bottom=min(0.0, sharpe.min()))
-    axis.legend(loc="center right", frameon=False)
+    axis.legend(loc="center right")
     _save(figure, axis, path, simulated)
 
 
@@ -68,23 +67,19 @@ def plot_equity(
         if name == "policy" and len(growth) > 1:
             low, high = np.quantile(growth, [0.25, 0.75], axis=0)
             axis.fill_between(dates, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
-    several = len(records["policy"].values) > 1
-    what = "SIMULATED markets never trained on" if simulated else "real prices"
-    axis.set_title(f"{span}: {dates[0]} to {dates[-1]}, {what}")
-    axis.set_ylabel("value / initial cash" + (", median over markets" if several else ""))
-    axis.axhline(1.0, color="black", linewidth=0.5)
-    axis.legend(loc="upper left", frameon=False)
+    axis.set_title(f"{span}: {dates[0]} to {dates[-1]}")
+    axis.set_ylabel("value / initial cash, median over markets")
+    axis.legend(loc="upper left")
     figure.autofmt_xdate()
     _save(figure, axis, path, simulated)
 
 
 def _save(figure: Any, axis: Any, path: Path, simulated: bool) -> None:
-    axis.spines["top"].set_visible(False)
     axis.grid(alpha=0.25)
     if simulated:
         style = {"fontsize": 20, "color": "#c0392b", "alpha": 0.45, "weight": "bold"}
         place = {"transform": axis.transAxes, "ha": "right", "va": "bottom"}
         axis.text(0.99, 0.03, "SIMULATED", **place, **style)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     plt.close(figure)

@@ -89,18 +89,11 @@ def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
 
 
 def test_figures_resemble_the_dow(worlds):
-    """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47, kurtosis 12."""
+    """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47."""
     log_returns = np.diff(np.log(worlds.close), axis=1)  # [M, D-1, n]
     assert 0.24 < log_returns.std(1).mean() * np.sqrt(252) < 0.32
     correlations = [np.corrcoef(market.T)[0, 1:].mean() for market in log_returns]
     assert 0.36 < np.mean(correlations) < 0.52
-    standard = (log_returns - log_returns.mean(1, keepdims=True)) / log_returns.std(
-        1, keepdims=True
-    )
-    assert 3.0 < (standard**4).mean() - 3.0 < 14.0
-    size = np.abs(log_returns) - np.abs(log_returns).mean(1, keepdims=True)
-    clusters = [(size[:, lag:] * size[:, :-lag]).sum() / (size**2).sum() for lag in (1, 20)]
-    assert 0.05 < clusters[1] < clusters[0] < 0.30 and clusters[0] > 0.10
     assert -0.20 < np.expm1(log_returns.min(1).mean()) < -0.08
 
 
