@@ -46,7 +46,7 @@ class TrainedRun:
         the spans "train" and "valid".
         """
         path = self.run_dir / SUMMARY
-        return read_object(path).get("test", {}) if path.exists() else {}
+        return read_object(path, iteration=int).get("test", {}) if path.exists() else {}
 
     @property
     def policy(self) -> LoadedPolicy:

@@ -71,7 +71,7 @@ def evaluate_run(
 def evaluate_last_and_best(
     config: RunConfig, task: GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate the last policy in whole episodes, and that of best.pt where it is another one."""
+    """Evaluate the last policy in whole episodes, and best.pt if it is another one."""
     last = (training.policy, training.obs_normalizer)
     iteration, best = load_best(training, run_dir)
     agents = {"last, which is best.pt" if iteration == training.iteration else "last": last}
@@ -97,7 +97,7 @@ def evaluate_last_and_best(
 def load_best(
     training: Training, run_dir: Path
 ) -> tuple[int | None, tuple[Policy, Normalizer] | None]:
-    """Return best.pt's iteration (None: no such file), and its agent if it is not the last one.
+    """Return the iteration of best.pt (None: no file), and its agent if not the last.
 
     All ranks call; the main process alone reads the file, which other hosts may lack.
     """

@@ -124,10 +124,10 @@ class RunConfig:
 
 
 def with_threads(config: RunConfig) -> RunConfig:
-    """Return the configuration with one thread if its network is small and none were asked for.
+    """Return the configuration, with one thread if its network is small.
 
-    One thread is as fast as two below some 10 million multiplications for each gate and pass, and
-    much faster beside other programs: docs/performance.md.
+    Threads that were asked for stay. One is as fast as two below some 10 million multiplications
+    for each gate and pass, and much faster beside other programs: docs/performance.md.
     """
     train = config.train
     steps = train.batch_size * train.bptt_steps  # of a minibatch; 0 if measured later

@@ -133,7 +133,7 @@ def compare_hosts(world: World, modules: Mapping[str, Sequence[Path]]) -> None:
 
 
 def warn_of_shared_cores(ranks: list[dict[str, Any]]) -> str:
-    """Return a warning if the job's ranks have more threads than their machine has cores.
+    """Return a warning if ranks have more threads than their machine has cores.
 
     Agents on one machine do not know of each other, and each gives its ranks all cores.
     """

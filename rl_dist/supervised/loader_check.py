@@ -43,6 +43,8 @@ def check_loader(
 ) -> LoaderCheck:
     """Measure how long a training step waits for its batch, over one epoch at most.
 
+        >>> print(check_loader(DataLoader(dataset, num_workers=2), step).describe())
+
     torch's random state is as before afterwards.
 
     Args:

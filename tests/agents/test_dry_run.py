@@ -48,7 +48,7 @@ def test_flags_of_a_configuration_make_the_same_one(flags, monkeypatch):
 def test_what_fits_is_scaled_to_what_a_dry_run_took(tmp_path, monkeypatch):
     train = TrainConfig(num_envs=8, batch_size=8)
     config = RunConfig(train=train, launch=LaunchConfig(device="cpu"))
-    planned = PlannedTraining(config, 1, "cpu", shard_sizes(train, 0, 1), 4096, full=False)
+    planned = PlannedTraining(config, 1, "cpu", shard_sizes(train, 0, 1), 4096)
     facts = read_facts(tmp_path)
     host = dataclasses.replace(facts.host, process_bytes=0, memory_available_bytes=2**30)
     facts = dataclasses.replace(facts, host=host)

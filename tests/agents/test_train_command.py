@@ -65,10 +65,10 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     assert "error" not in said and "warning" not in said and "traceback" not in said, err
     data_lines = [line for line in out.splitlines() if line.startswith("data: ")]
     assert len(data_lines) == 1 and "SIMULATED" in data_lines[0]
-    assert out.count(str(run_dir)) == 2 and "equal weight" in out
+    assert out.count(f"run directory: {run_dir}") == 2 and "equal weight" in out
     event_files = [name for name in names(run_dir) if name.startswith("events.out.tfevents")]
     assert len(event_files) == 1
-    expected = {"checkpoints", "config.json", "logs", "metrics.jsonl", "plots"}
+    expected = {"checkpoints", "config.json", "evaluation", "logs", "metrics.jsonl", "plots"}
     expected |= {"state.json", "summary.json"}
     assert set(names(run_dir)) == expected | set(event_files)
     assert names(run_dir / "plots") == ["equity.png", "learning_curve.png"]

@@ -289,8 +289,9 @@ def test_the_end_of_a_thread_in_a_worker_is_a_warning_with_its_environments(capl
     env.reset(seed=SEEDS)
     play(env, 4)
     worker = pids(env)[1]
+    wait_until(lambda: play(env, 1) and "a thread ended" in caplog.text)
     env.close()
-    line = caplog.messages[-1]
+    line = next(line for line in caplog.messages if "a thread ended" in line)
     assert f"{worker} of {MISBEHAVING} (5..6): a thread ended: KeyboardInterrupt" in line
     assert "misbehaving_envs.py:" in line and not capfd.readouterr().err
 

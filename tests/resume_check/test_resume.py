@@ -151,15 +151,13 @@ def without_logs(run_dir):
 def test_a_disk_that_is_full_at_a_resume_costs_one_line_and_no_byte(
     refuses, run_dir, tmp_path, monkeypatch, capsys, limits
 ):
-    if refuses == "metrics.jsonl":  # nothing is to be changed before it
-        config = json.loads((run_dir / "config.json").read_text())
-        config["launch"]["on_event"] = True
-        (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # an unchanged configuration is not written
+    changes = ["--keep_checkpoints", 4] if refuses == "config.json" else []
     assert (run_dir / "metrics.jsonl").stat().st_size > 2 * 1000
     before = without_logs(run_dir)
     limits(1000)
     note = f"cat > {tmp_path}/event"
-    assert train_here(monkeypatch, "--resume", run_dir, "--on_event", note) == 1
+    assert train_here(monkeypatch, "--resume", run_dir, "--on_event", note, *changes) == 1
     limits(None)
     assert without_logs(run_dir) == before
     where = f"{run_dir}/metrics.jsonl" if refuses == "metrics.jsonl" else f"run_dir {run_dir}"
