@@ -77,7 +77,7 @@ def train_seeds(
         if done.exit_code:
             why = done.error or f"code {done.exit_code}"
             raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
-        metric, scores[seed] = score_of(read_object(own / SUMMARY))
+        metric, scores[seed] = score_of(read_object(own / SUMMARY, iteration=int))
     intervals = score_intervals(np.array(list(scores.values()))[:, None])
     result = SeedsResult(folder, metric, scores, intervals)
     found = asdict(result) | {"run_dir": str(folder)}

@@ -15,7 +15,7 @@ import numpy as np
 from agents.evaluate.statistics import Record
 from rl_dist.hardware.plain_files import read_plain
 
-COLORS = {"policy": "#1f5fbf", "equal weight": "#555555"}
+COLORS = {"policy": "#1f5fbf", "equal weight": "#555555", "reference": "#2ca02c"}
 ORANGE = "#d2691e"
 
 
@@ -26,7 +26,7 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     steps, returns = _points(records, "episode/return")
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     window = len(steps) // 20
-    axis.plot(steps, returns, ".-", color="#b9c9e2", linewidth=0.8, label="each iteration")
+    axis.plot(steps, returns, ".-", color="#b9c9e2", label="each iteration")
     if window > 1:
         smooth = np.convolve(returns, np.ones(window) / window, "valid")
         label = f"mean of {window} iterations"
@@ -43,7 +43,7 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
         twin = axis.twinx()
         twin.plot(steps, sharpe, "o-", color=ORANGE, markersize=4)
         equal = _points(records, "valid/equal_weight_sharpe")
-        twin.plot(*equal, "--", color=ORANGE, linewidth=0.8)
+        twin.plot(*equal, "--", color=ORANGE)
         twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=ORANGE)
     axis.legend(loc="center right")
     _save(figure, axis, path, simulated)
@@ -66,7 +66,7 @@ def plot_equity(
         axis.plot(dates, np.median(growth, axis=0), color=COLORS.get(name), label=name)
         if name == "policy" and len(growth) > 1:
             low, high = np.quantile(growth, [0.25, 0.75], axis=0)
-            axis.fill_between(dates, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
+            axis.fill_between(dates, low, high, color=COLORS[name], alpha=0.15)
     axis.set_title(f"{span}: {dates[0]} to {dates[-1]}")
     axis.set_ylabel("value / initial cash, median over markets")
     axis.legend(loc="upper left")
@@ -75,11 +75,10 @@ def plot_equity(
 
 
 def _save(figure: Any, axis: Any, path: Path, simulated: bool) -> None:
-    axis.grid(alpha=0.25)
+    axis.grid()
     if simulated:
-        style = {"fontsize": 20, "color": "#c0392b", "alpha": 0.45, "weight": "bold"}
-        place = {"transform": axis.transAxes, "ha": "right", "va": "bottom"}
-        axis.text(0.99, 0.03, "SIMULATED", **place, **style)
+        place = {"transform": axis.transAxes, "ha": "right"}
+        axis.text(0.99, 0.03, "SIMULATED", fontsize=20, color="#c0392b", alpha=0.45, **place)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

@@ -195,6 +195,10 @@ def _read(path: Path) -> pd.DataFrame:
             f"no column {', '.join(absent)} in the header {found!r}: "
             f"it must have {','.join(COLUMNS)}"
         )
+    if not isinstance(frame.index, pd.RangeIndex):
+        raise MarketDataError(
+            "its rows have more fields than its header: write one field per column"
+        )
     if frame.empty:
         raise MarketDataError("no rows below the header: fill the file")
     return frame[COLUMNS]
@@ -203,7 +207,7 @@ def _read(path: Path) -> pd.DataFrame:
 def _parse(frame: pd.DataFrame) -> pd.DataFrame:
     """Turn dates into datetime64 and numbers into float64 (NaN where blank)."""
     dates = pd.to_datetime(frame["date"], format="%Y-%m-%d", errors="coerce")
-    bars = frame.assign(date=dates)
+    bars = frame.assign(date=dates.where(dates.dt.year > 0))  # there is no year 0
     if bars["date"].isna().any():
         row = int(np.argmax(bars["date"].isna()))
         text, ticker = frame.loc[row, ["date", "tic"]]

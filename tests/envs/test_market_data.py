@@ -84,7 +84,7 @@ HEADER, *ROWS = good_bars().to_csv(index=False).splitlines()
 CONTENTS = {
     "empty": (b"", "cannot be read as CSV"),
     "binary": (b"\x00\xff\xfe\x81" * 50, ""),
-    "too many fields": ("\n".join([HEADER, *(r + ",7" for r in ROWS)]).encode(), "is not a date"),
+    "too many fields": ("\n".join([HEADER, *(r + ",7" for r in ROWS)]).encode(), "more fields"),
     "no rows": (HEADER.encode(), "no rows"),
     "cut.gz": (gzip.compress("\n".join([HEADER, *ROWS]).encode())[:-200], "cannot be read as CSV"),
     "plain.gz": (b"date,tic", "cannot be read as CSV"),
