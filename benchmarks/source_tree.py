@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,10 @@ PACKAGES = ("rl_dist", "envs", "agents")
 SKIPPED_FOLDERS = {".git", ".venv", "runs", "shared", "build", "dist", "site", "__pycache__"}
 TEXT_SUFFIXES = {
     *("", ".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".yaml", ".html", ".sh", ".json"),
+}
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
 }
 # these files, and train_distributed.py, explain PPO here
 READING_PATH = ("trainer", "rollout", "gae", "ppo", "policy")
@@ -129,16 +135,31 @@ def unit_counts(sources: list[Source], package: str) -> tuple[int, int, int]:
     return len(graph), sum(map(len, graph.values())), layers
 
 
-def line_counts(sources: list[Source]) -> dict[str, int]:
-    """Lines of source, of tests, of the README, of the script, and of what explains PPO."""
-    lines = {s.path: s.num_lines for s in sources}
-    script = lines.get("train_distributed.py", 0)
-    return {
-        "source": sum(s.num_lines for s in sources if s.shipped),
-        "tests": sum(
-            s.num_lines for s in sources if s.package == "tests" and s.path.endswith(".py")
-        ),
-        "README.md": lines.get("README.md", 0),
-        "train_distributed.py": script,
-        "to understand PPO": script + sum(lines.get(f"agents/{n}.py", 0) for n in READING_PATH),
+def code_tokens(source: Source) -> int:
+    """Tokens of a Python file without comments, docstrings, line ends and indentation."""
+    docstrings = {
+        (child.lineno, child.col_offset)
+        for node in source.nodes(ast.AST)
+        for child in (node.body if isinstance(getattr(node, "body", None), list) else ())
+        if isinstance(child, ast.Expr)
+        and isinstance(child.value, ast.Constant)
+        and isinstance(child.value.value, str)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    return sum(token.type not in NO_CODE and token.start not in docstrings for token in tokens)
+
+
+def size_counts(sources: list[Source]) -> dict[str, int]:
+    """Code tokens of source, tests and benchmarks; lines of the README and of what explains PPO."""
+    lines = {source.path: source.num_lines for source in sources}
+    python = [source for source in sources if source.path.endswith(".py")]
+    tokens = {
+        "source": [s for s in python if s.shipped or s.package == "examples"],
+        "tests": [s for s in python if s.package == "tests"],
+        "benchmarks": [s for s in python if s.package == "benchmarks"],
+    }
+    path = ("train_distributed.py", *(f"agents/{name}.py" for name in READING_PATH))
+    return {f"tokens of {name}": sum(map(code_tokens, owned)) for name, owned in tokens.items()} | {
+        "lines of README.md": lines.get("README.md", 0),
+        "lines to understand PPO": sum(lines.get(name, 0) for name in path),
     }

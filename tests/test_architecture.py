@@ -38,12 +38,13 @@ PRINTERS = {  # parts of rl_dist that may print
 MAX_UNITS = {"rl_dist": (14, 45, 6), "envs": (14, 45, 6), "agents": (14, 50, 6)}
 MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
-MAX_LINES = {
-    "source": 28_500,
-    "tests": 23_900,
-    "README.md": 150,
-    "train_distributed.py": 150,
-    "to understand PPO": 1_900,
+# Totals only fall. Tokens, because packing lines does not lower them.
+MAX_SIZES = {
+    "tokens of source": 1,
+    "tokens of tests": 1,
+    "tokens of benchmarks": 1,
+    "lines of README.md": 150,
+    "lines to understand PPO": 1_900,
 }
 BAD_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base"}
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -111,9 +112,9 @@ def units(sources):
 
 def sizes(sources):
     """Files, functions and the whole keep within their limits; the tests only as a whole."""
-    for what, count in source_tree.line_counts(sources).items():
-        if count > MAX_LINES[what]:
-            yield f"{what}: {count} lines, more than {MAX_LINES[what]}"
+    for what, count in source_tree.size_counts(sources).items():
+        if count > MAX_SIZES[what]:
+            yield f"{count} {what}, more than {MAX_SIZES[what]}"
     for source in sources:
         counted = source.path.endswith(".py") and source.package != "tests"
         if counted and source.num_lines > MAX_FILE:
@@ -270,7 +271,8 @@ PLANTED = {
     ],
     sizes: [
         {"envs/a.py": "x = 1\n" * 451}, {"README.md": "x\n" * 151},
-        {"agents/ppo.py": "x = 1\n" * 1_901}, {"tests/test_a.py": "x = 1\n" * 50_000},
+        {"agents/ppo.py": "x = 1\n" * 1_901}, {"tests/test_a.py": "x = 1\n" * 70_000},
+        {"examples/a.py": "x = 1\n" * 70_000}, {"benchmarks/a.py": "x = 1\n" * 70_000},
         {"agents/ppo.py": lines(66, "update")}, {"a.py": lines(81, "main")},
         {A: lines(16, "f"), "envs/a.py": lines(17, "f")},
     ],
