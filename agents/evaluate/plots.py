@@ -37,14 +37,14 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
     # validation: returns are comparable, a Sharpe ratio has an axis of its own
     steps, valid = _points(records, "valid/return")
     if len(steps):
-        axis.plot(steps, valid, "o-", color=ORANGE, markersize=4, label="evaluation, without noise")
+        axis.plot(steps, valid, "o-", color=ORANGE, label="evaluation, without noise")
     steps, sharpe = _points(records, "valid/sharpe")
     if len(steps):
         twin = axis.twinx()
-        twin.plot(steps, sharpe, "o-", color=ORANGE, markersize=4)
+        twin.plot(steps, sharpe, "o-", color=ORANGE)
         equal = _points(records, "valid/equal_weight_sharpe")
         twin.plot(*equal, "--", color=ORANGE)
-        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)", color=ORANGE)
+        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)")
     axis.legend(loc="center right")
     _save(figure, axis, path, simulated)
 
