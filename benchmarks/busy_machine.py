@@ -60,10 +60,9 @@ def steps_per_second(job: str, setting: str, load: int, seconds: float) -> float
             time.sleep(seconds)
             records = _wait_for_records(training, run_dir, before + 2)[before:]
         finally:
-            for process in busy:
+            for process in (*busy, training):
                 process.kill()
-            training.kill()
-            training.wait()
+                process.wait()
     # the first of these began before the load came
     steps = records[-1]["global_step"] - records[0]["global_step"]
     spent = sum(row["time/collect_s"] + row["time/update_s"] for row in records[1:])
