@@ -70,7 +70,7 @@ JOBS: dict[str, list[str]] = {
     ],
     "continuous in bf16": [
         f"{TRAIN} --env Pendulum-v1 --precision bf16 --num_gpus 1 --squash_actions "
-        "--noise_color 1 --separate_trunks --run_dir RUN"
+        "--noise_color 1 --policy lstm --separate_trunks --run_dir RUN"
     ],
     "restarts, kill and resume": [
         f"kill {TRAIN} --env flaky:Flaky-v0 --env_restarts 9 --num_gpus 2 --policy mlp "
