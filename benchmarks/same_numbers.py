@@ -32,7 +32,7 @@ SIZES = (
 )
 TRAIN = f"train_distributed.py {SIZES} --total_steps 768"
 MARKETS = (
-    "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-02-26 "
+    "--train_end 2015-12-31 --valid_start 2016-01-04 --valid_end 2016-06-30 "
     "--test_start 2019-06-03 --test_end 2019-08-30"
 )
 WORLDS = "--num_worlds 2 --num_stocks 2 --episode_days 60"
@@ -83,7 +83,11 @@ JOBS: dict[str, list[str]] = {
         f"{TRAIN} {MARKETS} {WORLDS} --num_gpus 2 --pretrained DIR/first --run_dir RUN",
         "train_distributed.py --resume RUN --num_gpus 1 --total_steps 1536",
     ],
-    "fit on 2 ranks": ["-m examples.image_classification --num_gpus 2 --epochs 2 --run_dir RUN"],
+    "fit on 2 ranks": [
+        f"-m agents.pretrain --num_gpus 2 --device cpu --num_worlds 2 --num_stocks 2 {MARKETS} "
+        "--hidden_size 8 --window 20 --batch_size 16 --epochs 3 --grad_accumulation 2 "
+        "--max_grad_norm 0.5 --no-progress --run_dir RUN"
+    ],
 }
 OPTIONS = (
     "1 rank, 2 ranks, 3 ranks, ddp, hybrid, pipeline, trading, CSV, CartPole, Recall, workers, "
@@ -100,7 +104,7 @@ PATTERNS = {  # where the words of the command differ from the option's name
     "MLP": "policy mlp", "LSTM": "policy lstm", "fp32": r"train(?!.*precision)",
     "accumulation": "grad_accumulation", "refreshed states": "refresh_states",
     "env restarts": "env_restarts", "pre-training": "pretrain", "kill": "^kill",
-    "other ranks": r"resume.*num_gpus", "fit": "image_classification",
+    "other ranks": r"resume.*num_gpus", "fit": "pretrain.*RUN",
     "validation": "validate_every", "warm-up": "warmup", "floor of advantages": "min_adv_std",
     "coloured noise": "noise_color",
 }  # fmt: skip
@@ -116,18 +120,23 @@ class Flaky(gymnasium.Env):
     life = 0
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
         self.age = 0
         return self._obs(), {}
 
     def _obs(self):
-        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return np.sin([self.life, self.age]).astype(np.float32)
 
     def step(self, action):
         self.life, self.age = self.life + 1, self.age + 1
         if self.life % 23 == 0:
             raise RuntimeError("fell over")
         return self._obs(), float(action), self.age == 7, False, {}
+
+    def get_state(self):
+        return {"life": self.life, "age": self.age}
+
+    def set_state(self, state):
+        self.life, self.age = int(state["life"]), int(state["age"])
 
 gymnasium.register("Flaky-v0", entry_point=Flaky)
 """
