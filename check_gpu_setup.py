@@ -48,7 +48,7 @@ from rl_dist.hardware.addresses import check_variables
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.short_run import SideBySide, without
 from rl_dist.setup_check.checks import PROBLEM, WARNING, Check, Plan, check_facts
-from rl_dist.setup_check.measured import MemoryFigures, memory_checks, worst
+from rl_dist.setup_check.measured import memory_checks, worst
 
 OWN_FLAGS = ("json", "strict")
 DESCRIPTION = (
@@ -108,14 +108,14 @@ def examine(
         memory_run.run()  # alone on the GPU
     facts_json = {"plan": dataclasses.asdict(plan), "facts": dataclasses.asdict(facts)}
     with ExitStack() as held:
-        memory = measure(planned, memory_run, held, report)
-    return facts_json, recommend(planned, given, facts, memory, report.checks)
+        measure(planned, memory_run, held, report)
+    return facts_json, recommend(planned, given, facts, report.checks)
 
 
 def measure(
     planned: PlannedTraining, memory_run: MemoryDryRun, held: ExitStack, report: SetupReport
-) -> MemoryFigures | None:
-    """Let ranks reduce, do dry runs and short runs; None: memory cannot be known.
+) -> None:
+    """Let ranks reduce, do dry runs and short runs.
 
     Args:
         held: ends the short runs.
@@ -137,16 +137,15 @@ def measure(
     except RuntimeError as error:  # CUDA, where environments are made on a GPU
         problem, fix = one_line(error, named=False), "see Software and GPUs, and nvidia-smi"
         report.add("Memory", [Check("Memory", "tensors", PROBLEM, problem, fix)])
-        return None
+        return
     report.add("Memory", memory_checks(memory, on_gpu))
     report.figures["memory"] = dataclasses.asdict(memory) | {"needed": memory.needed}
     if not memory_run.fits:
         skipped = Check("Time", "pace", WARNING, "not measured: it does not fit", "see Memory")
         report.add("Time", [skipped])
-        return memory
+        return
     running = runs[0] if runs else held.enter_context(short_runs(planned))
     report_time(planned, running, reductions, shapes, report)
-    return memory
 
 
 @contextmanager

@@ -6,16 +6,8 @@ The names below may be imported from here; what they need is loaded when first a
 """
 
 import os
-import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
-
-try:
-    Path.cwd()
-except OSError:  # while torch's libraries are loaded they would end the process in their own words
-    sys.stderr.write("error: the current directory no longer exists: change to another one\n")
-    sys.exit(2)
 
 # OpenMP reads these when torch is loaded. By default its threads spin for milliseconds while they
 # wait for each other, and beside other programs take the cores from those they wait for. With a

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)  # for the log files
 # Flags that may differ between hosts: what a host has (GPUs, cores), and where its data lie. The
 # content of the data is compared by `data_digest`. The command of on_event is rank 0's alone.
 OF_A_HOST = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
+OF_A_HOST |= {"chosen_on", "pretrained", "init_from"}
 
 
 def run_rank(
@@ -56,7 +57,6 @@ def run_rank(
         run_dir, resume_from = agree_on_start(run_dir, resume_from, config, world)
         if world.is_main_process:
             events.configure(config.launch.on_event, run_dir)
-            stop_flag.notice = "saving after this iteration"
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d", config.task.env, world.rank, world.size)
 
@@ -105,8 +105,9 @@ def run_rank(
             remove(run_dir / SUMMARY)  # it says that the run has finished
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
+        stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
         signum = train(training, writer, stop_flag)
-        world.set_phase("closing of loggers")
+        world.set_phase("closing of loggers and environments")
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         training.env.close()

@@ -224,9 +224,8 @@ def short_runs(planned: PlannedTraining) -> SideBySide:
     launch = planned.config.launch.by_default()
     share = dataclasses.replace(planned.config, train=planned.share, launch=launch)
     ranks = planned.num_ranks
-    return SideBySide(
-        flags_of(share.to_dict()), ranks, threads_per_rank(ranks), device_type=planned.device_type
-    )
+    threads = launch.threads or threads_per_rank(ranks)
+    return SideBySide(flags_of(share.to_dict()), ranks, threads, device_type=planned.device_type)
 
 
 def measure_time(

@@ -71,4 +71,5 @@ def bf16_speedup(job: Job, world: World) -> float:
                 start = time.perf_counter()
                 run.ppo.step(minibatch)
                 seconds[name].append(time.perf_counter() - start)
+                world.heartbeat()
     return median(seconds["fp32"][1:]) / median(seconds["bf16"][1:])

@@ -13,7 +13,6 @@ from typing import Any
 
 from agents.dry_run.measure import PlannedTraining, measure_reductions, measure_time
 from agents.run.memory import Shapes
-from agents.sizes import shares_out
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.report import Facts
 from rl_dist.launch.all_reduce_bench import Reductions
@@ -23,7 +22,6 @@ from rl_dist.parallel.choice import Hardware, check_strategy
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
 from rl_dist.setup_check.measured import (
     SCRIPT,
-    MemoryFigures,
     command_line,
     communication_check,
     time_checks,
@@ -133,35 +131,16 @@ def report_time(
 
 
 def recommend(
-    planned: PlannedTraining,
-    given: Sequence[str],
-    facts: Facts,
-    memory: MemoryFigures | None,
-    checks: Sequence[Check],
+    planned: PlannedTraining, given: Sequence[str], facts: Facts, checks: Sequence[Check]
 ) -> str:
-    """Return the command line to copy: as asked, made to work by other flags."""
-    launch, on_gpu = planned.config.launch, planned.device_type == "cuda"
+    """Return the command line to copy; a strategy that cannot be is replaced."""
+    launch = planned.config.launch
     changes: dict[str, str | int] = {}
-    with_gpus = any(gpu.torch_index is not None for gpu in facts.gpu.gpus)
-    broken = launch.device == "auto" and launch.num_gpus and with_gpus
-    if not on_gpu and (launch.device == "cuda" or broken):
-        changes["device"] = "cpu"
-    if on_gpu and launch.num_gpus > planned.num_ranks:
-        changes["num_gpus"] = planned.num_ranks
-    cores = facts.host.cores
-    if not on_gpu and planned.num_ranks > cores:
-        fitting = [n for n in range(cores, 0, -1) if shares_out(planned.config.train, n)]
-        changes |= {"num_gpus": fitting[0]} if fitting else {}
     hardware = Hardware(planned.num_ranks, planned.device_type, len(facts.gpu.usable))
     try:
         check_strategy(launch.strategy_config, hardware)
     except UserError:
-        changes |= _by_default(launch)
-    if memory and memory.needed > memory.limit:
-        if memory.largest_num_envs:
-            changes["num_envs"] = memory.largest_num_envs
-        elif memory.largest_batch_size:
-            changes |= {"num_envs": 0, "batch_size": memory.largest_batch_size}
+        changes = _by_default(launch)
     unset = [c.name for c in checks if c.section == "Environment" and c.verdict != OK]
     if facts.host.address_error:
         unset += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]

@@ -177,25 +177,39 @@ def _evaluate_trading(
     if world.is_main_process:
         print(f"{task.describe()}\n")
     pairs = {name: (agent.policy, agent.normalizer) for name, agent in agents.items()}
-    results, text = report(task, markets, spans, pairs, world, run_dir, plot)
     if not (task.real and asked.open_test and world.is_main_process):
-        return results, text
-    (result,) = results.values()
-    for name, agent in agents.items():
-        saved = json.dumps(agent.config.to_dict(), sort_keys=True).encode()
-        look = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "data_digest": data_digest(data),
-            "span": result["days"],
-            "config_digest": hashlib.sha256(saved).hexdigest()[:16],
-            "iteration": agent.iteration,
-            "sharpe": result["policies"][name]["sharpe"],
-        }
-        path = path_to_write(agent.run_dir, LOOKS)
-        with open(path, "a", encoding="utf-8", opener=plain_file) as file:
-            file.write(json.dumps(look) + "\n")
+        return report(task, markets, spans, pairs, world, run_dir, plot)
+    (span,) = spans.values()
+    days = [str(markets[0].dates[day]) for day in (span.first, span.last)]
+    for agent in agents.values():
+        _append_look(agent.run_dir, "")  # before the days are seen: it may not be writable
+    sharpe: dict[str, float] = {}
+    try:
+        results, text = report(task, markets, spans, pairs, world, run_dir, plot)
+        (result,) = results.values()
+        sharpe = {name: result["policies"][name]["sharpe"] for name in agents}
+    finally:  # an interrupted look may have left figures
+        for name, agent in agents.items():
+            saved = json.dumps(agent.config.to_dict(), sort_keys=True).encode()
+            look = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "data_digest": data_digest(data),
+                "span": days,
+                "config_digest": hashlib.sha256(saved).hexdigest()[:16],
+                "iteration": agent.iteration,
+                "sharpe": sharpe.get(name),
+            }
+            _append_look(agent.run_dir, json.dumps(look) + "\n")
     looks = len(read_plain(run_dir / LOOKS).splitlines())
-    return results, f"{text}\nlook number {looks} of this run at closed days: {run_dir / LOOKS}"
+    return (
+        results,
+        f"{text}\nlook number {looks} at closed days of this run: {run_dir / LOOKS}",
+    )
+
+
+def _append_look(run_dir: Path, line: str) -> None:
+    with open(path_to_write(run_dir, LOOKS), "a", encoding="utf-8", opener=plain_file) as file:
+        file.write(line)
 
 
 def _rank_main(path: str, others: list[str], asked: EvaluateConfig) -> int:

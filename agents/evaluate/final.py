@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
 from agents.network.normalize import Normalizer, observation_normalizer
-from agents.policy import Policy
+from agents.policy import Policy, check_weights
 from agents.run.config import EVALUATING, SUMMARY, RunConfig
 from agents.trainer import Training
 from envs import find_spec
@@ -22,6 +23,7 @@ from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import broadcast_from_rank0
 from rl_dist.telemetry.metrics import write_whole
 
+logger = logging.getLogger(__name__)
 NEARLY_RANDOM = 0.95  # share of the largest entropy from which on a policy counts as random
 
 if TYPE_CHECKING:
@@ -102,7 +104,14 @@ def load_best(
     All ranks call; the main process alone reads the file, which other hosts may lack.
     """
     world, path = training.world, run_dir / CHECKPOINT_DIR / BEST_FILE
-    state = load_checkpoint(path) if world.is_main_process and path.exists() else None
+    state = None
+    if world.is_main_process and path.exists():
+        try:
+            found = load_checkpoint(path)
+            check_weights(training.policy, found["policy"])
+            state = found
+        except ValueError as error:  # damaged, or of another shape
+            logger.warning("best.pt is not evaluated: %s", error)
     iteration = all_gather_json(state and state["iteration"], world)[0]
     if iteration in (None, training.iteration):
         return iteration, None

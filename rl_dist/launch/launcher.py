@@ -213,7 +213,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if adopted else num_ranks
     threads = config.threads or threads_per_rank(local_ranks)
-    message = _describe(num_ranks, on_gpu, gpus, gpu_ids, threads, config.num_gpus)
+    message = _describe(num_ranks, on_gpu, gpus, gpu_ids, threads)
     # where they meet
     if not adopted and num_ranks > 1 and (address := asked_for_address()):
         check_address(*address, hosted_here=True)
@@ -256,7 +256,7 @@ def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
 
 
 def _describe(
-    num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...], threads: int, asked: int
+    num_ranks: int, on_gpu: bool, gpus: int, gpu_ids: tuple[int, ...], threads: int
 ) -> str:
     ranks = _count(num_ranks, "rank")
     if on_gpu:
@@ -266,7 +266,6 @@ def _describe(
             return f"{ranks}, one process for {len(gpu_ids)} GPUs ({numbers}{name})"
         return f"{ranks} over NCCL, one GPU each ({numbers}{name})"
     why = "no CUDA GPU found" if gpus == 0 else "the CPU was asked for"
-    why = "--num_gpus 0 means the CPU" if asked == 0 else why
     processes = "1 CPU process" if num_ranks == 1 else f"{num_ranks} CPU processes over gloo"
     words = f"{why}: {ranks} as {processes}, {threads} thread(s) each"
     if limit := ignored_limit():

@@ -35,7 +35,7 @@ CHOSEN = {
     "keep_best": "off",
     "max_restarts": "0",
 }
-DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "num_gpus", "gpu_ids", "profile", *CHOSEN)
+DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "gpu_ids", "profile")
 POLL_S = 0.05
 ROUNDS, ROUND_S = 3, 1.0  # a rate is known if rounds of at least a second agree on it
 MOST_SPREAD = 1.5  # of the highest rate over the lowest
@@ -113,14 +113,19 @@ class SideBySide:
             flags: of the training script, with the sizes that one rank has. How long, where, what
                 to save and the seed are chosen here.
             copies: processes; with device_type "cuda" each has a GPU of its own.
-            threads, num_gpus: threads and ranks of each copy.
+            threads, num_gpus: threads and ranks of each copy; 0 threads: as training chooses.
         """
         if without(flags, ["resume"]) != list(flags):
             fix = "give the flags that the run was started with"
             raise UserError(f"--resume: short runs begin again from the start; {fix}")
         chosen = CHOSEN | {"num_gpus": str(num_gpus), "device": device_type}
-        self._flags = [*without(flags, DROPPED), *(f"--{k}={v}" for k, v in chosen.items())]
-        self._num_copies, self._threads = copies, threads
+        if threads:
+            chosen["threads"] = str(threads)
+        self._flags = [
+            *without(flags, (*DROPPED, *chosen)),
+            *(f"--{k}={v}" for k, v in chosen.items()),
+        ]
+        self._num_copies = copies
         self._on_gpu = device_type == "cuda"
         self._folder = tempfile.TemporaryDirectory(prefix="short_run_")
         self.running: list[Copy] = []
@@ -141,9 +146,7 @@ class SideBySide:
         self._folder.cleanup()
 
     def _start(self, number: int) -> Copy:
-        variables = {"OMP_NUM_THREADS": str(self._threads)}
-        if self._on_gpu:
-            variables["CUDA_VISIBLE_DEVICES"] = _gpu(number)
+        variables = {"CUDA_VISIBLE_DEVICES": _gpu(number)} if self._on_gpu else {}
         return Copy(self._flags, Path(self._folder.name), number, variables=variables)
 
     def measure(

@@ -241,10 +241,10 @@ class Watchdog:
         """Say where this rank's own work hangs, outside collectives; "": it does not."""
         if not self.watches_work or self._worked_s() < self._limit_s():
             return ""
-        frame = sys._current_frames()[self._main.ident or 0]
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         made = f"made no progress for {self._worked_s():.0f} s {self._own.where}"
-        return f"{made}, at {place} {self._limit_text()}"
+        if frame := sys._current_frames().get(self._main.ident or 0):
+            made += f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        return f"{made} {self._limit_text()}"
 
     def _publish(self) -> None:
         """Publish this rank's status; forget the others' if it has changed."""

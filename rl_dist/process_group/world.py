@@ -191,6 +191,7 @@ class World:
 
 
 _current: World | None = None
+_threads_before = 1  # of torch, until a world was opened
 _bound: list[str] = []  # variables of `_stay_on_loopback`; programs started later lack them
 
 
@@ -256,6 +257,8 @@ def open_world(
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
         leave_with_parent(os.getppid())  # a killed torchrun would leave it training on alone
+    global _threads_before
+    _threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_per_rank(local_size))
     place = torch.device("cpu")
     options: dict[str, Any] = {"backend": "gloo"}
@@ -332,6 +335,8 @@ def close_world(world: World) -> None:
         world.watchdog.close()
     if _current is world and dist.is_initialized():
         destroy_group()
+    if _current is world:
+        torch.set_num_threads(_threads_before)
     _current = None
     _leave_loopback()
 

@@ -109,6 +109,7 @@ class Calibration:
     steps_per_s: float = 0.0  # of one rank, known from elsewhere; 0: it must be measured
     cores: int = 1
     load: float = 0.0  # processes that wanted a core before anything was measured
+    most_threads: int = 0  # that training takes for the whole job; 0: not known yet
     # measured
     works: dict[Share, RankCost] = field(default_factory=dict)
     reductions: dict[int, Reductions] = field(default_factory=dict)  # by ranks
@@ -153,7 +154,7 @@ class Calibration:
         if self.device_type == "cpu":
             most = self.cores * (COPIES_PER_CORE if self.thorough else 1)
             copies = min(copies, most, self.copies_in_memory)
-        threads = threads_per_rank(min(ranks, self.ranks_per_machine))
+        threads = min(threads_per_rank(min(ranks, self.ranks_per_machine)), self.most_threads)
         return Share(ranks if scaling == "strong" else 1, threads, copies)
 
     def _crowding(self, copies: int, threads: int) -> float:
@@ -169,13 +170,15 @@ class Calibration:
         """Train the whole job on one rank for a moment."""
         whole = self._share(1, "strong")
         started_s = time.monotonic()
-        self.say(f"measuring 1: {whole}")
+        self.say("measuring 1: the whole job on one rank")
         first = self._train(whole, [], "default", math.inf if self.thorough else FIRST_S)
         self.rates = round_rates(first.records[0])
         if not (self.is_steady or self.steps_per_s):
             fix = "stop other programs and measure again, or give --sps N from a run"
             raise ShortRunError(f"one rank trained {describe_rates(self.rates)}, twice: {fix}")
         self.first_s = time.monotonic() - started_s
+        self.most_threads = first.config["launch"]["threads"]
+        whole = self._share(1, "strong")
         work = rank_cost_of(first.records)
         self.works[whole] = work.modelled() if len(first.records[0]) == 1 else work
         train = first.config["train"]

@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 TRADING = "StockTrading-v0"
 OF_TRADING = ("data", "market", "trading")
 NO_FLAGS = (
-    {"data_digest", "callback"}  # a measurement tells nobody
+    {"data_digest", "callback", "threads"}  # threads are those of another number of ranks
     | {
         name
         for name, item in declarations(LaunchConfig).items()

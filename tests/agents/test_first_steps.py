@@ -244,6 +244,17 @@ def test_the_end_evaluates_the_last_policy_and_the_best_one_on_any_number_of_ran
     assert json.loads((two / "summary.json").read_text())["best"] == best | {"iteration": iteration}
 
 
+def test_a_damaged_best_checkpoint_costs_its_evaluation_and_nothing_else(
+    finished, tmp_path, monkeypatch, capsys
+):
+    run_dir = shutil.copytree(finished[0], tmp_path / "run")
+    best = run_dir / "checkpoints/best.pt"
+    best.write_bytes(best.read_bytes()[:-100])
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert "best" not in json.loads((run_dir / "summary.json").read_text())
+    assert str(best) in capsys.readouterr().err
+
+
 def test_a_policy_is_evaluated_by_other_episodes_than_those_that_chose_it(
     finished, tmp_path, monkeypatch
 ):

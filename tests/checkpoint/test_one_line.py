@@ -3,12 +3,10 @@
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from train_runs import RECALL, REPO, daily_bars, evaluate_here, only_error, run_here, train_here
-from train_runs import start as start_python
+from train_runs import RECALL, daily_bars, evaluate_here, only_error, run_here, train_here
 
 import check_gpu_setup
 import train_distributed
@@ -46,22 +44,6 @@ def test_a_name_that_cannot_be_is_one_line(command, name, tmp_path, monkeypatch,
         assert run_here(main, [*words, name], monkeypatch) == 2
     assert name[:3] in only_error(capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "command",
-    [[str(REPO / "train_distributed.py"), *TINY]]
-    + [["-m", name, "x"] for name in ("agents.evaluate", "rl_dist.status")],
-    ids=lambda words: words[1],
-)
-def test_a_current_directory_that_was_deleted_is_one_line(command, tmp_path):
-    words = [sys.executable, *command]
-    script = f"import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, {words})"
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    job = start_python("-c", script, cwd=folder)
-    _, stderr = job.communicate(timeout=100)
-    assert job.returncode == 2 and "current directory" in only_error(stderr)
 
 
 @pytest.mark.parametrize(

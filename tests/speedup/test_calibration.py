@@ -58,6 +58,7 @@ class Machine:
         self.asked, self.shares, self.reduced = [], [], []
         self.copy_bytes = copy_bytes
         self.too_long = False
+        self.threads = threads_per_rank(1)  # that training takes for the whole job
         self.factors = (1.0, 1.0)  # of the rate, by round
         monkeypatch.setattr(calibration, "measure_short_runs", self.measure_short_runs)
         monkeypatch.setattr(calibration, "time_reductions", self.time_reductions)
@@ -81,6 +82,7 @@ class Machine:
         record |= {"time/sps": steps / 0.5, "global_step": steps, "iteration": 1}
         record |= {"episode/count": 32, "episode/length": 256.0}
         config = {"train": {"num_steps": 128, "batch_size": 128}, "task": {"env": "Recall-v0"}}
+        config["launch"] = {"threads": self.threads}
         rounds = [record | {"time/sps": record["time/sps"] * factor} for factor in self.factors]
         return ShortRunResult([rounds] * copies, config, 4_000_000, self.copy_bytes)
 
@@ -117,6 +119,13 @@ def test_one_gpu_stands_for_a_machine_of_eight_by_the_link_of_its_kind(monkeypat
     assert found.link == LINKS["NVLink 4"] and not machine.reduced
     assert machine.asked[1] == (1, max(1, threads_per_rank(8)))
     assert found.points[1].communication.gradient_s == LINKS["NVLink 4"].all_reduce_s(4_000_000, 8)
+
+
+def test_copies_take_the_threads_that_training_takes_for_the_whole_job(monkeypatch):
+    machine = Machine(monkeypatch, cores=8)
+    machine.threads = 1  # as for a small network
+    machine.calibrate([2, 4], **STRONG)
+    assert machine.asked[0] == (1, 0) and {threads for _, threads in machine.asked[1:]} == {1}
 
 
 # ---- quick: as many copies as cores, the rest modelled
