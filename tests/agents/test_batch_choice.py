@@ -99,7 +99,7 @@ def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
     assert chosen_in(tmp_path / "auto") == chosen
 
 
-@pytest.mark.parametrize(("worth", "chosen"), [(1.1, "fp32"), (0.0, "bf16")])
+@pytest.mark.parametrize(("worth", "chosen"), [(1e9, "fp32"), (0.0, "bf16")])
 def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its_choice(
     worth, chosen, tmp_path, monkeypatch, capsys
 ):
