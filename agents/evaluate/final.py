@@ -87,7 +87,7 @@ def evaluate_last_and_best(
     threshold = find_spec(config.task.env).reward_threshold
     if threshold is not None:
         solved = [name for name, values in figures.items() if values["return"] >= threshold]
-        counts = f"{config.task.env} counts as solved from a mean return of {threshold:g} on"
+        counts = f"{config.task.env} is solved at a mean return of {threshold:g}"
         lines.append(f"{counts}: {' and '.join(solved) or 'not yet'}")
     of_last, *of_best = figures.values()
     summary: dict[str, Any] = {"test": of_last}
@@ -152,7 +152,7 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     curve = path_to_write(run_dir, "plots/learning_curve.png")
     plot_learning_curve(run_dir, curve, title, simulated)
 
-    # the summary is the last file: who finds it, finds all
+    # write summary.json last: its presence marks a finished run
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     scaling = None

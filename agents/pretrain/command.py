@@ -61,7 +61,7 @@ CONFIG_FILE, SUMMARY = "config.json", "summary.json"
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
-  python -m agents.pretrain --data prices.csv --train_end 2015-12-31 --test_start 2018-01-02
+  python -m agents.pretrain --data prices.csv --test_start 2016-01-04
   python train_distributed.py --pretrained runs/pretrain/2026-01-31_12-00-00
 exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (USR1), 129 (HUP)"""
 
@@ -292,7 +292,7 @@ def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
         if new != old and name not in CHANGEABLE:
             differing.append(f"--{name} {new} (it has {old})")
         sections[section] = dataclasses.replace(sections[section], **{name: new})
-    refuse_differences(differing, "leave out what differs, or start a fresh run")
+    refuse_differences(differing, "omit what differs, or start a fresh run")
     return PretrainRunConfig(**sections)
 
 

@@ -39,7 +39,7 @@ EPILOG = """examples:
   python train_distributed.py --quick                          the whole path in half a minute
   python train_distributed.py                                  the main job: 5000 episodes
   python train_distributed.py --num_gpus 2 --device cpu        the same with two CPU ranks
-  python train_distributed.py --data prices.csv --train_end 2015-12-31 --test_start 2016-01-04
+  python train_distributed.py --data prices.csv --test_start 2016-01-04
   python train_distributed.py --env CartPole-v1 --total_steps 200000
   python train_distributed.py --resume runs/2026-01-31_12-00-00 --num_episodes 10000
 exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
@@ -88,7 +88,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="",
         metavar="DIR",
-        help="go on with the run in this directory, from its newest checkpoint (no file is taken); "
+        help="continue the run in this directory from its newest checkpoint (a file is refused); "
         "auto: in run_dir, else the newest, else a new run",
     )
     group.add_argument(

@@ -126,8 +126,8 @@ class RunConfig:
 def with_threads(config: RunConfig) -> RunConfig:
     """Return the configuration, with one thread if its network is small.
 
-    Threads that were asked for stay. One is as fast as two below some 10 million multiplications
-    for each gate and pass, and much faster beside other programs: docs/performance.md.
+    Threads that were asked for stay. Below some 10 million multiplications for each gate and pass
+    one thread is as fast as two, and much faster beside other programs: docs/performance.md.
     """
     train = config.train
     steps = train.batch_size * train.bptt_steps  # of a minibatch; 0 if measured later
@@ -188,7 +188,7 @@ def _probe_gym(config: TaskConfig) -> Probed:
 
 
 def forget_probed() -> None:
-    """Let environments be looked at anew: an id may mean another one by now."""
+    """Clear the cache of probed environments: ids may have been registered again."""
     _probe_gym.cache_clear()
 
 

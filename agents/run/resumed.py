@@ -96,7 +96,7 @@ def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
         kept = {flag: changes[flag] for flag in changes.keys() & changeable}
         reset = _other_devices(kept) if name == "launch" else {}
         sections[name] = dataclasses.replace(old, **kept | reset)
-    refuse_differences(differing, "leave out what differs, or start a fresh run")
+    refuse_differences(differing, "omit what differs, or start a fresh run")
     config = RunConfig(**sections)
     if config.train.total_steps and "num_episodes" in parsed.given:
         raise UserError(

@@ -74,7 +74,7 @@ class StopRelay:
         now_s = time.monotonic()
         if not self.signums or now_s - self._last_s > SAME_KEYPRESS_S:
             self.signums.append(signum)
-            self._last_s = now_s  # of those that count, or who presses quickly would never insist
+            self._last_s = now_s  # of the last counted signal, so that rapid presses still add up
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:

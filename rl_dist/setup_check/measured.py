@@ -149,7 +149,7 @@ def time_checks(figures: TimeFigures, on_gpu: bool) -> list[Check]:
     checks = [Check("Time", "pace", OK, pace)]
     # the whole training
     if not is_steady(figures.rates):
-        words = f"no time: a rank trained {describe_rates(figures.rates)}, twice"
+        words = f"no estimate, two measurements disagreed: {describe_rates(figures.rates)}"
         checks = [Check("Time", "pace", WARNING, words, "check again when nothing else runs")]
     elif not figures.as_asked:
         words = "no time: the pace is of this machine, and other hardware was asked for"

@@ -175,7 +175,9 @@ class Calibration:
         self.rates = round_rates(first.records[0])
         if not (self.is_steady or self.steps_per_s):
             fix = "stop other programs and measure again, or give --sps N from a run"
-            raise ShortRunError(f"one rank trained {describe_rates(self.rates)}, twice: {fix}")
+            raise ShortRunError(
+                f"two measurements of one rank disagreed: {describe_rates(self.rates)}: {fix}"
+            )
         self.first_s = time.monotonic() - started_s
         self.most_threads = first.config["launch"]["threads"]
         whole = self._share(1, "strong")

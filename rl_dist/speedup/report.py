@@ -124,7 +124,7 @@ def _notes(
     if unknown:
         notes.append(
             f"no time or cost for {', '.join(unknown)}: no rate is known; give --sps N, the "
-            "steps/s of a run on one of it"
+            "steps/s of a run on one such card"
         )
     return notes
 

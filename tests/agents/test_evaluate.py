@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, train_here
 
-from agents.evaluate import evaluation
+from agents.evaluate import evaluation, markets
 from agents.evaluate.command import LOOKS
 from envs.trading import task
 from rl_dist.checkpoint.file import load_checkpoint
@@ -102,6 +102,28 @@ def test_the_test_span_of_real_prices_is_opened_by_name_and_every_look_is_kept(r
         assert look["sharpe"] == figures["test"]["policies"]["policy"]["sharpe"]
         assert look["span"] == figures["test"]["days"] and look["iteration"] > 1
         assert look["data_digest"] == config["data"]["data_digest"] and look["time"][:2] == "20"
+
+
+def test_an_interrupted_look_is_recorded_and_one_that_cannot_be_does_not_begin(
+    runs, tmp_path, monkeypatch, capsys
+):
+    run_dir = shutil.copytree(runs / "csv", tmp_path / "run")
+    seen = []
+
+    def interrupted(*parts):
+        seen.append(parts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(markets, "report", interrupted)
+    looks = run_dir / LOOKS
+    looks.unlink(missing_ok=True)
+    assert evaluate_here(monkeypatch, run_dir, "--open_test") == 1
+    (look,) = map(json.loads, looks.read_text().splitlines())
+    assert look["sharpe"] is None and look["span"][0] < look["span"][1]
+    looks.unlink()
+    looks.mkdir()
+    assert evaluate_here(monkeypatch, run_dir, "--open_test") != 0 and len(seen) == 1
+    assert str(looks) in capsys.readouterr().err
 
 
 def test_daily_returns_weights_and_trades_give_the_figures_of_the_table(runs):

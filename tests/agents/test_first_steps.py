@@ -235,7 +235,7 @@ def test_the_end_evaluates_the_last_policy_and_the_best_one_on_any_number_of_ran
     iteration = best.pop("iteration")
     assert "\nlast: 2 episodes" in printed
     assert f"\nbest.pt (iteration {iteration}): 2 episodes" in printed
-    assert "counts as solved from a mean return of 475 on: not yet" in printed
+    assert "CartPole-v1 is solved at a mean return of 475: not yet" in printed
     assert evaluate_here(monkeypatch, run_dir, "--json", tmp_path / "json") == 0
     assert json.loads((tmp_path / "json").read_text())["policy"] == best
     flags = [*CUE, "--env", "CartPole-v1", "--total_steps", 192, "--validate_every", 1]
