@@ -42,8 +42,8 @@ from agents.run.choice import RUNS, add_run_flags, choose_run
 from agents.run.config import SECTIONS, probe_env, with_threads
 from agents.sizes import shard_sizes
 from envs.vector.faults import EnvironmentFaultError
-from rl_dist.config import ParsedFlags, parse_flags
 from rl_dist.errors import UserError, explains_errors, one_line, outlive_readers
+from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.hardware.addresses import check_variables
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.short_run import SideBySide, without

@@ -21,9 +21,9 @@ from agents.network.cores import CORES, PassThrough, State
 from agents.network.encoders import Encoder
 from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
-from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import autocast, weights_cast_once
+from rl_dist.flags import Text, configuration, setting
+from rl_dist.strategies.config import autocast, weights_cast_once
 
 # of a core whose step takes as long for one row as a call (0.8 ms), on a CPU
 CALL_WEIGHTS = 10_000_000
@@ -333,9 +333,10 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One step for B environments: obs [B, F] normalised, state [B, S, H].
 
-        `episode_start` [B] bool resets the state first; `noise` [B, A] is of `agents.noise`, None
-        takes the most likely action. Returns actions ([B, A], unclipped unless squashed, or [B] or
-        [B, D] int64), logprobs [B], values [B] and the state [B, S, H].
+        `episode_start` [B] bool resets the state first; `noise` [B, A] comes from
+        `agents.network.noise`, None takes the most likely action. Returns
+        actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), logprobs [B], values
+        [B] and the state [B, S, H].
         """
         push = None if noise is None else self.pushes(noise)
         actions, actor, values, new_state = self.decide(obs, state, episode_start, push)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from agents.network.minibatches import Minibatch, make_schedule
+from agents.network.noise import sequence_orders
 from agents.network.sequences import Plan, state_after
-from agents.noise import sequence_orders
-from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import SpeedConfig, autocast_dtype
-from rl_dist.parallel.strategy import Strategy, make_adam
+from rl_dist.flags import configuration, setting
+from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
-from rl_dist.process_group.timing import StepClock, section
+from rl_dist.strategies.config import SpeedConfig, autocast_dtype
+from rl_dist.strategies.strategy import Strategy, make_adam
 from rl_dist.telemetry import events
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.gae import running_sums
+from agents.advantages import running_sums
 from agents.network.minibatches import Minibatch, to_sequences
 from agents.network.normalize import Normalizer
 from agents.network.sequences import to_device, to_host
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import weights_cast_once
+from rl_dist.process_group.clock import section
 from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.timing import section
 from rl_dist.process_group.world import World
+from rl_dist.strategies.config import weights_cast_once
 
 if TYPE_CHECKING:
     from agents.policy import Policy

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_dist.config import Text, configuration, recorded, setting
 from rl_dist.errors import UserError
+from rl_dist.flags import Text, configuration, recorded, setting
 from rl_dist.telemetry.loggers import named_loggers
 
 LearningRateRule = Literal["none", "sqrt", "linear"]

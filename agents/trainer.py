@@ -14,10 +14,10 @@ import gymnasium
 import torch
 from torch import Tensor
 
-from agents.gae import gae, running_sums
+from agents.advantages import gae, running_sums
 from agents.network.minibatches import to_sequences
+from agents.network.noise import action_noise
 from agents.network.normalize import Normalizer, observation_normalizer
-from agents.noise import action_noise
 from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import (
     PPO,
@@ -39,17 +39,17 @@ from agents.sizes import Sizes, TrainConfig, shard_sizes
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import SpeedConfig, StrategyConfig
-from rl_dist.parallel.strategy import Strategy, keep_options
+from rl_dist.process_group.clock import NullProfiler, Stragglers
 from rl_dist.process_group.collectives import (
     all_reduce_max,
     all_reduce_sum,
     check_in_sync,
     gather_dicts,
 )
-from rl_dist.process_group.timing import NullProfiler, Stragglers
 from rl_dist.process_group.world import StopFlag, World
-from rl_dist.seeding import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
+from rl_dist.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
+from rl_dist.strategies.config import SpeedConfig, StrategyConfig
+from rl_dist.strategies.strategy import Strategy, keep_options
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, warn_if_absent
 from rl_dist.telemetry.monitor import Monitor
 from rl_dist.telemetry.state_file import SavedCheckpoint

@@ -21,7 +21,7 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 # these files, and train_distributed.py, explain PPO here
-READING_PATH = ("trainer", "rollout", "gae", "ppo", "policy")
+READING_PATH = ("trainer", "rollout", "advantages", "ppo", "policy")
 
 
 @dataclass(frozen=True)

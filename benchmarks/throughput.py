@@ -37,7 +37,7 @@ from turns import NUM_ENVS, TASKS, Task
 
 from envs.trading.task import TradingTask
 from envs.trading_config import TradingConfig
-from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
+from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 ENV_STEPS_PER_WINDOW = 300
 LETTERS = {"A": "cartpole", "B": "stocks", "C": "main"}

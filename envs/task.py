@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from envs import TRADING_ID, find_spec, make_vector_env
 from envs.vector.hangs import end_process
-from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import printable
+from rl_dist.flags import Text, configuration, setting
 
 AUTO = -1  # env_workers: measured when environments are made
 

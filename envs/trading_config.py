@@ -7,7 +7,7 @@ from datetime import date
 from itertools import pairwise
 from typing import Literal
 
-from rl_dist.config import Text, configuration, recorded, setting
+from rl_dist.flags import Text, configuration, recorded, setting
 
 SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
 

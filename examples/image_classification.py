@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rl_dist.config import Text, configuration, parse_flags, setting
+from rl_dist.flags import Text, configuration, parse_flags, setting
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import close_world, open_world
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 CLASSES = ("disc", "ring", "cross", "stripes")

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from rl_dist.parallel import batch_size
-from rl_dist.parallel.batch_size import fastest_batch_size, largest_batch_size
 from rl_dist.process_group.world import close_world, open_world
+from rl_dist.strategies import batch_size
+from rl_dist.strategies.batch_size import fastest_batch_size, largest_batch_size
 
 EXHAUSTED = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),

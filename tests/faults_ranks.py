@@ -18,7 +18,6 @@ from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
 from rl_dist.errors import UserError
-from rl_dist.process_group import timing
 from rl_dist.process_group.collectives import (
     DesyncError,
     all_reduce_max,
@@ -147,7 +146,10 @@ def clock_of_its_own():
     """By which this rank measures how long its work takes; `clock[0] += 10` puts it forward."""
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
-    with mock.patch.object(trainer, "time", clock), mock.patch.object(timing, "time", clock):
+    with (
+        mock.patch.object(trainer, "time", clock),
+        mock.patch("rl_dist.process_group.clock.time", clock),
+    ):
         yield ahead_s
 
 

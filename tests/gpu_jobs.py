@@ -19,9 +19,9 @@ from envs.trading.environment import TradingVectorEnv
 from envs.trading_config import TradingConfig
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.launch.launcher import launch
-from rl_dist.parallel.config import SpeedConfig, StrategyConfig
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.strategies.config import SpeedConfig, StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rl_dist.hardware.memory import free_memory_bytes
-from rl_dist.parallel import batch_size
+from rl_dist.strategies import batch_size
 
 
 def limit_memory(more_mib):

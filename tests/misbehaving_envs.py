@@ -14,7 +14,7 @@ import numpy as np
 
 from envs.vector import hangs
 from envs.vector.batched import pack_generator, unpack_generator
-from rl_dist import seeding
+from rl_dist import seeds
 
 
 def lock_twice(library):
@@ -88,9 +88,9 @@ class Misbehaving(gymnasium.Env):
 
     def __init__(self, misdeeds=None, at=20, length=7, stream="environment"):
         self.at, self.length = at, length
-        number = getattr(seeding, f"{stream.upper()}_STREAM")
+        number = getattr(seeds, f"{stream.upper()}_STREAM")
         self.by_seed = {
-            seeding.stream_seeds(1, number, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()
+            seeds.stream_seeds(1, number, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()
         }
 
     def reset(self, *, seed=None, options=None):

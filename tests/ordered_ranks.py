@@ -10,9 +10,9 @@ from sharding_ranks import HALF, run
 from supervised_ranks import Fitted, make_net
 from torch import nn
 
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import close_world, open_world
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 
 STRATEGIES = {
     "one bucket": {},

@@ -10,9 +10,9 @@ from agents_ranks import make_job, parameters_of
 
 from agents.ppo import PPOConfig
 from agents.trainer import Training, train
-from rl_dist.parallel.config import StrategyConfig
 from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
 FORMS = {

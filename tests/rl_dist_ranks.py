@@ -16,8 +16,6 @@ from torch import nn
 
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
@@ -29,6 +27,8 @@ from rl_dist.process_group.collectives import (
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.process_group.world import close_world, open_world, stop_flag
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import setup_logging
 
 # while this is imported, before it is known what the rank will do

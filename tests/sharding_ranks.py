@@ -14,10 +14,10 @@ from agents.policy import Policy, PolicyConfig
 from agents.trainer import Training, train
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 
 NUM_SLOTS, LENGTH = 8, 4  # of all ranks together
 MAX_GRAD_NORM = 0.05  # always clips

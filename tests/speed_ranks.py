@@ -11,10 +11,10 @@ from agents_ranks import Recording, make_job
 
 import agents.ppo
 from agents.trainer import train
-from rl_dist.parallel.config import SpeedConfig, StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_reduce_sum, check_in_sync
 from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.strategies.config import SpeedConfig, StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
 
 SINGLE = torch.float32

@@ -18,11 +18,11 @@ from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import LaunchConfig
-from rl_dist.parallel.choice import Hardware, choose_strategy, measure_mode
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
+from rl_dist.strategies.choice import Hardware, choose_strategy, measure_mode
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 
 
 def sleeping(seconds):
@@ -116,7 +116,7 @@ def train_on_unequal_devices(out_dir):
             optimizer = torch.optim.SGD(strategy.parameters, lr=1.0)
             norm_of = norm_of_another_device if rank == 1 else get_total_norm
             with (
-                mock.patch("rl_dist.parallel.strategy.get_total_norm", norm_of),
+                mock.patch("rl_dist.strategies.strategy.get_total_norm", norm_of),
                 mock.patch("torch.nn.utils.get_total_norm", norm_of),
             ):
                 for _ in range(50):

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.fit import BatchError, FitConfig, accuracy, evaluate, fit
 
 FEATURES, CLASSES = 6, 3

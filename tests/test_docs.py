@@ -15,7 +15,7 @@ import pytest
 from agents.run.choice import OTHER_NAMES, add_run_flags
 from agents.run.config import OWNERS, SECTIONS
 from agents.run.resumed import CHANGEABLE
-from rl_dist.config import declarations, parse_flags
+from rl_dist.flags import declarations, parse_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))

@@ -8,7 +8,7 @@ import pytest
 from agents.run.choice import add_run_flags
 from agents.run.config import SECTIONS
 from benchmarks import memory_table
-from rl_dist.config import parse_flags
+from rl_dist.flags import parse_flags
 
 
 def iteration(step, mean, count):

@@ -9,8 +9,8 @@ from typing import Literal
 
 import pytest
 
-from rl_dist import config
-from rl_dist.config import Text, configuration, recorded, setting
+from rl_dist import flags
+from rl_dist.flags import Text, configuration, recorded, setting
 
 
 @configuration
@@ -51,7 +51,7 @@ class Run:
 
 
 def parse(*argv, sections=SECTIONS, **options):
-    return config.parse_flags(sections, argv, description="", epilog="examples", **options)
+    return flags.parse_flags(sections, argv, description="", epilog="examples", **options)
 
 
 def learning(*argv):
@@ -126,7 +126,7 @@ def test_help_shows_the_main_flags_and_help_all_the_rest(capsys):
 def test_other_defaults_fill_only_what_was_not_given():
     parsed = parse("--num_envs", "8", defaults={"window": 3})
     assert parsed.configs["learning"] == Learning(num_envs=8, window=3)
-    assert config.preset(SECTIONS, "--quick") == {"num_envs": 8}
+    assert flags.preset(SECTIONS, "--quick") == {"num_envs": 8}
     parsed = parsed.with_defaults({"num_envs": 16, "device": "cpu"})
     assert parsed.configs["learning"].num_envs == 8 and parsed.configs["place"].device == "cpu"
     with pytest.raises(ValueError, match="num_envs must be"):
@@ -160,10 +160,10 @@ def test_a_section_is_a_frozen_value_that_other_processes_can_have():
 def test_what_files_hold_is_read_back_without_what_is_not_stored():
     place = Place(command="echo secret", chosen="cpu")
     run = Run(learning=Learning(num_envs=1), place=place)
-    saved = json.loads(json.dumps(config.saved_form(run)))
+    saved = json.loads(json.dumps(flags.saved_form(run)))
     assert saved["learning"]["num_envs"] == "auto"
     assert saved["place"] == {"run_dir": "", "device": "auto", "chosen": "cpu"}
-    read = config.read_sections(SECTIONS, saved)
+    read = flags.read_sections(SECTIONS, saved)
     assert read == {"learning": run.learning, "place": Place(chosen="cpu")}
 
 
@@ -178,11 +178,11 @@ def test_what_files_hold_is_read_back_without_what_is_not_stored():
 def test_a_saved_value_is_never_bent_until_it_fits(name, value):
     heading = "learning" if hasattr(Learning, name) else "place"
     with pytest.raises(ValueError, match=f"does not fit this version: .*{name}") as raised:
-        config.read_sections(SECTIONS, {heading: {name: value}})
+        flags.read_sections(SECTIONS, {heading: {name: value}})
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("saved", [None, {"learning": 3}, {"elsewhere": {}}])
 def test_what_is_no_saved_form_is_refused(saved):
     with pytest.raises(ValueError, match="is no section of it"):
-        config.read_sections(SECTIONS, saved)
+        flags.read_sections(SECTIONS, saved)

@@ -19,10 +19,10 @@ from rl_dist.checkpoint.file import load_checkpoint, write_atomically
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, iteration_in_name
 from rl_dist.checkpoint.own_modules import module_files
 from rl_dist.checkpoint.run_lock import RunLock
-from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
+from rl_dist.files import remove
+from rl_dist.flags import ParsedFlags
 from rl_dist.hardware.addresses import may_start_again
-from rl_dist.hardware.plain_files import remove
 from rl_dist.launch.launcher import ResolvedLaunch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.hosts import check_settings

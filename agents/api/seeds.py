@@ -14,7 +14,7 @@ from agents.evaluate.statistics import ScoreIntervals, score_intervals
 from agents.run.choice import RUNS
 from agents.run.config import SUMMARY, fresh_directory
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import read_object
+from rl_dist.files import read_object
 from rl_dist.launch.training_process import as_flags, launch_distributed_training
 from rl_dist.telemetry.metrics import write_whole
 

@@ -18,7 +18,7 @@ from agents.api.rank import check_weights, run_rank
 from agents.run.config import SUMMARY
 from agents.run.start import Start, prepare
 from rl_dist.errors import UserError, one_line, reported
-from rl_dist.hardware.plain_files import read_object
+from rl_dist.files import read_object
 from rl_dist.launch.launcher import launch
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.launch.training_process import as_flags

@@ -27,11 +27,11 @@ from agents.sizes import Sizes, TrainConfig, learning_rate_factor, shard_sizes, 
 from agents.trainer import Job, MakeEnv
 from rl_dist.errors import UserError
 from rl_dist.hardware.memory import clear_gpu_memory
-from rl_dist.parallel.batch_size import Choice, fastest_batch_size
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
+from rl_dist.strategies.batch_size import Choice, fastest_batch_size
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 
 SMALLEST = 8  # sequences of a rank to begin with, if more are allowed
 LARGEST = 2**19

@@ -32,11 +32,11 @@ from rl_dist.hardware.report import Facts
 from rl_dist.launch.all_reduce_bench import BenchError, Reductions, time_reductions
 from rl_dist.launch.launcher import parse_gpu_ids
 from rl_dist.launch.short_run import SideBySide, round_rates
-from rl_dist.parallel.config import StrategyConfig
 from rl_dist.process_group.world import close_world, open_world, threads_per_rank
 from rl_dist.setup_check.measured import MemoryFigures, TimeFigures
 from rl_dist.speedup.job_of_run import flags_of
 from rl_dist.speedup.rank_cost import steps_per_episode
+from rl_dist.strategies.config import StrategyConfig
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 BENCH_SIZES = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)

@@ -18,7 +18,6 @@ from rl_dist.hardware.report import Facts
 from rl_dist.launch.all_reduce_bench import Reductions
 from rl_dist.launch.launcher import LaunchConfig, resolve
 from rl_dist.launch.short_run import ShortRunError, ShortRunTimeoutError, SideBySide
-from rl_dist.parallel.choice import Hardware, check_strategy
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
 from rl_dist.setup_check.measured import (
     SCRIPT,
@@ -26,6 +25,7 @@ from rl_dist.setup_check.measured import (
     communication_check,
     time_checks,
 )
+from rl_dist.strategies.choice import Hardware, check_strategy
 
 
 @dataclass

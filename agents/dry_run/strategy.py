@@ -18,8 +18,8 @@ from agents.run.memory import Shapes, compute_memory
 from agents.sizes import shard_sizes
 from agents.trainer import make_strategy
 from rl_dist.launch.launcher import ResolvedLaunch
-from rl_dist.parallel.choice import STEPS, Hardware, choose_strategy, measure_mode
 from rl_dist.process_group.world import World
+from rl_dist.strategies.choice import STEPS, Hardware, choose_strategy, measure_mode
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from envs.task import GymTask
 from envs.trading_config import DataConfig
 from envs.vector.faults import EnvironmentFaultError
 from rl_dist.checkpoint.own_modules import check_module
-from rl_dist.config import Text, configuration, parse_flags, setting
 from rl_dist.errors import UserError, explained, explains_errors
-from rl_dist.hardware.plain_files import path_to_write, plain_file, read_plain
+from rl_dist.files import path_to_write, plain_file, read_plain
+from rl_dist.flags import Text, configuration, parse_flags, setting
 from rl_dist.launch.launcher import launch
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.watchdog import end_rank

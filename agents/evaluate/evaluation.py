@@ -12,8 +12,8 @@ import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
 
+from agents.network.noise import action_noise
 from agents.network.normalize import Normalizer
-from agents.noise import action_noise
 from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history
 from envs.task import GymTask
@@ -21,7 +21,7 @@ from envs.vector.faults import Interruption
 from envs.vector.layout import Layout
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World, stop_flag
-from rl_dist.seeding import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
+from rl_dist.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # other tasks are evaluated without them
     from agents.run.config import RunConfig

@@ -16,7 +16,7 @@ from envs import find_spec
 from envs.task import GymTask
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR
-from rl_dist.hardware.plain_files import path_to_write
+from rl_dist.files import path_to_write
 from rl_dist.launch.short_run import ended_lines
 from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.process_ends import stopped_in_evaluation

@@ -18,7 +18,7 @@ from agents.policy import Policy
 from envs.trading.baselines import MemorylessRule, ReferencePolicy, buy_equal_weight
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
-from rl_dist.hardware.plain_files import path_to_write
+from rl_dist.files import path_to_write
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from agents.evaluate.statistics import Record
-from rl_dist.hardware.plain_files import read_plain
+from rl_dist.files import read_plain
 
 COLORS = {"policy": "#1f5fbf", "equal weight": "#555555", "reference": "#2ca02c"}
 ORANGE = "#d2691e"

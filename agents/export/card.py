@@ -11,7 +11,7 @@ import gymnasium
 from agents.run.config import SUMMARY
 from agents.run.saved import LoadedAgent
 from rl_dist.errors import printable
-from rl_dist.hardware.plain_files import read_object
+from rl_dist.files import read_object
 
 LARGEST = 1e18  # of scores: larger numbers are rubbish
 ONE_HOT = """

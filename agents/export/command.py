@@ -17,7 +17,7 @@ from agents.export.onnx_model import run_onnx, write_onnx
 from agents.export.step import ExportedStep
 from agents.run.saved import LoadedAgent, load_agent
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.hardware.plain_files import path_to_write
+from rl_dist.files import path_to_write
 
 FOLDER, MODEL, CONTRACT, CARD = "export/onnx", "policy.onnx", "contract.json", "README.md"
 EPILOG = """examples:

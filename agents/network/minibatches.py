@@ -73,7 +73,7 @@ def make_schedule(
 
     Args:
         starts: [L, K * B] episode starts.
-        order: [epochs, minibatches, sequences] by `agents.noise.sequence_orders`.
+        order: [epochs, minibatches, sequences] by `agents.network.noise.sequence_orders`.
         call_steps: of `plan_pieces`; None: no plans are made.
         resets_inside: of `plan_pieces`.
     """

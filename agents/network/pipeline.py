@@ -24,11 +24,11 @@ from torch.nn.utils.convert_parameters import parameters_to_vector
 from agents.network.minibatches import Minibatch
 from agents.network.sequences import run_sequence
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.mesh import make_mesh
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.hosts import devices_differ
 from rl_dist.process_group.world import World
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.mesh import make_mesh
+from rl_dist.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B

@@ -36,7 +36,9 @@ from envs.task import TaskConfig, check_flags
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
-from rl_dist.config import (
+from rl_dist.errors import UserError, explains_errors
+from rl_dist.files import leads_to, read_plain
+from rl_dist.flags import (
     ParsedFlags,
     configuration,
     parse_flags,
@@ -44,12 +46,10 @@ from rl_dist.config import (
     saved_form,
     setting,
 )
-from rl_dist.errors import UserError, explains_errors
-from rl_dist.hardware.plain_files import leads_to, read_plain
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, launch, resolve, restart_count
-from rl_dist.parallel.strategy import EagerAdam, Strategy
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, open_world
+from rl_dist.strategies.strategy import EagerAdam, Strategy
 from rl_dist.supervised.fit import FitConfig, FitResult, fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import setup_logging, write_whole

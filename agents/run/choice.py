@@ -26,8 +26,8 @@ from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.checkpoint.run_lock import RunLock, hold
-from rl_dist.config import ParsedFlags, preset
 from rl_dist.errors import UserError, did_you_mean
+from rl_dist.flags import ParsedFlags, preset
 from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.telemetry.metrics import METRICS_FILE
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from agents.run.config import OWNERS, RunConfig
 from agents.sizes import Sizes, shard_sizes
-from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
+from rl_dist.flags import ParsedFlags
 from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.report import print_gpu_info
 from rl_dist.launch.launcher import resolve

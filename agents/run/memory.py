@@ -24,8 +24,8 @@ from gymnasium import spaces
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from agents.network.noise import CELLS
 from agents.network.sequences import PackedRows, plan_pieces
-from agents.noise import CELLS
 from agents.policy import Policy, PolicyConfig
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import Job, MakeEnv, Training, train

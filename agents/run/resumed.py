@@ -19,8 +19,8 @@ from rl_dist.checkpoint.own_modules import (
     check_module,
     import_from_here,
 )
-from rl_dist.config import ParsedFlags
 from rl_dist.errors import UserError
+from rl_dist.flags import ParsedFlags
 
 if TYPE_CHECKING:
     from envs.task import GymTask

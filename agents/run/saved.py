@@ -22,7 +22,7 @@ from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
 from rl_dist.checkpoint.own_modules import check_core
 from rl_dist.errors import UserError, printable
-from rl_dist.parallel.config import autocast_dtype
+from rl_dist.strategies.config import autocast_dtype
 
 if TYPE_CHECKING:
     from envs.task import GymTask

@@ -41,9 +41,9 @@ from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
 from rl_dist.checkpoint.run_lock import RunLock, hold_new
-from rl_dist.config import ParsedFlags, parse_flags
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
-from rl_dist.hardware.plain_files import leads_to
+from rl_dist.files import leads_to
+from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, restart_count
 from rl_dist.process_group.process_ends import report
 from rl_dist.telemetry import events

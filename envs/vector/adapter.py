@@ -191,7 +191,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
             if isinstance(seed, int) or len(seed) != self.num_envs:
                 raise ValueError(
                     f"seed must be a list of {self.num_envs} integers, one per environment, "
-                    f"got {seed}: see rl_dist/seeding.py"
+                    f"got {seed}: see rl_dist/seeds.py"
                 )
             seed = list(seed)
             self._lifetime_step = 0

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rl_dist.checkpoint.schema import StateError, check_state
 from rl_dist.errors import printable
-from rl_dist.hardware.plain_files import plain_file, read_open, remove
+from rl_dist.files import plain_file, read_open, remove
 
 FORMAT_VERSION = 4  # raised when this program could not go on from what another one writes
 LAST_READER = "0.5.0"  # version of this program that reads older formats

@@ -16,7 +16,7 @@ from rl_dist.checkpoint.file import (
     write_atomically,
 )
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import log_once, remove
+from rl_dist.files import log_once, remove
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 

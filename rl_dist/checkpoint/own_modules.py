@@ -26,7 +26,7 @@ from rl_dist.errors import (
     no_module,
     one_line,
 )
-from rl_dist.hardware.plain_files import plain_file, read_open
+from rl_dist.files import plain_file, read_open
 
 
 def import_from_here(*named: str) -> None:

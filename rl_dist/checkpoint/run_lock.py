@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rl_dist.errors import UserError, unwritable
-from rl_dist.hardware.plain_files import leads_to, path_to_write, plain_file
+from rl_dist.files import leads_to, path_to_write, plain_file
 from rl_dist.process_group.world import ORPHAN_GRACE_S
 
 PATIENCE_S = ORPHAN_GRACE_S + 5.0  # ranks of a killed launcher may still save

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_dist.launch.child_process import Child
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max, all_reduce_sum
 from rl_dist.process_group.world import World, close_world, open_world
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 
 TENSORS = 16  # of a module, a few as a network has them
 WORK_S, WARM_UP, REPEATS, LEAST_REPEATS = 0.004, 3, 30, 5

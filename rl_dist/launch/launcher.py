@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 import torch
 
-from rl_dist.config import Text, configuration, recorded, setting
 from rl_dist.errors import UserError, print_error_once, report_to_caller, restarts_refused
+from rl_dist.flags import Text, configuration, recorded, setting
 from rl_dist.hardware.addresses import (
     RESTART_COUNT,
     asked_for_address,
@@ -39,15 +39,6 @@ from rl_dist.hardware.addresses import (
     may_start_again,
 )
 from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_guarded
-from rl_dist.parallel.choice import Hardware, check_strategy
-from rl_dist.parallel.config import (
-    Compression,
-    HybridForm,
-    Mode,
-    Precision,
-    StrategyConfig,
-    parameter_dtype,
-)
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.process_group.world import (
     close_any_world,
@@ -55,6 +46,15 @@ from rl_dist.process_group.world import (
     leave_world,
     stop_flag,
     threads_per_rank,
+)
+from rl_dist.strategies.choice import Hardware, check_strategy
+from rl_dist.strategies.config import (
+    Compression,
+    HybridForm,
+    Mode,
+    Precision,
+    StrategyConfig,
+    parameter_dtype,
 )
 from rl_dist.telemetry import events
 from rl_dist.telemetry.state_file import launcher_pid, record_exit
@@ -311,7 +311,7 @@ def launch(
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
     else:
-        from rl_dist.launch.rank_group import RankGroup
+        from rl_dist.launch.ranks import RankGroup
 
         group = RankGroup(fn, args, num_ranks, max_restarts, run_dir, threads)
         report = group.run()

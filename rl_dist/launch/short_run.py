@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import read_plain
+from rl_dist.files import read_plain
 from rl_dist.launch.child_process import SCRIPT, Child
 from rl_dist.telemetry.metrics import METRICS_FILE
 from rl_dist.telemetry.state_file import read_state

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_dist.hardware.plain_files import read_plain
+from rl_dist.files import read_plain
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,

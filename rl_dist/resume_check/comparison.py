@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_dist.checkpoint.folder import load_latest
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import read_object
+from rl_dist.files import read_object
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics

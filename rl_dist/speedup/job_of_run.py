@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_dist.config import declarations
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import read_plain
+from rl_dist.files import read_plain
+from rl_dist.flags import declarations
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.telemetry.metrics import METRICS_FILE
 

@@ -15,7 +15,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from rl_dist.hardware.plain_files import plain_file, read_plain
+from rl_dist.files import plain_file, read_plain
 from rl_dist.telemetry.state_file import STATE_FILE, JobState, read_state, runs_below
 
 RECENT = 20  # iterations that figures are taken over

@@ -31,12 +31,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from rl_dist.config import configuration, setting
 from rl_dist.errors import UserError, one_line
-from rl_dist.parallel.loaders import SharedLoader, epoch_seed, pair_of, to_device
-from rl_dist.parallel.strategy import Strategy
+from rl_dist.flags import configuration, setting
 from rl_dist.process_group.collectives import all_reduce_max, all_reduce_sum
 from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
+from rl_dist.strategies.loaders import SharedLoader, epoch_seed, pair_of, to_device
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.state import FitState, open_board, restore, save
 
 __all__ = ["BatchError", "FitConfig", "FitResult", "accuracy", "evaluate", "fit"]

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.loaders import check_loader_type, to_device
+from rl_dist.strategies.loaders import check_loader_type, to_device
 
 NOTICEABLE = 0.05  # share of the time that a step waits
 

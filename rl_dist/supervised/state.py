@@ -21,9 +21,9 @@ from rl_dist.checkpoint.folder import (
     save_checkpoint,
 )
 from rl_dist.errors import UserError, one_line
-from rl_dist.hardware.plain_files import path_to_write
-from rl_dist.parallel.strategy import Strategy
+from rl_dist.files import path_to_write
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.loggers import Board, Guarded
 from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, without_nan, write_whole
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
-from rl_dist.hardware.plain_files import path_to_write, plain_file, read_plain
+from rl_dist.files import path_to_write, plain_file, read_plain
 
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis

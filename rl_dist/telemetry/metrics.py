@@ -16,7 +16,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from rl_dist.errors import UserError, did_you_mean, unwritable
-from rl_dist.hardware.plain_files import leads_to, log_once, path_to_write, plain_file, read_plain
+from rl_dist.files import leads_to, log_once, path_to_write, plain_file, read_plain
 from rl_dist.process_group.world import World
 from rl_dist.telemetry.loggers import Board, Guarded, flat_settings, open_logger
 from rl_dist.telemetry.progress import Progress

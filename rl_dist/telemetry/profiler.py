@@ -30,8 +30,8 @@ from torch.profiler import (
     tensorboard_trace_handler,
 )
 
-from rl_dist.hardware.plain_files import path_to_write
-from rl_dist.process_group.timing import listen
+from rl_dist.files import path_to_write
+from rl_dist.process_group.clock import listen
 from rl_dist.process_group.world import World
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.parallel import batch_size
 from rl_dist.resume_check.comparison import parameter_sha256
+from rl_dist.strategies import batch_size
 
 SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 TINY = shlex.split(

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents import rollout
 from agents.trainer import Training
-from rl_dist.parallel import strategy
+from rl_dist.strategies import strategy
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
 

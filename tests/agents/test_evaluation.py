@@ -16,7 +16,7 @@ from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
 from agents.network.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from rl_dist.process_group.world import World
-from rl_dist.seeding import EVALUATION_STREAM, stream_seeds
+from rl_dist.seeds import EVALUATION_STREAM, stream_seeds
 
 
 class Paths:

@@ -20,7 +20,7 @@ from agents.run.config import OWNERS, SECTIONS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import latest_checkpoint
-from rl_dist.config import parse_flags
+from rl_dist.flags import parse_flags
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"
 CUE = [*TINY.split(), "--env", "own_environment:Cue-v0", "--eval_episodes", "2"]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from agents.gae import gae
+from agents.advantages import gae
 
 REWARDS = [1.0, 2.0, 3.0]
 VALUES = [0.5, 1.0, 1.5]

@@ -10,7 +10,7 @@ from policies import NUM_OBS, SEVERAL, make_inputs, make_policy
 from torch.distributions import Categorical
 
 from agents.network import heads
-from agents.noise import action_noise
+from agents.network.noise import action_noise
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError

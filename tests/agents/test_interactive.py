@@ -13,7 +13,7 @@ from train_runs import SIZES, only_error, train_here
 from agents.run import interactive
 from agents.run.choice import add_run_flags, fresh_config
 from agents.run.config import SECTIONS, RunConfig, with_threads
-from rl_dist.config import parse_flags
+from rl_dist.flags import parse_flags
 
 
 class Keyboard(io.StringIO):

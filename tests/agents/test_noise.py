@@ -3,9 +3,9 @@ import pytest
 import torch
 from gymnasium import spaces
 
-import agents.noise
-from agents.noise import MASK, action_noise, philox, random_words
-from rl_dist.seeding import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
+import agents.network.noise
+from agents.network.noise import MASK, action_noise, philox, random_words
+from rl_dist.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
 
 
 def box(num_actions):
@@ -79,7 +79,7 @@ def test_noise_is_finite_for_every_random_word(monkeypatch, space, word):
         shape = (num_steps, num_envs, num_words)
         return torch.full(shape, word >> 32), torch.full(shape, word & MASK)
 
-    monkeypatch.setattr(agents.noise, "random_words", words)
+    monkeypatch.setattr(agents.network.noise, "random_words", words)
     assert torch.isfinite(action_noise(space, 1, 0, 2, 0, 2)).all()
 
 

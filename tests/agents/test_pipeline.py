@@ -13,12 +13,12 @@ from agents.network.pipeline import stage_of
 from agents.run.config import SECTIONS, RunConfig
 from agents.run.resumed import resumed_config
 from agents.trainer import make_strategy
-from rl_dist.config import parse_flags
 from rl_dist.errors import UserError
+from rl_dist.flags import parse_flags
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import GROUP_TIMEOUT
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 
 PIPELINE = FORMS["pipeline"]
 TWO_RANKS = [
@@ -159,7 +159,7 @@ def test_the_general_strategy_and_one_rank_are_refused(monkeypatch):
         with pytest.raises(UserError, match="pairs of ranks"):
             make_strategy(PIPELINE, world)
         # one rank is enough to see this
-        monkeypatch.setattr("rl_dist.parallel.strategy.check_strategy", lambda *_: "hybrid")
+        monkeypatch.setattr("rl_dist.strategies.strategy.check_strategy", lambda *_: "hybrid")
         with pytest.raises(UserError, match="trains the cascaded policy only"):
             Strategy(PIPELINE, world).wrap(nn.Linear(2, 2))
 

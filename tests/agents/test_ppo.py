@@ -21,9 +21,9 @@ from agents.ppo import (
     rollout_sums,
 )
 from agents.trainer import train
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import StopFlag
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import NullWriter
 

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from test_export import ALL, SIZED, VECTOR, agent_of
 
 from agents.api.policy import LoadedPolicy
-from agents.noise import action_noise
+from agents.network.noise import action_noise
 from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 

@@ -3,8 +3,8 @@ import torch
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.network.minibatches import to_sequences
+from agents.network.noise import sequence_orders
 from agents.network.normalize import Normalizer
-from agents.noise import sequence_orders
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect, fresh_carry
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agents.noise import sequence_orders, stratum_size
+from agents.network.noise import sequence_orders, stratum_size
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.run.config import SECTIONS, RunConfig, with_threads
 from agents.run.resumed import resumed_config
 from agents.run.start import sizes_table
 from agents.sizes import AUTO, Sizes, TrainConfig, shard_sizes
-from rl_dist.config import parse_flags
+from rl_dist.flags import parse_flags
 from rl_dist.launch.launcher import LaunchConfig
 
 

@@ -11,7 +11,7 @@ from train_runs import RECALL, only_error, train_here
 from rl_dist.checkpoint.command import main
 from rl_dist.checkpoint.file import CheckpointError, load_checkpoint, write_atomically
 from rl_dist.checkpoint.folder import find_latest_run, latest_checkpoint, save_checkpoint
-from rl_dist.hardware.plain_files import log_once
+from rl_dist.files import log_once
 from rl_dist.status.run_state import read_run
 from rl_dist.telemetry.metrics import MetricsWriter
 from rl_dist.telemetry.state_file import begin_state

@@ -9,7 +9,7 @@ from train_runs import RECALL, only_error, records, start_training, train_here
 
 from rl_dist.checkpoint.run_lock import hold, hold_new
 from rl_dist.errors import UserError
-from rl_dist.hardware.plain_files import leads_to
+from rl_dist.files import leads_to
 from rl_dist.status.run_state import is_locked
 
 SMALL = [*RECALL, "--num_steps", 8, "--eval_episodes", 2, "--keep_checkpoints", 50]

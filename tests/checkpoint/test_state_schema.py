@@ -14,9 +14,9 @@ from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
 from rl_dist.checkpoint.folder import save_checkpoint
 from rl_dist.checkpoint.schema import StateError, check_state
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import World
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.state import FitState
 
 ODD = [None, "x", -1, 10**30, math.nan, {}, [], {"a": {}}, [1, 2], torch.zeros(3, 3)]

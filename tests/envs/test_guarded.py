@@ -16,7 +16,7 @@ from envs import make_vector_env
 from envs.vector import faults
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.faults import EnvironmentFaultError
-from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
+from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 
 class Ticking(gymnasium.Env):

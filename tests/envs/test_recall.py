@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 
 from envs.memory_tasks.cartpole_positions import CartPolePositionsEnv, CartPolePositionsVectorEnv
 from envs.memory_tasks.recall import RecallEnv, RecallVectorEnv
-from rl_dist.seeding import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
+from rl_dist.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
 
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 

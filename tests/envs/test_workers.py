@@ -13,7 +13,7 @@ from envs.vector.faults import EnvironmentFaultError
 from envs.workers import choice
 from envs.workers.choice import choose_workers
 from envs.workers.env import WorkerEnv
-from rl_dist.seeding import ENVIRONMENT_STREAM, stream_seeds
+from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 FIRST, NUM_ENVS = 3, 7
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, FIRST, NUM_ENVS)

@@ -24,21 +24,21 @@ from policies import run_stepwise
 from torch import nn
 from train_runs import REPO, only_error, records, start, train_here
 
+from agents.network.noise import action_noise
 from agents.network.sequences import run_sequence
-from agents.noise import action_noise
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect
 from agents.run.memory import compute_memory, dry_run, observe_shapes
 from agents.sizes import shard_sizes
 from agents.trainer import Training
 from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.parallel.config import set_cuda_math
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
     all_reduce_sum,
     gather_dicts,
 )
+from rl_dist.strategies.config import set_cuda_math
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 HALF = "checkpoints/iteration_00000001.pt"

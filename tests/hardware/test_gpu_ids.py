@@ -7,8 +7,8 @@ from train_runs import only_error, train_here
 
 from agents.run.config import SECTIONS, RunConfig
 from agents.run.resumed import resumed_config
-from rl_dist.config import parse_flags
 from rl_dist.errors import UserError
+from rl_dist.flags import parse_flags
 from rl_dist.launch.launcher import LaunchConfig, resolve
 from rl_dist.process_group.world import _refuse_shared_gpu, open_world
 

@@ -3,7 +3,7 @@
 import pytest
 from odd_files import ODD_FILES
 
-from rl_dist.hardware.plain_files import path_to_write, read_plain
+from rl_dist.files import path_to_write, read_plain
 
 
 @pytest.mark.parametrize("odd", ODD_FILES)

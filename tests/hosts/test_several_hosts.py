@@ -127,7 +127,7 @@ def test_a_host_with_other_code_is_refused_by_name(network, tmp_path):
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".*", "runs", "shared", "tests", "site", "__pycache__")
     shutil.copytree(REPO, copy, ignore=ignored)
-    with (copy / "agents/gae.py").open("a") as code:
+    with (copy / "agents/advantages.py").open("a") as code:
         code.write("# another version")
     flags = [*SHORT, "--run_dir", tmp_path / "run"]
     first, second = (network.hosts[name] for name in network.names)

@@ -1,6 +1,6 @@
 """The folder in which ranks meet, on a full disk too."""
 
-from rl_dist.launch.rank_group import store_in_memory
+from rl_dist.launch.ranks import store_in_memory
 from rl_dist.process_group.rendezvous import open_store
 
 

@@ -17,7 +17,6 @@ from train_runs import PATIENCE_S, REPO, assert_nobody_left, start, wait_until
 
 from rl_dist.errors import UserError
 from rl_dist.hardware.memory import available_cores
-from rl_dist.launch import rank_group
 from rl_dist.launch.launcher import LaunchConfig, launch, resolve
 from rl_dist.launch.rank import run_guarded
 from rl_dist.process_group.process_ends import ReportPage
@@ -139,7 +138,7 @@ def test_a_failure_with_a_giant_message_fits_on_the_page_of_a_report():
 
 @pytest.mark.slow
 def test_a_rank_that_is_still_ending_itself_is_no_riddle(monkeypatch, capfd):
-    monkeypatch.setattr(rank_group, "FAILED_GRACE_S", 2.0)
+    monkeypatch.setattr("rl_dist.launch.ranks.FAILED_GRACE_S", 2.0)
     assert launch(rl_dist_ranks.end_slowly, (), num_ranks=2) == 1
     assert capfd.readouterr().err == "error: rank 0: too late\n"
 

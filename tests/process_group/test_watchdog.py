@@ -15,7 +15,7 @@ from train_runs import wait_until
 
 from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group import watchdog
-from rl_dist.process_group.timing import IN_A_ROW, Stragglers, median_of_others
+from rl_dist.process_group.clock import IN_A_ROW, Stragglers, median_of_others
 from rl_dist.process_group.watchdog import CONNECTION, RankStatus, Watchdog
 
 CONNECTING, GATHERING = (

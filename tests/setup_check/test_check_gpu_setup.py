@@ -31,12 +31,12 @@ from agents.dry_run.measure import PlannedTraining
 from agents.dry_run.setup_report import decide_ranks, recommend
 from agents.run.config import SECTIONS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
-from rl_dist.config import parse_flags
+from rl_dist.flags import parse_flags
 from rl_dist.hardware.report import read_facts
 from rl_dist.launch.all_reduce_bench import BenchError
 from rl_dist.launch.launcher import LaunchConfig
 from rl_dist.launch.short_run import is_steady
-from rl_dist.parallel.choice import Hardware, check_strategy
+from rl_dist.strategies.choice import Hardware, check_strategy
 
 TINY = [
     *("--env", "Recall-v0", "--num_envs", "4", "--num_steps", "16", "--bptt_steps", "8"),

@@ -7,8 +7,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.config import StrategyConfig
-from rl_dist.parallel.strategy import Strategy
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 CRITERION = nn.CrossEntropyLoss()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rl_dist import check_loader
 from rl_dist.errors import UserError
-from rl_dist.parallel.loaders import to_device
+from rl_dist.strategies.loaders import to_device
 
 
 class Slow(Dataset):

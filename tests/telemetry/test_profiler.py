@@ -14,7 +14,7 @@ from train_runs import RECALL, start_training
 from agents.ppo import PPOConfig
 from agents.run.metric_table import FIXES, bottleneck, parts_of
 from agents.trainer import Training, train
-from rl_dist.process_group.timing import listen, section
+from rl_dist.process_group.clock import listen, section
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.profiler import (

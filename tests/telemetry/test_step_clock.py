@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from rl_dist.process_group import timing
-from rl_dist.process_group.timing import StepClock
+from rl_dist.process_group import clock
+from rl_dist.process_group.clock import StepClock
 
 
 def ticking(monkeypatch, times):
     remaining = iter(times)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(remaining)))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(remaining)))
 
 
 def take_step(clock, waited_s):

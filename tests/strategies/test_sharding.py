@@ -8,9 +8,9 @@ from sharding_ranks import HALF, MAX_GRAD_NORM, job, make_policy, run, trained
 
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import launch
-from rl_dist.parallel.choice import resolve_shard_size
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import GROUP_TIMEOUT
+from rl_dist.strategies.choice import resolve_shard_size
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks' work, on any machine
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}

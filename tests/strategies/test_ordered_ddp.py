@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from train_runs import REPO, start
 
 from rl_dist.launch.launcher import launch
-from rl_dist.parallel.ordered_ddp import OrderedDDP
-from rl_dist.parallel.strategy import EagerAdam
+from rl_dist.strategies.ordered_ddp import OrderedDDP
+from rl_dist.strategies.strategy import EagerAdam
 
 pytestmark = pytest.mark.timeout(300)
 PRIVATE = (
@@ -62,7 +62,7 @@ def test_the_private_parts_of_torch_are_those_of_2_11_to_2_13(unused):
         return allreduce_hook(None, bucket)
 
     changed = (
-        f"torch {torch.__version__} has changed {PRIVATE}, which rl_dist/parallel/ordered_ddp.py "
+        f"torch {torch.__version__} has changed {PRIVATE}, which rl_dist/strategies/ordered_ddp.py "
         "uses and which was checked with torch 2.11, 2.12 and 2.13: adapt OrderedDDP"
     )
     with world_of_one():
@@ -83,7 +83,7 @@ import faulthandler, torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from train_runs import REPO, start
 from agents_ranks import world_of_one
-from rl_dist.parallel.ordered_ddp import OrderedDDP
+from rl_dist.strategies.ordered_ddp import OrderedDDP
 
 def hook(state, bucket):
     return allreduce_hook(None, bucket)

@@ -9,7 +9,7 @@ from speed_ranks import SINGLE, job_of, trained
 
 from agents.run.memory import dry_run
 from agents.sizes import TrainConfig, shard_sizes
-from rl_dist.parallel.strategy import keep_options, make_adam
+from rl_dist.strategies.strategy import keep_options, make_adam
 
 PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
 FORMS = [("recall, clstm", PARTS[0]), ("recall, window, strata of 2", PARTS[1])]

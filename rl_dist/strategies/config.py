@@ -1,4 +1,4 @@
-"""Options of `rl_dist.parallel.strategy`, and what a precision stands for.
+"""Options of `rl_dist.strategies.strategy`, and what a precision stands for.
 
 Parameters, optimizer, losses and statistics are fp32 (fp64 where asked for). bf16 and fp16 go
 through torch's autocast, fp16 with a loss scale as well: gradients below 6e-8 would vanish in it.
@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
 )
 
-from rl_dist.config import Text, configuration, setting
 from rl_dist.errors import UserError
+from rl_dist.flags import Text, configuration, setting
 
 # auto: fp32, unless `agents.dry_run.precision` has decided before
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
@@ -64,7 +64,7 @@ class StrategyConfig:
     gradient_compression: Compression = "none"
     """bf16: gradients travel in half the bytes, rounded to 8 bits; ddp only."""
     precision: Precision = "auto"
-    """See `rl_dist.parallel.config`; forward passes must be inside `Strategy.autocast`."""
+    """See `rl_dist.strategies.config`; forward passes must be inside `Strategy.autocast`."""
     cudnn_autotune: bool = False
     """cuDNN keeps its fastest algorithms for convolutions; for sizes that stay the same."""
 

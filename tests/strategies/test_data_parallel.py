@@ -10,7 +10,7 @@ from torch import nn
 
 from agents.policy import Evaluation, Policy, PolicyConfig
 from rl_dist.errors import UserError
-from rl_dist.parallel.data_parallel import BatchFirst, DataParallel, batch_first
+from rl_dist.strategies.data_parallel import BatchFirst, DataParallel, batch_first
 
 LENGTH = 6
 SLOTS = 7

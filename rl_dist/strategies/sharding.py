@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_dist.parallel.mesh import make_mesh
 from rl_dist.process_group.world import World, broadcast_from_rank0
+from rl_dist.strategies.mesh import make_mesh
 
 SHARD = 1  # the axis of the mesh along which parameters are cut; along 0 they are repeated
 # Newer torch has other names for these, and warns of the old ones.

@@ -14,9 +14,9 @@ from agents.ppo import NonFiniteGradientError, PPOConfig
 from agents.trainer import train
 from rl_dist.errors import UserError
 from rl_dist.launch.launcher import LaunchConfig
-from rl_dist.parallel.config import StrategyConfig, autocast, check_precision, set_cuda_math
-from rl_dist.parallel.strategy import Strategy
 from rl_dist.process_group.world import StopFlag
+from rl_dist.strategies.config import StrategyConfig, autocast, check_precision, set_cuda_math
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import NullWriter
 

@@ -28,23 +28,23 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader
 
 from rl_dist.errors import UserError
-from rl_dist.parallel.choice import Hardware, check_strategy, resolve_shard_size
-from rl_dist.parallel.config import (
+from rl_dist.process_group.clock import section
+from rl_dist.process_group.hosts import devices_differ
+from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
+from rl_dist.strategies.choice import Hardware, check_strategy, resolve_shard_size
+from rl_dist.strategies.config import (
     COMPRESSIONS,
     StrategyConfig,
     autocast,
     autocast_dtype,
     set_cuda_math,
 )
-from rl_dist.process_group.hosts import devices_differ
-from rl_dist.process_group.timing import section
-from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_dist.parallel.loaders import SharedLoader
-    from rl_dist.parallel.sharding import Shards
+    from rl_dist.strategies.loaders import SharedLoader
+    from rl_dist.strategies.sharding import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Strategy:
         hardware = Hardware(world.size, device_type, len(config.device_ids))
         self.mode = check_strategy(config, hardware)
         if self.mode == "auto":
-            raise UserError("strategy auto must be measured first: see rl_dist.parallel.choice")
+            raise UserError("strategy auto must be measured first: see rl_dist.strategies.choice")
         if device_type == "cuda":
             set_cuda_math(config.precision, config.cudnn_autotune)
         # scales losses so that fp16 gradients do not vanish
@@ -102,13 +102,13 @@ class Strategy:
         self.module = self.bare = module
         self.unequal_devices = devices_differ(self.world)
         if self.mode == "dp":
-            from rl_dist.parallel.data_parallel import DataParallel
+            from rl_dist.strategies.data_parallel import DataParallel
 
             self.module = DataParallel(module, self.config.device_ids, self.config.batch_axes)
         elif self.mode == "ddp":
             self.module = self._with_ddp(module)
         elif self.mode == "hybrid":
-            from rl_dist.parallel.sharding import Shards  # a second to import
+            from rl_dist.strategies.sharding import Shards  # a second to import
 
             self.shards = Shards(module, self.shard_size, self.world)
             self.parameters = self.shards.parameters
@@ -122,7 +122,7 @@ class Strategy:
                 self.group = dist.new_group(backend=config.backend, timeout=GROUP_TIMEOUT)
             # newer torch wants another name for it, which 2.11 does not know
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-            from rl_dist.parallel.ordered_ddp import OrderedDDP
+            from rl_dist.strategies.ordered_ddp import OrderedDDP
 
             wrapped = OrderedDDP(
                 module,
@@ -290,7 +290,7 @@ class Strategy:
         Raises:
             UserError: no dataset length, a sampler of its own, or a batch that does not divide.
         """
-        from rl_dist.parallel.loaders import shared_loader
+        from rl_dist.strategies.loaders import shared_loader
 
         return shared_loader(loader, self.world, training=training, seed=seed)
 
@@ -310,7 +310,7 @@ class Strategy:
             with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
                 destroy_group(self.group)
         if self.mesh is not None:
-            from rl_dist.parallel.mesh import close_mesh
+            from rl_dist.strategies.mesh import close_mesh
 
             close_mesh(self.mesh)
         self.module = self.bare = self.shards = self.group = self.mesh = None

@@ -1,7 +1,7 @@
 """DistributedDataParallel whose buckets are the same in every step.
 
 Private parts of torch are used here and nowhere else for this. They were checked with torch 2.11,
-2.12 and 2.13; `tests/parallel/test_ordered_ddp.py` fails where another release has changed them.
+2.12 and 2.13; `tests/strategies/test_ordered_ddp.py` fails where another release has changed them.
 """
 
 from __future__ import annotations
