@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from agents.api.rank import check_weights, run_rank, train_several
 from rl_dist.errors import explains_errors, outlive_readers
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
 

@@ -47,7 +47,7 @@ import psutil
 import agents.trainer
 import train_distributed
 from agents.trainer import Training
-from rl_dist.launch.launcher import restart_count
+from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.process_ends import report
 from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of
 

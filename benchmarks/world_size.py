@@ -28,7 +28,7 @@ from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter
 

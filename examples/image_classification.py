@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rl_dist.flags import Text, configuration, parse_flags, setting
-from rl_dist.launch.launcher import LaunchConfig, launch, resolve
+from rl_dist.launch.config import LaunchConfig, resolve
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy

@@ -23,7 +23,7 @@ _HOMES = {
     "clear_gpu_memory": "hardware.memory",
     "estimate_training_speedup": "speedup.command",
     "print_training_speedup_estimates": "speedup.command",
-    "launch_distributed_training": "launch.training_process",
+    "launch_distributed_training": "launch.child",
     "largest_batch_size": "strategies.batch_size",
     "fastest_batch_size": "strategies.batch_size",
     "check_loader": "supervised.loader_check",

@@ -51,7 +51,7 @@ def on_two_ranks(folder, names):
     """Launch the exercises of test files."""
     from two_ranks import exercise_in_turn
 
-    from rl_dist.launch.launcher import launch
+    from rl_dist.launch.ranks import launch
 
     for name in names:
         (folder / name).mkdir(parents=True)

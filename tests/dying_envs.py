@@ -6,7 +6,7 @@ import signal
 import gymnasium
 from faulty_envs import Walk
 
-from rl_dist.launch.launcher import restart_count
+from rl_dist.launch.ranks import restart_count
 
 
 class Dying(Walk):

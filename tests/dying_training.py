@@ -14,7 +14,7 @@ from pathlib import Path
 import train_distributed
 from agents.trainer import Training
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import restart_count
+from rl_dist.launch.ranks import restart_count
 
 WHERE, RANK, ITERATION, HOW = os.environ["DIE"].split()
 collect = Training.collect

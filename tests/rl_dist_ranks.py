@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,

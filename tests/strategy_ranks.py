@@ -17,7 +17,7 @@ from agents.run.config import RunConfig
 from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.choice import Hardware, choose_strategy, measure_mode

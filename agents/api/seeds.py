@@ -15,7 +15,7 @@ from agents.run.choice import RUNS
 from agents.run.config import SUMMARY, fresh_directory
 from rl_dist.errors import UserError
 from rl_dist.files import read_object
-from rl_dist.launch.training_process import as_flags, launch_distributed_training
+from rl_dist.launch.child import as_flags, launch_distributed_training
 from rl_dist.telemetry.metrics import write_whole
 
 SEEDS_FILE = "seeds.json"

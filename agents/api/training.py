@@ -19,9 +19,8 @@ from agents.run.config import SUMMARY
 from agents.run.start import Start, prepare
 from rl_dist.errors import UserError, one_line, reported
 from rl_dist.files import read_object
-from rl_dist.launch.launcher import launch
-from rl_dist.launch.short_run import ended_lines
-from rl_dist.launch.training_process import as_flags
+from rl_dist.launch.child import as_flags, ended_lines
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
 from rl_dist.telemetry.metrics import close_logging
 

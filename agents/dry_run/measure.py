@@ -29,8 +29,8 @@ from envs.vector.layout import Layout
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.memory import clear_gpu_memory
 from rl_dist.hardware.report import Facts
-from rl_dist.launch.all_reduce_bench import BenchError, Reductions, time_reductions
-from rl_dist.launch.launcher import parse_gpu_ids
+from rl_dist.launch.bench import BenchError, Reductions, time_reductions
+from rl_dist.launch.config import parse_gpu_ids
 from rl_dist.launch.short_run import SideBySide, round_rates
 from rl_dist.process_group.world import close_world, open_world, threads_per_rank
 from rl_dist.setup_check.measured import MemoryFigures, TimeFigures

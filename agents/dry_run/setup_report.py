@@ -15,8 +15,8 @@ from agents.dry_run.measure import PlannedTraining, measure_reductions, measure_
 from agents.run.memory import Shapes
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.report import Facts
-from rl_dist.launch.all_reduce_bench import Reductions
-from rl_dist.launch.launcher import LaunchConfig, resolve
+from rl_dist.launch.bench import Reductions
+from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.short_run import ShortRunError, ShortRunTimeoutError, SideBySide
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
 from rl_dist.setup_check.measured import (

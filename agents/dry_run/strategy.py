@@ -17,7 +17,7 @@ from agents.run.config import RunConfig, probe, save_config
 from agents.run.memory import Shapes, compute_memory
 from agents.sizes import shard_sizes
 from agents.trainer import make_strategy
-from rl_dist.launch.launcher import ResolvedLaunch
+from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.process_group.world import World
 from rl_dist.strategies.choice import STEPS, Hardware, choose_strategy, measure_mode
 

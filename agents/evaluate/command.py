@@ -28,7 +28,7 @@ from rl_dist.checkpoint.own_modules import check_module
 from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file, read_plain
 from rl_dist.flags import Text, configuration, parse_flags, setting
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.process_group.world import World, open_world

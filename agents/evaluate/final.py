@@ -17,7 +17,7 @@ from envs.task import GymTask
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR
 from rl_dist.files import path_to_write
-from rl_dist.launch.short_run import ended_lines
+from rl_dist.launch.child import ended_lines
 from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import broadcast_from_rank0

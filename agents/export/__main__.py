@@ -9,7 +9,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from agents.export.command import main
     from rl_dist.errors import outlive_readers
-    from rl_dist.launch.child_process import leave_at_signals
+    from rl_dist.launch.child import leave_at_signals
 
     leave_at_signals()
     outlive_readers()

@@ -24,7 +24,7 @@ from torch.nn.utils.convert_parameters import parameters_to_vector
 from agents.network.minibatches import Minibatch
 from agents.network.sequences import run_sequence
 from rl_dist.errors import UserError
-from rl_dist.process_group.hosts import devices_differ
+from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.mesh import make_mesh

@@ -46,7 +46,8 @@ from rl_dist.flags import (
     saved_form,
     setting,
 )
-from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, launch, resolve, restart_count
+from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
+from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, open_world
 from rl_dist.strategies.strategy import EagerAdam, Strategy

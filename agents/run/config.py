@@ -37,7 +37,7 @@ from rl_dist.checkpoint.schema import RUN, kind_of
 from rl_dist.errors import UserError, unwritable
 from rl_dist.files import path_to_write, read_plain
 from rl_dist.flags import read_sections, saved_form
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.strategies.config import SpeedConfig
 from rl_dist.telemetry.loggers import named_loggers

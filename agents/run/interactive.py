@@ -19,7 +19,7 @@ from rl_dist.errors import UserError
 from rl_dist.flags import ParsedFlags
 from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.report import print_gpu_info
-from rl_dist.launch.launcher import resolve
+from rl_dist.launch.config import resolve
 
 Compose = Callable[[ParsedFlags], RunConfig]  # raises ValueError: these flags cannot go together
 

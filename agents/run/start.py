@@ -44,7 +44,8 @@ from rl_dist.checkpoint.run_lock import RunLock, hold_new
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
 from rl_dist.files import leads_to
 from rl_dist.flags import ParsedFlags, parse_flags
-from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve, restart_count
+from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
+from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.process_ends import report
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import truncate_metrics

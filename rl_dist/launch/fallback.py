@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from rl_dist.errors import UserError
-from rl_dist.launch.all_reduce_bench import BenchError, time_reductions
-from rl_dist.launch.launcher import LaunchConfig, ResolvedLaunch, resolve
+from rl_dist.launch.bench import BenchError, time_reductions
+from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.strategies.config import Mode
 
 PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0

@@ -26,7 +26,7 @@ from rl_dist.process_group.world import (
 from rl_dist.telemetry import events
 
 # for the log files only: `launch` prints to the console, once
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rl_dist.launch.ranks")
 logger.addHandler(logging.NullHandler())
 # characters, of up to six bytes each in a page
 LONGEST_TRACEBACK = 50_000

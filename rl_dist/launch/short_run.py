@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rl_dist.errors import UserError
-from rl_dist.files import read_plain
-from rl_dist.launch.child_process import SCRIPT, Child
-from rl_dist.telemetry.metrics import METRICS_FILE
+from rl_dist.launch.child import SCRIPT, Child, ended_lines
 from rl_dist.telemetry.state_file import read_state
 
 # Seeds differ, so that the copies' episodes do not end together. Nothing is saved or evaluated.
@@ -263,12 +261,6 @@ def describe_rates(rates: Sequence[float]) -> str:
     """Return the rates and what is wrong with them, in words."""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
     return f"{listed} steps/s in rounds of the same work (more than {MOST_SPREAD}x apart)"
-
-
-def ended_lines(run_dir: Path) -> list[bytes]:
-    """Return the records of all iterations that a run has ended, as JSON."""
-    path = run_dir / METRICS_FILE
-    return read_plain(path, None).rpartition(b"\n")[0].splitlines() if path.exists() else []
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:

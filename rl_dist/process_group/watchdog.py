@@ -81,12 +81,12 @@ class _Seen:
 def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     """Report an error and end this process at once, from any thread.
 
-    `consequence`: as in `rl_dist.launch.rank.RankReport`.
+    `consequence`: as in `rl_dist.launch.ranks.RankReport`.
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
     # for the log file only
-    logging.getLogger("rl_dist.launch.rank").error("error: %s", summary)
+    logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
     if JOB_DIR_VARIABLE not in os.environ:  # else the launcher prints it, once
         sys.stderr.write(f"error: {summary}\n")

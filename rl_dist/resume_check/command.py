@@ -23,8 +23,7 @@ import torch
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, latest_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.launch.child_process import SCRIPT, Child, leave_at_signals
-from rl_dist.launch.short_run import ended_lines
+from rl_dist.launch.child import SCRIPT, Child, ended_lines, leave_at_signals
 from rl_dist.resume_check.comparison import differences, flatten, parameter_sha256, result_of
 
 # Sizes of training that are not given are small; the totals of the run follow from them.

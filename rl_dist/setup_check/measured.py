@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_dist.hardware.report import duration, gib
-from rl_dist.launch.all_reduce_bench import Reductions
+from rl_dist.launch.bench import Reductions
 from rl_dist.launch.short_run import describe_rates, is_steady, without
 from rl_dist.setup_check.checks import OK, PROBLEM, WARNING, Check
 

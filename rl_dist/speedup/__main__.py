@@ -2,7 +2,7 @@
 
 import sys
 
-from rl_dist.launch.child_process import leave_at_signals
+from rl_dist.launch.child import leave_at_signals
 from rl_dist.speedup.command import main
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from rl_dist.hardware import memory
 from rl_dist.hardware.memory import available_cores
 from rl_dist.hardware.report import duration
-from rl_dist.launch.all_reduce_bench import BenchTimeoutError, Reductions, time_reductions
+from rl_dist.launch.bench import BenchTimeoutError, Reductions, time_reductions
 from rl_dist.launch.short_run import (
     ROUNDS,
     ShortRunError,

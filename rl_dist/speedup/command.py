@@ -21,7 +21,7 @@ import torch
 
 from rl_dist.checkpoint.own_modules import check_core, check_module
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.launch.all_reduce_bench import BenchError
+from rl_dist.launch.bench import BenchError
 from rl_dist.launch.short_run import DROPPED, ShortRunError, without
 from rl_dist.speedup.calibration import OF_RANKS, SCALINGS, calibrate
 from rl_dist.speedup.job_of_run import budget_of, flags_of_run, read_config

@@ -10,7 +10,7 @@ from typing import Any
 from rl_dist.errors import UserError
 from rl_dist.files import read_plain
 from rl_dist.flags import declarations
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 CONFIG_FILE = "config.json"

@@ -22,7 +22,7 @@ import numpy as np
 
 # standard error, as a share, of an iteration that was not measured: an assumption
 MODEL_ERROR = 0.1
-# of an iteration: SUMS and GATHERS of rl_dist.launch.all_reduce_bench
+# of an iteration: SUMS and GATHERS of rl_dist.launch.bench
 SMALL_COLLECTIVES = 3
 OF_UPDATE = ("update_s", "rest_s", "step_spread_s", "update_spread_s")
 OF_ITERATION = (*OF_UPDATE, "collect_s", "collect_spread_s")

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
-from rl_dist.process_group.hosts import devices_differ
+from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
 from rl_dist.strategies.choice import Hardware, check_strategy, resolve_shard_size
 from rl_dist.strategies.config import (

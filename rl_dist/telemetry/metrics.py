@@ -288,7 +288,7 @@ class _Console(logging.Handler):
     """Warnings for the user, above the progress bar; `launch` prints failures itself, once."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "rl_dist.launch.rank":
+        if record.name != "rl_dist.launch.ranks":
             tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 

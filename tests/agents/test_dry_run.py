@@ -16,7 +16,7 @@ from agents.sizes import TrainConfig, shard_sizes
 from envs.vector.layout import Layout
 from rl_dist.flags import parse_flags
 from rl_dist.hardware.report import read_facts
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.speedup.job_of_run import flags_of
 
 SHAPES = Shapes(Layout.vector(10), Discrete(2))

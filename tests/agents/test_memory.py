@@ -23,7 +23,7 @@ from agents.sizes import TrainConfig, shard_sizes
 from envs.task import TaskConfig
 from envs.trading_config import SimulatedMarketConfig
 from envs.vector.layout import Layout
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 
 SIZES = {"num_envs": 16, "num_steps": 32, "bptt_steps": 16, "batch_size": 16}
 CARTPOLE = TaskConfig(env="CartPole-v1")

@@ -15,7 +15,8 @@ from agents.run.resumed import resumed_config
 from agents.trainer import make_strategy
 from rl_dist.errors import UserError
 from rl_dist.flags import parse_flags
-from rl_dist.launch.launcher import LaunchConfig, launch, resolve
+from rl_dist.launch.config import LaunchConfig, resolve
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import GROUP_TIMEOUT
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy

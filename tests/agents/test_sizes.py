@@ -13,7 +13,7 @@ from agents.run.resumed import resumed_config
 from agents.run.start import sizes_table
 from agents.sizes import AUTO, Sizes, TrainConfig, shard_sizes
 from rl_dist.flags import parse_flags
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 
 
 def sizes_of(num_ranks, saved_num_envs=0, **options):

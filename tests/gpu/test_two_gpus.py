@@ -5,8 +5,8 @@ import torch
 from gpu_jobs import ITERATIONS, parameters_on_cpu, train_rank, trained
 from train_runs import REPO, start
 
-from rl_dist.launch.all_reduce_bench import time_reductions
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.bench import time_reductions
+from rl_dist.launch.ranks import launch
 
 DP = {"mode": "dp", "device_ids": (0, 1)}
 STRATEGIES = {

@@ -9,7 +9,7 @@ from agents.run.config import SECTIONS, RunConfig
 from agents.run.resumed import resumed_config
 from rl_dist.errors import UserError
 from rl_dist.flags import parse_flags
-from rl_dist.launch.launcher import LaunchConfig, resolve
+from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.process_group.world import _refuse_shared_gpu, open_world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

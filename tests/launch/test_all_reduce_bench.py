@@ -9,7 +9,7 @@ import psutil
 import pytest
 from train_runs import lives, wait_until
 
-from rl_dist.launch.all_reduce_bench import BenchError, time_reductions
+from rl_dist.launch.bench import BenchError, time_reductions
 
 
 @pytest.mark.slow  # as tests/setup_check/ does by default
@@ -28,7 +28,7 @@ def jobs():
     found = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has just ended
-            if "all_reduce_bench" in " ".join(process.cmdline()):
+            if "launch.bench" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

@@ -18,9 +18,10 @@ from train_runs import PATIENCE_S, RECALL, REPO, only_error, start, train_here
 
 from rl_dist import errors as console
 from rl_dist.hardware.addresses import COPIES, check_address, check_variables, free_port
-from rl_dist.launch.launcher import LaunchConfig, launch, resolve, restart_count
-from rl_dist.process_group import rendezvous, world
-from rl_dist.process_group.rendezvous import _own_part, open_store
+from rl_dist.launch.config import LaunchConfig, resolve
+from rl_dist.launch.ranks import launch, restart_count
+from rl_dist.process_group import join, world
+from rl_dist.process_group.join import _own_part, open_store
 
 BOUND = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
@@ -276,7 +277,7 @@ def test_a_rank_that_meets_nobody_says_where_it_looks_and_looked(
         with pytest.raises(ValueError, match=expected):
             open_store(rank, 2, "", 1.0)
     assert capfd.readouterr().err == ""  # nor does torch add pages of its own
-    monkeypatch.setattr(rendezvous, "NOTICE_AFTER_S", 0.2)
+    monkeypatch.setattr(join, "NOTICE_AFTER_S", 0.2)
     environment(**TORCHRUN | {"RANK": "1", "LOCAL_RANK": "0", "MASTER_PORT": free})
     with pytest.raises(ValueError, match="did not meet"):
         open_store(1, 2, "", 1.0)
@@ -321,7 +322,7 @@ def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
 
 STOPPED = """
 import sys
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 def stop():
     print("stopped", flush=True)
     return 143

@@ -11,8 +11,7 @@ import pytest
 from train_runs import RECALL, records, train_here
 
 import rl_dist
-from rl_dist.launch.child_process import Child
-from rl_dist.launch.training_process import as_flags, launch_distributed_training
+from rl_dist.launch.child import Child, as_flags, launch_distributed_training
 from rl_dist.resume_check.comparison import differences, result_of
 from rl_dist.status.run_state import read_run
 from rl_dist.telemetry.state_file import read_state

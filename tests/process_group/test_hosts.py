@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_dist.hardware.addresses import host_range
-from rl_dist.process_group.hosts import code_version, difference, versions
+from rl_dist.process_group.join import code_version, difference, versions
 
 HOSTS = ["host first", "host first", "host second"]
 
@@ -28,7 +28,7 @@ def test_a_host_with_another_version_is_named(name, tmp_path):
 
 
 def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_dist.process_group.hosts.CODE", tmp_path)
+    monkeypatch.setattr("rl_dist.process_group.join.CODE", tmp_path)
     found = [code_version()]
     for name, text in (
         ("agents/new.py", ""),

@@ -33,8 +33,8 @@ from agents.run.config import SECTIONS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.flags import parse_flags
 from rl_dist.hardware.report import read_facts
-from rl_dist.launch.all_reduce_bench import BenchError
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.bench import BenchError
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.launch.short_run import is_steady
 from rl_dist.strategies.choice import Hardware, check_strategy
 

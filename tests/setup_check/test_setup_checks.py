@@ -26,7 +26,7 @@ from rl_dist.hardware.report import (
     print_gpu_info,
     read_disk,
 )
-from rl_dist.launch.all_reduce_bench import Reductions
+from rl_dist.launch.bench import Reductions
 from rl_dist.setup_check.checks import Plan, check_facts
 from rl_dist.setup_check.measured import (
     MemoryFigures,

@@ -8,8 +8,8 @@ import torch
 
 from rl_dist.hardware import memory
 from rl_dist.hardware.memory import HostMemory
-from rl_dist.launch import all_reduce_bench as bench
-from rl_dist.launch.all_reduce_bench import Reductions
+from rl_dist.launch import bench
+from rl_dist.launch.bench import Reductions
 from rl_dist.launch.short_run import (
     ShortRunResult,
     ShortRunTimeoutError,

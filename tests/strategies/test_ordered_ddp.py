@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from train_runs import REPO, start
 
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.strategies.ordered_ddp import OrderedDDP
 from rl_dist.strategies.strategy import EagerAdam
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agents.ppo import NonFiniteGradientError, PPOConfig
 from agents.trainer import train
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import LaunchConfig
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig, autocast, check_precision, set_cuda_math
 from rl_dist.strategies.strategy import Strategy

@@ -7,7 +7,7 @@ from agents_ranks import world_of_one
 from sharding_ranks import HALF, MAX_GRAD_NORM, job, make_policy, run, trained
 
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import GROUP_TIMEOUT
 from rl_dist.strategies.choice import resolve_shard_size

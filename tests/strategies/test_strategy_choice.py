@@ -18,9 +18,9 @@ from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.flags import parse_flags
-from rl_dist.launch.all_reduce_bench import BenchError
+from rl_dist.launch.bench import BenchError
+from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.fallback import resolve_launch, try_ranks
-from rl_dist.launch.launcher import LaunchConfig, resolve
 from rl_dist.resume_check.comparison import differences, result_of
 from rl_dist.strategies import choice
 from rl_dist.strategies.choice import Hardware, Measurement, choose_strategy, measure_mode

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from rl_dist.checkpoint.file import load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import World, close_world, open_world, stop_flag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.loaders import evaluation_batches, shared_loader

@@ -1,52 +1,17 @@
-"""Start the ranks: here, as new processes, or under torchrun.
-
-Signals: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP reaches every rank once the launcher, the
-process group or any one rank has it; ranks stop at their next iteration end, save and leave, and
-`launch` returns 128 + the signal's number. A second SIGINT or SIGTERM ends everything at once.
-Ranks of a killed launcher get SIGTERM from the kernel and leave by themselves.
-
-Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
-once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Anything
-else: traceback and rank, once, exit code 1. The traceback of either goes to the rank's log file. A
-rank that ends without a report, by a signal or `os._exit`, has failed, whatever its exit code. With
-`max_restarts`, all ranks start again after anything but a message for the user or a stop signal;
-`fn` finds out by `restart_count()`.
-"""
+"""Decide on how many processes and devices a job runs."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
-import sys
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from rl_dist.errors import UserError, print_error_once, report_to_caller, restarts_refused
+from rl_dist.errors import UserError
 from rl_dist.flags import Text, configuration, recorded, setting
-from rl_dist.hardware.addresses import (
-    RESTART_COUNT,
-    asked_for_address,
-    check_address,
-    check_copies,
-    check_counts,
-    check_variables,
-    elastic_count,
-    may_start_again,
-)
-from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_guarded
-from rl_dist.process_group.process_ends import STOP_SIGNALS
-from rl_dist.process_group.world import (
-    close_any_world,
-    ignored_limit,
-    leave_world,
-    stop_flag,
-    threads_per_rank,
-)
+from rl_dist.hardware.addresses import asked_for_address, check_address, check_variables
+from rl_dist.process_group.world import ignored_limit, threads_per_rank
 from rl_dist.strategies.choice import Hardware, check_strategy
 from rl_dist.strategies.config import (
     Compression,
@@ -56,12 +21,6 @@ from rl_dist.strategies.config import (
     StrategyConfig,
     parameter_dtype,
 )
-from rl_dist.telemetry import events
-from rl_dist.telemetry.state_file import launcher_pid, record_exit
-
-AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
-
-__all__ = ["LaunchConfig", "ResolvedLaunch", "UserError", "launch", "resolve", "restart_count"]
 
 
 @configuration
@@ -271,108 +230,6 @@ def _describe(
     if limit := ignored_limit():
         words += f"; OMP_NUM_THREADS is {limit!r}, no number of threads, and is ignored"
     return words
-
-
-def restart_count() -> int:
-    """Return how often the ranks were started again before this start."""
-    return elastic_count(RESTART_COUNT)
-
-
-def launch(
-    fn: RankFunction,
-    args: tuple[Any, ...],
-    num_ranks: int,
-    *,
-    max_restarts: int = 0,
-    run_dir: Path | None = None,
-    threads: int = 0,
-    copies: bool = False,
-) -> int:
-    """Run `fn(*args)` on every rank and return the job's exit code.
-
-    Under torchrun (RANK is set), and with one rank that shall not restart, `fn` runs in this
-    process. Otherwise `fn` must be importable and `args` picklable: each rank is a new process.
-
-    Args:
-        max_restarts: how often all ranks start again after one died or failed.
-        run_dir: where `fn` keeps its checkpoints, to print where a restart goes on from.
-        threads: that each rank will set; 0: the cores, shared by the ranks.
-        copies: a scheduler may start several of this command, each for itself.
-
-    Returns:
-        0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
-    """
-    check_counts()
-    if "RANK" not in os.environ and not copies:
-        check_copies()
-    elif restarts_refused():
-        return 2
-    restarts = restart_count()
-    if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
-        report = _run_here(fn, args)
-    else:
-        from rl_dist.launch.ranks import RankGroup
-
-        group = RankGroup(fn, args, num_ranks, max_restarts, run_dir, threads)
-        report = group.run()
-        restarts = group.restarts
-    line = f"error: {report.summary}" if report.failed else report.summary
-    if report.traceback:  # of one rank only: nobody else prints it
-        sys.stderr.write(f"{report.traceback}{line}\n")
-        sys.stderr.flush()
-        report_to_caller(error=report.summary)
-    elif line:
-        print_error_once(line)
-    if run_dir is not None and os.environ.get("RANK", "0") == "0":
-        record_exit(run_dir, launcher_pid(), report.exit_code, report.summary)
-    _notify_end(report, restarts)
-    if report.failed and leave_world():
-        # closing the process group could wait for ranks that are inside a collective
-        atexit.register(flush_and_exit, report.exit_code or 1)
-    return report.exit_code
-
-
-def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
-    stop_flag.install()
-    report = run_guarded(fn, args)
-    if not report.failed:
-        close_any_world()
-    if report.exit_code - 128 in STOP_SIGNALS and not stop_flag.signum:
-        _await_agent()
-    stop_flag.uninstall()
-    stop_flag.signum = 0
-    return report
-
-
-def _await_agent() -> None:
-    """Let torchrun end this rank, which was stopped by a signal to another host's.
-
-    That host's torchrun may end its ranks because a host has come or gone, and not every torchrun
-    notices at the same time. Then a rank that left by itself would count as failed: it would use
-    up a restart, or end the job.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    deadline_s = time.monotonic() + AGENT_PATIENCE_S
-    while not stop_flag.signum and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-
-
-def _notify_end(report: RankReport, restarts: int) -> None:
-    """Send the one event of how a run ended; see `rl_dist.telemetry.events`."""
-    code = report.exit_code
-    facts: dict[str, Any] = {"exit_code": code, "restarts": restarts}
-    if code == 0:
-        event, message = "finished", "the run has finished"
-    elif code - 128 in STOP_SIGNALS:
-        event, message = "stopped", f"stopped by {signal.Signals(code - 128).name}, saved"
-    else:
-        event, message = "failed", f"ended with code {code}"
-        facts["rank"] = report.rank
-    if not may_start_again(code - 128):  # else `restarted` may follow
-        events.notify(event, report.summary or message, **facts)
-    pressed_twice = code == 128 + signal.SIGINT and report.summary
-    events.close(2.0 if pressed_twice else events.LIMIT_S)
 
 
 def parse_gpu_ids(text: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_dist.launch.child_process import Child
+from rl_dist.launch.child import Child
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max, all_reduce_sum
 from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
@@ -40,8 +40,8 @@ SUMS, GATHERS = 2, 1
 RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for i in range(14)}
 GO, OUT = "go", "measured.json"  # files: GO lets the ranks begin
 RUN = """import json, sys
-from rl_dist.launch.all_reduce_bench import run_rank
-from rl_dist.launch.launcher import launch
+from rl_dist.launch.bench import run_rank
+from rl_dist.launch.ranks import launch
 asked = json.loads(sys.argv[1])
 sys.exit(launch(run_rank, (asked,), asked["num_ranks"]))"""
 
