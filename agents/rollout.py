@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import gymnasium
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from agents.advantages import running_sums
 from agents.network.minibatches import Minibatch, to_sequences
 from agents.network.normalize import Normalizer
 from agents.network.sequences import to_device, to_host
+from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
 from rl_dist.process_group.collectives import all_gather_json
@@ -138,7 +138,7 @@ def shift_history(history: Tensor, seen: Tensor) -> Tensor:
 def collect(
     policy: Policy,
     normalizer: Normalizer,
-    env: gymnasium.vector.VectorEnv,
+    env: TorchEnv,
     carry: Carry,
     noise: Tensor,  # [T, B, A]
     bptt_steps: int,
@@ -148,7 +148,7 @@ def collect(
 
     An environment of several `groups` steps some of its rows while the policy acts for others.
     """
-    groups: list[slice] = getattr(env, "groups", [])
+    groups = env.groups
     with weights_cast_once(policy.low_precision, noise.device):
         if len(groups) > 1:
             return _collect_in_groups(policy, normalizer, env, carry, noise, bptt_steps, on_step)
@@ -165,7 +165,7 @@ def collect(
 def _collect_in_groups(
     policy: Policy,
     normalizer: Normalizer,
-    env: Any,  # with `groups`, `send` and `recv`
+    env: TorchEnv,
     carry: Carry,
     noise: Tensor,  # [T, B, A]
     bptt_steps: int,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gymnasium
 import torch
 from torch import Tensor
 
@@ -36,7 +35,7 @@ from agents.rollout import (
     fresh_carry,
 )
 from agents.sizes import Sizes, TrainConfig, shard_sizes
-from envs.vector.layout import Layout
+from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import NullProfiler, Stragglers
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from agents.run.saved import InitialWeights
 
 logger = logging.getLogger(__name__)
-MakeEnv = Callable[[int, int], gymnasium.vector.VectorEnv]  # (num_envs, env_offset)
+MakeEnv = Callable[[int, int], TorchEnv]  # (num_envs, env_offset)
 Validate = Callable[[Policy, Normalizer], dict[str, float]]  # called by all ranks together
 
 
@@ -104,7 +103,7 @@ class Training:
         # environments
         self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
         self.action_space = self.env.single_action_space
-        layout = Layout.of(self.env)
+        layout = self.env.layout
 
         # policy and normalisers, the same on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
@@ -135,7 +134,7 @@ class Training:
         train, sizes = self.job.train, self.sizes
         first, count = sizes.env_offset, sizes.num_envs
         seeds = stream_seeds(train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
-        return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])  # type: ignore[arg-type]
+        return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
     def progress(self) -> float:
@@ -148,7 +147,7 @@ class Training:
     @property
     def env_restarts(self) -> int:
         """Number of restarts of environments since the last one in the metrics."""
-        return sum(getattr(self.env, "restarts", ())) - self.restarts_reported
+        return sum(self.env.restarts) - self.restarts_reported
 
     def warm_up_normalizers(self) -> None:
         """Fill the normalisers by one initial rollout; all environments then reset."""
@@ -165,11 +164,7 @@ class Training:
             if self.job.pretrained:
                 self.job.pretrained.set_moments(self.obs_normalizer, self.reward_normalizer)
             self.carry = self._reset()
-            self.take_env_metrics()  # of steps that do not count
-
-    def take_env_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sums and counts of what this rank's environments have reported."""
-        return getattr(self.env, "take_metrics", dict)()
+            self.env.take_metrics()  # of steps that do not count
 
     def collect(self, lifetime_step: int) -> Rollout:
         """One rollout of num_steps steps of every environment."""
@@ -266,8 +261,8 @@ class Training:
     def state(self) -> dict[str, Any] | None:
         """The run's whole state on the main process, else None; all ranks must call."""
         carry = gather_dicts(self.carry.tensors(), self.world)
-        snapshot = getattr(self.env, "can_snapshot", False)
-        environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None  # type: ignore[attr-defined]
+        snapshot = self.env.can_snapshot
+        environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
         policy = self.ppo.strategy.module_state()
         optimizer = self.ppo.strategy.optimizer_state(self.ppo.optimizer)
         if not self.world.is_main_process:
@@ -278,7 +273,7 @@ class Training:
             "global_step": self.global_step,
             "episodes": self.episodes,
             **self.policy.shapes(),
-            "spaces": getattr(self.env, "spaces_json", ""),  # of the environment itself
+            "spaces": self.env.spaces_json,  # of the environment itself
             "policy": policy,
             "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,
@@ -311,19 +306,19 @@ class Training:
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
         # other episodes than before, the same at every resume
-        if state["environments"] is None or not getattr(self.env, "can_snapshot", False):
+        if state["environments"] is None or not self.env.can_snapshot:
             self.carry = self._reset(resumed_at=self.iteration)
             return
         own = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)
         carry = {name: value[own].to(self.world.device) for name, value in state["carry"].items()}
         self.carry = Carry(**carry)
         try:
-            self.env.set_state({name: value[own] for name, value in state["environments"].items()})  # type: ignore[attr-defined]
+            self.env.set_state({name: value[own] for name, value in state["environments"].items()})
         except Exception as error:  # environments are foreign code, and their states may be, too
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             message = f"the environments cannot go on from their saved states: {reason}"
             raise UserError(message, exit_code=1) from error
-        self.restarts_reported = sum(getattr(self.env, "restarts", ()))
+        self.restarts_reported = sum(self.env.restarts)
 
 
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
@@ -360,7 +355,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         timing |= {"time/update_own_s": update_s - waited_s} | training.ppo.clock.read()
         timing["time/idle_share"] = waited_s / (updated - started)
         use = training.monitor.take()
-        own = training.take_env_metrics()
+        own = training.env.take_metrics()
         restarts = training.env_restarts
         metrics = episode_metrics(rollout, timing, restarts, use, world, own, stop.signum)
         training.restarts_reported += restarts

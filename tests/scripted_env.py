@@ -5,12 +5,14 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from envs.vector.layout import Layout, TorchEnv
+
 TERMINATED = (True, False)
 TRUNCATED = (False, True)
 BOTH = (True, True)
 
 
-class ScriptedEnv(VectorEnv):
+class ScriptedEnv(VectorEnv, TorchEnv):
     """Environment b plays the episodes of script b, (length, how it ends), over and over.
 
     Observation: (number of the environment, number of its episode, age, 1). The reward of a step is
@@ -19,13 +21,13 @@ class ScriptedEnv(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    can_snapshot = False
 
     def __init__(self, scripts, action_space=None, plain=True):
         self.scripts = scripts
         self.num_envs = len(scripts)
         self.plain = plain
         self.device = torch.device("cpu")
+        self.layout = Layout.vector(4)
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.single_action_space = action_space or spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.received = []

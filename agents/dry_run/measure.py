@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from gymnasium.vector import VectorEnv
-
 from agents.run.config import RunConfig
 from agents.run.memory import (
     MemoryNeed,
@@ -25,7 +23,7 @@ from agents.run.memory import (
 )
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from agents.trainer import MakeEnv
-from envs.vector.layout import Layout
+from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError, one_line
 from rl_dist.hardware.memory import clear_gpu_memory
 from rl_dist.hardware.report import Facts
@@ -94,9 +92,9 @@ class PlannedTraining:
         )
 
 
-def gradient_bytes(config: RunConfig, env: VectorEnv) -> int:
+def gradient_bytes(config: RunConfig, env: TorchEnv) -> int:
     """Return the bytes of the gradient of a policy for this environment."""
-    numbers = count_parameters(config.policy, Layout.of(env), env.single_action_space)
+    numbers = count_parameters(config.policy, env.layout, env.single_action_space)
     return numbers * config.launch.dtype.itemsize
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from agents.network.noise import action_noise
@@ -18,7 +17,7 @@ from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history
 from envs.task import GymTask
 from envs.vector.faults import Interruption
-from envs.vector.layout import Layout
+from envs.vector.layout import TorchEnv
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World, stop_flag
 from rl_dist.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
@@ -82,10 +81,10 @@ class PolicyController:
         self.state: Tensor | None = None
         self.history: Tensor | None = None
 
-    def __call__(self, env: VectorEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
+    def __call__(self, env: TorchEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
         """Actions [B, A] or [B] for observations [B, F]."""
         if self.state is None or self.history is None:
-            check_readable(self.policy, Layout.of(env))
+            check_readable(self.policy, env.layout)
             self.state = self.policy.initial_state(len(obs))
             self.history = self.policy.empty_history(len(obs))
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
@@ -96,11 +95,11 @@ class PolicyController:
         self.history = shift_history(history, seen)
         return actions
 
-    def _next_noise(self, env: VectorEnv, like: Tensor) -> Tensor:
+    def _next_noise(self, env: TorchEnv, like: Tensor) -> Tensor:
         """Return the noise of one more step, [B, A]."""
         row = self.step % NOISE_BLOCK
         if row == 0 or self.noise is None:
-            share = (getattr(env, "env_offset", 0), env.num_envs)
+            share = (env.env_offset, env.num_envs)
             space = env.single_action_space
             when, color = (self.step, NOISE_BLOCK), self.policy.config.noise_color
             noise = action_noise(space, self.noise_seed or 0, *share, *when, color=color)
@@ -114,13 +113,8 @@ def shard(count: int, world: World) -> range:
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
-def _restarts_of(env: Any) -> Tensor:
-    """Number of restarts of each environment so far, [B]; 0 where there can be none."""
-    return torch.tensor(getattr(env, "restarts", [0] * env.num_envs))
-
-
 def evaluate_episodes(
-    make_env: Callable[[int, int], Any],
+    make_env: Callable[[int, int], TorchEnv],
     controller: Controller,
     num_episodes: int,
     seed: int,
@@ -142,13 +136,13 @@ def evaluate_episodes(
         alive = start.clone()
         total = torch.zeros(len(mine), dtype=torch.float64, device=obs.device)
         length = total.clone()
-        seen = restarts = _restarts_of(env).to(obs.device)
+        seen = restarts = torch.tensor(env.restarts, device=obs.device)
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
             world.heartbeat()
-            before, seen = seen, _restarts_of(env).to(obs.device)
+            before, seen = seen, torch.tensor(env.restarts, device=obs.device)
             again = alive & (seen > before)
             restarts = restarts + (seen - before) * alive
             total = (total + info.get("raw_rewards", rewards) * alive) * ~again

@@ -9,13 +9,13 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from gymnasium.vector import VectorEnv
 from PIL import Image
 from torch import Tensor
 
 from agents.evaluate.evaluation import PolicyController, evaluate_episodes
 from agents.run.saved import LoadedAgent
 from envs.task import GymTask
+from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.world import World
 
@@ -31,12 +31,12 @@ class FilmingController(PolicyController):
     first = 0  # the number of the first environment
     fps = 30
 
-    def __call__(self, env: VectorEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
+    def __call__(self, env: TorchEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
         """Actions [B, A] or [B] for observations [B, F]."""
         singles = env.env.envs  # type: ignore[attr-defined]  # stepped one after the other
         if self.frames is None:
             self.frames, self._running = [[] for _ in singles], set(range(len(singles)))
-            self.first = env.env_offset  # type: ignore[attr-defined]
+            self.first = env.env_offset
             self.fps = singles[0].metadata.get("render_fps") or self.fps
         else:
             self._running -= set(episode_start.nonzero().flatten().tolist())
@@ -74,7 +74,7 @@ def film(agent: LoadedAgent, task: GymTask, folder: Path, seed: int, world: Worl
     controller = FilmingController(agent.policy, agent.normalizer)
     num_episodes = min(NUM_EPISODES, own.eval_episodes)
 
-    def make_env(count: int, first: int) -> VectorEnv:
+    def make_env(count: int, first: int) -> TorchEnv:
         with warnings.catch_warnings(action="ignore"):  # of Gymnasium, about the render_mode
             return drawn.evaluation_env(count, first)
 

@@ -193,8 +193,7 @@ def forget_probed() -> None:
 
 
 def _look_at(env: Any) -> Probed:
-    can_snapshot = getattr(env, "can_snapshot", False)
-    found = Probed(Layout.of(env), env.single_action_space, can_snapshot)
+    found = Probed(env.layout, env.single_action_space, env.can_snapshot)
     env.close()
     return found
 
@@ -308,9 +307,9 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
         global_step=training.global_step,
         episodes=training.episodes,
     )
-    if reason := getattr(training.env, "reason", ""):
+    if reason := training.env.reason:
         writer.say(reason)
-    if not getattr(training.env, "can_snapshot", False):
+    if not training.env.can_snapshot:
         writer.say(
             f"{env} cannot be snapshotted: after --resume its episodes begin again "
             "(docs/own_environment.md, Exact resume, shows the two methods that change this)"

@@ -305,7 +305,7 @@ def observe_shapes(make_env: MakeEnv) -> Shapes:
         num_ended += int((terminated | truncated).sum())
     env.close()
     return Shapes(
-        layout=Layout.of(env),
+        layout=env.layout,
         action_space=env.single_action_space,
         obs_itemsize=obs.element_size(),
         env_bytes=held,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -18,13 +18,14 @@ from envs.trading.market_data import Market, Span
 from envs.trading.rewards import REWARD_SCALE, TrainingRewards
 from envs.trading_config import TradingConfig
 from envs.vector.counter_hash import random_int63, seed_keys
+from envs.vector.layout import Layout, TorchEnv
 
 STATE = ("keys", "cash", "value", "shares", "risk")  # with the place, all of a snapshot
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
 AHEAD = 32  # episodes of each environment whose starts are drawn at once
 
 
-class TradingVectorEnv(gymnasium.vector.VectorEnv):
+class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
     """B portfolios of n stocks, one trading day per step, on one or several markets.
 
     At day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of
@@ -92,6 +93,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         self._one_day = torch.tensor([[1], [0], [0], [0]], device=self.device)  # of `_place`
         self._keys: Tensor | None = None
         width = self._features.shape[1]
+        self.layout = Layout.vector(width)
         self.single_observation_space = Box(-np.inf, np.inf, (width,), np.float32)
         self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -308,7 +310,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv):
         own = {name: getattr(self, f"_{name}") for name in STATE}
         return {name: value.clone() for name, value in (own | place).items()}
 
-    def set_state(self, state: dict[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on exactly where `get_state` was called (same markets, span, config)."""
         own = {name: value.to(self.device, copy=True) for name, value in state.items()}
         for name in STATE:

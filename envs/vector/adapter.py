@@ -23,7 +23,7 @@ from envs.vector.faults import (
 )
 from envs.vector.guards import GuardedEnv, say_dropped
 from envs.vector.hangs import HangWatch, end_process
-from envs.vector.layout import Layout, Part
+from envs.vector.layout import Layout, Part, TorchEnv
 from envs.vector.snapshots import get_states, has_protocol, set_states
 from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder, to_json
 from rl_dist.errors import one_line
@@ -49,7 +49,7 @@ def _warn_once(message: str) -> None:
     _LOGGER.warning("%s", message)
 
 
-class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
+class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     """A vector environment of torch tensors around a numpy one."""
 
     def __init__(
@@ -97,6 +97,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.single_action_space = self._decoder.space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.spaces_json = to_json(env.single_observation_space, env.single_action_space)
         self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
         self._guards: list[GuardedEnv] = []  # a native batch has none
         self._watch = HangWatch(
@@ -116,6 +117,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
                 for row, (one, make) in enumerate(zip(env.envs, env.env_fns, strict=True))
             ]
             env.envs = list(self._guards)
+        snapshots = [guard.can_snapshot for guard in self._guards] or [has_protocol(env)]
+        self.can_snapshot = all(snapshots)
 
     def _warn_of_spaces(self) -> None:
         """Say once for all ranks what is passed on otherwise than many expect."""
@@ -167,18 +170,6 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor]):
     def row_under_way(self) -> int | None:
         """The row that is being called, or was last; None: all of them."""
         return self._watch.row
-
-    @property
-    def can_snapshot(self) -> bool:
-        """Whether get_state and set_state work."""
-        if self._guards:
-            return all(guard.can_snapshot for guard in self._guards)
-        return has_protocol(self.env)
-
-    @property
-    def spaces_json(self) -> str:
-        """The environment's own spaces, for a policy that is used without it."""
-        return to_json(self.env.single_observation_space, self.env.single_action_space)
 
     def reset(
         self,

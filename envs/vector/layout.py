@@ -1,20 +1,24 @@
-"""How the flat row of an observation is laid out: plain data, without torch.
+"""What a learner knows of environments: the layout of a row, and TorchEnv.
 
 A row [F] float32 is all that the learner sees of an observation. Its parts come one after the
-other; policies and checkpoints keep their layout, so that a policy needs no environment.
+other; policies and checkpoints keep their layout, so that a policy needs no environment. Nothing
+here imports torch or Gymnasium.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from rl_dist.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
@@ -54,12 +58,6 @@ class Layout:
     def vector(size: int) -> Layout:
         """Return the layout of rows of that many plain numbers."""
         return Layout((Part("observation", "vector", (size,)),))
-
-    @staticmethod
-    def of(env: Any) -> Layout:
-        """Return the layout of an environment's rows; without one they are vectors."""
-        own = getattr(env, "layout", None)
-        return own or Layout.vector(math.prod(env.single_observation_space.shape))
 
     @property
     def size(self) -> int:
@@ -116,9 +114,72 @@ class Layout:
         return layout
 
 
+class TorchEnv:
+    """A batch of environments that speaks torch, as a learner uses it.
+
+    Seeds are one per environment. Autoreset is SAME_STEP: an environment whose episode ends starts
+    the next one within the same step. Subclasses inherit the defaults below.
+    """
+
+    num_envs: int  # B
+    single_observation_space: Any  # Box [F]
+    single_action_space: Any  # Discrete, MultiDiscrete or Box
+    layout: Layout
+    env_offset: int = 0  # global number of the first environment
+    can_snapshot: bool = False  # whether get_state and set_state work
+    spaces_json: str = ""  # the environment's spaces before they became rows; "": unknown
+    reason: str = ""  # why it has its number of workers; "": nothing was measured
+
+    @property
+    def groups(self) -> Sequence[slice]:
+        """Rows that step together; `send` and `recv` count groups from 0."""
+        return [slice(0, self.num_envs)]
+
+    @property
+    def restarts(self) -> Sequence[int]:
+        """Number of times that each environment was made again, [B]."""
+        return [0] * self.num_envs
+
+    def reset(self, *, seed: Sequence[int] | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Start all environments; return observations [B, F] and an empty info."""
+        raise NotImplementedError
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Step all environments by actions [B] or [B, A].
+
+        Returns observations [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and
+        info: "final_obs" [B, F] holds the last observation of episodes that ended and equals the
+        observations elsewhere; "raw_rewards" [B], if present, are the rewards to report.
+        """
+        raise NotImplementedError
+
+    def send(self, actions: Tensor, group: int = 0) -> None:
+        """Give a group its actions [rows of the group, ...] without waiting for its step."""
+        self._sent = actions
+
+    def recv(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Return what `step` returns, of a group that got its actions by `send`."""
+        return self.step(self._sent)
+
+    def take_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return sum and count of each metric reported since the last call."""
+        return {}
+
+    def get_state(self) -> dict[str, Tensor]:
+        """Return all that the future depends on: CPU tensors [B, ...], float64 or int64."""
+        raise NotImplementedError
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue exactly where `get_state` was called, on this or an equal batch."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the environments hold."""
+
+
 def random_actions(env: Any, rows: Any) -> Any:
     """Sample an action for each of the rows [B, F], of those that masks allow."""
-    columns = Layout.of(env).columns("mask")
+    columns = env.layout.columns("mask")
     if not columns:
         return env.action_space.sample()
     space = env.single_action_space

@@ -22,7 +22,7 @@ from torch import Tensor
 from envs.vector.adapter import to_tensors
 from envs.vector.faults import EnvironmentFaultError, WorkerFaultError
 from envs.vector.hangs import GRACE_S
-from envs.vector.layout import Layout
+from envs.vector.layout import Layout, TorchEnv
 from envs.workers.host import WorkerProcess
 from envs.workers.worker import FACTS, NO_ROW, env_columns, shared_arrays, status_columns
 
@@ -58,7 +58,7 @@ class _Worker:
     problem: str = ""  # for which it was killed
 
 
-class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
+class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     """Environments in processes, each with a contiguous part of every group.
 
     What a worker does is what `TorchVectorEnv` does in place, with the same numbers, seeds, guards
@@ -97,7 +97,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self.device = torch.device(device)
         self.kind = kind
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-        self.groups = _split(slice(0, num_envs), min(num_groups, num_envs))
+        self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._timeout_s = env_timeout
         self._max_restarts = env_restarts
         self._heartbeat = heartbeat
@@ -139,6 +139,11 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor]):
         self._columns = env_columns(self.num_envs, num_obs[0], shape)  # type: ignore[index, arg-type]
         self._on_workers("share", lambda index: (self._columns,))
         self._arrays = shared_arrays(self._files[1], self._columns)
+
+    @property
+    def groups(self) -> list[slice]:
+        """Rows that step together."""
+        return self._groups
 
     @property
     def num_workers(self) -> int:

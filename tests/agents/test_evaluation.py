@@ -15,6 +15,7 @@ from agents.evaluate.evaluation import PolicyController, evaluate_episodes
 from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
 from agents.network.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
+from envs.vector.layout import Layout
 from rl_dist.process_group.world import World
 from rl_dist.seeds import EVALUATION_STREAM, stream_seeds
 
@@ -133,6 +134,8 @@ def test_every_episode_counts_once_with_its_plain_rewards(world, monkeypatch):
 class Faulty(Seeded):
     """Environment 1 is restarted in step 2, 3 after its episode has ended; both are truncated."""
 
+    restarts = ()
+
     def __init__(self, count, first):
         super().__init__(count, first)
         self.restarts, self.num_steps = [0] * count, 0
@@ -186,7 +189,7 @@ def controller(zero_state=False, policy="clstm", window=0, seed=0):
 
 
 def answers(one, observations, starts):
-    env = SimpleNamespace(single_observation_space=spaces.Box(-np.inf, np.inf, (4,)))
+    env = SimpleNamespace(layout=Layout.vector(4))
     return torch.stack(
         [one(env, obs, start) for obs, start in zip(observations, starts, strict=True)]
     )
