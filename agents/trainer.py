@@ -36,7 +36,7 @@ from agents.rollout import (
 )
 from agents.sizes import Sizes, TrainConfig, shard_sizes
 from envs.vector.layout import TorchEnv
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import NullProfiler, Stragglers
 from rl_dist.process_group.collectives import (
@@ -422,8 +422,7 @@ def save(
 ) -> Path | None:
     """Gather the state of all ranks; the main process writes one checkpoint.
 
-    Returns its path, or None where it could not be written and training goes on. Raises on all
-    ranks: DesyncError where they differ, UserError where training stops without it.
+    Returns its path, or None if it could not be written and training continues without it.
     """
     train, world, run_dir = training.job.train, training.world, training.job.run_dir
     world.set_phase("checkpoint")
@@ -431,9 +430,16 @@ def save(
     writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)
     path, problem = save_agreed(
-        run_dir, training.state(), training.iteration, train.keep_checkpoints, best, world
+        run_dir,
+        training.state(),
+        world,
+        iteration=training.iteration,
+        keep=train.keep_checkpoints,
+        measured=best.measured,
+        best=best.improved,
     )
     if not problem:
+        best.saved()
         saved = SavedCheckpoint(path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration)
         writer.update_state(phase="training", checkpoint=saved)
         return path

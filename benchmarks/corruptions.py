@@ -33,8 +33,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_dist.checkpoint.file import CheckpointError, check_plain, load_checkpoint, seal
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, checkpoint_files, latest_checkpoint
+from rl_dist.checkpoint.store import (
+    CHECKPOINT_DIR,
+    CheckpointError,
+    check_plain,
+    checkpoint_files,
+    latest_checkpoint,
+    load_checkpoint,
+    seal,
+)
 
 TINY = "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8"
 OFTEN = (

@@ -14,7 +14,7 @@ import torch
 from hostile import FRESH, REPO, RESUME, Case
 from train_runs import daily_bars
 
-from rl_dist.checkpoint.file import load_checkpoint, seal
+from rl_dist.checkpoint.store import load_checkpoint, seal
 
 Alter = Callable[[Path, Path], None]
 NEWEST = "checkpoints/iteration_00000003.pt"  # a name for one that is newer than all

@@ -27,7 +27,7 @@ from agents.run.choice import PRESETS, add_run_flags
 from agents.run.config import SECTIONS
 from agents.run.metric_table import METRICS
 from agents.run.saved import load_agent
-from rl_dist.checkpoint import command as checkpoint
+from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.flags import Declaration, declarations
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.resume_check import command as resume_check

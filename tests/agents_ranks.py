@@ -25,7 +25,7 @@ from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.trading_config import SimulatedMarketConfig, TradingConfig
 from envs.vector.batched import pack_generator, unpack_generator
-from rl_dist.checkpoint import folder
+from rl_dist.checkpoint import store
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, open_writer
@@ -339,9 +339,9 @@ def record_of(name, world, run_dir=None, **options):
             return original(directory, state, iteration=iteration, **options)
         return Path(directory, f"iteration_{iteration}.pt")
 
-    original = folder.save_checkpoint
+    original = store.save_checkpoint
     training = Recording(job, world)
-    with mock.patch.object(folder, "save_checkpoint", save_checkpoint):
+    with mock.patch.object(store, "save_checkpoint", save_checkpoint):
         train(training, writer, StopFlag())
     writer.close()
     return training.record() | {"saved": saved, "writer": type(writer).__name__}

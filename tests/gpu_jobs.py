@@ -17,7 +17,7 @@ from agents.trainer import Training, train
 from envs import make_vector_env
 from envs.trading.environment import TradingVectorEnv
 from envs.trading_config import TradingConfig
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world

@@ -12,7 +12,7 @@ from gymnasium.spaces import Box
 
 from agents.policy import Policy, PolicyConfig
 from agents.trainer import Training, train
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_dist.checkpoint.own_modules import import_own
+from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, connection_broke

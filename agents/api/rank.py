@@ -15,10 +15,14 @@ from agents.run.config import OWNERS, SUMMARY, RunConfig, load_newest, open_run_
 from agents.run.limits import check_rollouts, explained_faults
 from agents.sizes import AUTO
 from agents.trainer import Training, Validate, train
-from rl_dist.checkpoint.file import load_checkpoint, write_atomically
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, iteration_in_name
-from rl_dist.checkpoint.own_modules import module_files
 from rl_dist.checkpoint.run_lock import RunLock
+from rl_dist.checkpoint.store import (
+    CHECKPOINT_DIR,
+    iteration_in_name,
+    load_checkpoint,
+    write_atomically,
+)
+from rl_dist.checkpoint.trust import module_files
 from rl_dist.errors import UserError
 from rl_dist.files import remove
 from rl_dist.flags import ParsedFlags

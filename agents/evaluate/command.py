@@ -24,7 +24,7 @@ from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
 from envs.trading_config import DataConfig
 from envs.vector.faults import EnvironmentFaultError
-from rl_dist.checkpoint.own_modules import check_module
+from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file, read_plain
 from rl_dist.flags import Text, configuration, parse_flags, setting
@@ -130,7 +130,8 @@ def _evaluate(
     # episodes of a Gymnasium task
     if asked.env not in ("", own.env):
         raise UserError(f"--env {asked.env} differs from the run's, {own.env}: leave it out")
-    check_module(own.env, own.env_kwargs, first.run_dir, asked.env)
+    saved = {"env": own.env, "env_kwargs": own.env_kwargs}
+    check_named(first.run_dir, "task", saved, asked.env)
     task_config = replace(own, eval_episodes=asked.episodes or own.eval_episodes)
     train = first.config.train
     if asked.seed >= 0:

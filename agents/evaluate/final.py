@@ -14,8 +14,7 @@ from agents.run.config import EVALUATING, SUMMARY, RunConfig
 from agents.trainer import Training
 from envs import find_spec
 from envs.task import GymTask
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR
+from rl_dist.checkpoint.store import BEST_FILE, CHECKPOINT_DIR, load_checkpoint
 from rl_dist.files import path_to_write
 from rl_dist.launch.child import ended_lines
 from rl_dist.process_group.collectives import all_gather_json, parameter_hash

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_dist.checkpoint.own_modules import import_own
+from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
 STEPS, ROWS = 7, 3  # of the trial

@@ -15,7 +15,7 @@ from agents.run.config import RunConfig, load_saved, probe
 from agents.run.saved import InitialWeights
 from envs.task import GymTask
 from envs.trading.task import TradingTask
-from rl_dist.checkpoint.schema import FIT
+from rl_dist.checkpoint.spec import FIT
 from rl_dist.errors import UserError
 
 KIND = "feature LSTM"  # in a checkpoint's "extra": what was trained

@@ -24,8 +24,8 @@ from agents.run.config import (
 from agents.sizes import TrainConfig, shard_sizes
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.checkpoint.run_lock import RunLock, hold
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.errors import UserError, did_you_mean
 from rl_dist.flags import ParsedFlags, preset
 from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
@@ -194,7 +194,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     check_flags(task, parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
     own = task.env, parsed.configs["policy"].core, parsed.configs["train"].callback
     if any(":" in name for name in own):
-        from rl_dist.checkpoint.own_modules import import_from_here
+        from rl_dist.checkpoint.trust import import_from_here
 
         import_from_here(*own)
     kind = extra.preset or kind_of_task(task)

@@ -24,16 +24,16 @@ from agents.trainer import Job, MakeEnv, Training
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import (
+from rl_dist.checkpoint.run_lock import RunLock
+from rl_dist.checkpoint.spec import RUN, kind_of
+from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
     Found,
     checkpoint_folder,
+    load_checkpoint,
     load_latest,
 )
-from rl_dist.checkpoint.run_lock import RunLock
-from rl_dist.checkpoint.schema import RUN, kind_of
 from rl_dist.errors import UserError, unwritable
 from rl_dist.files import path_to_write, read_plain
 from rl_dist.flags import read_sections, saved_form

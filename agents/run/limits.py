@@ -15,7 +15,7 @@ from agents.run.config import EVALUATING, RunConfig
 from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
 from envs.vector.faults import EnvironmentFaultError
 from envs.vector.layout import Layout
-from rl_dist.checkpoint.folder import last_checkpoint, latest_checkpoint
+from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
 from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory
 from rl_dist.process_group.world import World

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.policy import spaces_of
-from agents.run.config import OWNERS, SECTIONS, RunConfig, data_digest, probe
+from agents.run.config import SECTIONS, RunConfig, data_digest, probe
 from agents.run.saved import check_shapes
 from agents.sizes import AUTO, TrainConfig, shard_sizes
 from envs.trading_config import DataConfig
-from rl_dist.checkpoint.folder import Found
-from rl_dist.checkpoint.own_modules import (
-    check_callback,
-    check_core,
-    check_module,
-    import_from_here,
-)
+from rl_dist.checkpoint.store import Found
+from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
 from rl_dist.flags import ParsedFlags
 
@@ -52,13 +47,14 @@ def check_own_modules(config: RunConfig, run_dir: Path, parsed: ParsedFlags) -> 
     """Let modules lie in the current directory; refuse those that nobody here named."""
     task, core, callback = config.task, config.policy.core, config.train.callback
     import_from_here(task.env, core, callback)
-    named = {
-        name: getattr(parsed.configs[OWNERS[name]], name) if name in parsed.given else None
-        for name in ("env", "core", "callback")
-    }
-    check_module(task.env, task.env_kwargs, run_dir, named["env"])
-    check_core(core, run_dir, named["core"])
-    check_callback(callback, run_dir, named["callback"])
+    for section, saved in (
+        ("task", {"env": task.env, "env_kwargs": task.env_kwargs}),
+        ("policy", {"core": core}),
+        ("train", {"callback": callback}),
+    ):
+        field = next(iter(saved))
+        given = getattr(parsed.configs[section], field) if field in parsed.given else None
+        check_named(run_dir, section, saved, given)
 
 
 def check_data(config: DataConfig, otherwise: str) -> None:

@@ -19,8 +19,8 @@ from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
-from rl_dist.checkpoint.folder import BEST_FILE, CHECKPOINT_DIR, MEASURED
-from rl_dist.checkpoint.own_modules import check_core
+from rl_dist.checkpoint.store import BEST_FILE, CHECKPOINT_DIR, MEASURED
+from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, printable
 from rl_dist.strategies.config import autocast_dtype
 
@@ -82,7 +82,7 @@ def load_agent(
         file, state = load_saved(path, "last")
     folder = file.absolute().parent
     run_dir = folder.parent if folder.name == CHECKPOINT_DIR else folder
-    check_core(config.policy.core, run_dir, core)
+    check_named(run_dir, "policy", {"core": config.policy.core}, core)
     check_shapes(state, config.policy, config.launch.dtype)
     layout, action_space = spaces_of(state)
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)

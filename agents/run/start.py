@@ -39,8 +39,8 @@ from agents.run.config import (
 )
 from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, Found
 from rl_dist.checkpoint.run_lock import RunLock, hold_new
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
 from rl_dist.files import leads_to
 from rl_dist.flags import ParsedFlags, parse_flags
@@ -245,7 +245,7 @@ def check_own_parts(config: RunConfig, task: Any) -> None:
 
             try_core(core, make_core(core, width, *sizes), width, sizes[0])
     if config.train.callback:
-        from rl_dist.checkpoint.own_modules import import_own
+        from rl_dist.checkpoint.trust import import_own
 
         import_own("callback", config.train.callback)
 

@@ -30,7 +30,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
+from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.errors import print_error_once, report_to_caller, restarts_refused
 from rl_dist.hardware.addresses import (
     ADDRESS_VARIABLES,

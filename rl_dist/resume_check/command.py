@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import CHECKPOINT_DIR, latest_checkpoint
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, ended_lines, leave_at_signals
 from rl_dist.resume_check.comparison import differences, flatten, parameter_sha256, result_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint.folder import load_latest
+from rl_dist.checkpoint.store import load_latest
 from rl_dist.errors import UserError
 from rl_dist.files import read_object
 from rl_dist.telemetry.metrics import METRICS_FILE

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rl_dist.checkpoint.own_modules import check_core, check_module
+from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.bench import BenchError
 from rl_dist.launch.short_run import DROPPED, ShortRunError, without
@@ -122,8 +122,10 @@ def _flags_of_run(folder: Path, flags: Sequence[str]) -> list[str]:
     config = read_config(folder)
     task, core = config["task"], config.get("policy", {}).get("core", "")
     named = None if without(flags, ["env"]) == list(flags) else task["env"]
-    check_module(task["env"], task.get("env_kwargs", ""), folder, named)
-    check_core(core, folder, None if without(flags, ["core"]) == list(flags) else core)
+    saved = {"env": task["env"], "env_kwargs": task.get("env_kwargs", "")}
+    check_named(folder, "task", saved, named)
+    named = None if without(flags, ["core"]) == list(flags) else core
+    check_named(folder, "policy", {"core": core}, named)
     return without(flags_of_run(folder), ("device",))
 
 

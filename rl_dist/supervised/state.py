@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint.file import CheckpointError, load_checkpoint
-from rl_dist.checkpoint.folder import (
+from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
     MEASURED,
+    CheckpointError,
     latest_checkpoint,
+    load_checkpoint,
     save_checkpoint,
 )
 from rl_dist.errors import UserError, one_line

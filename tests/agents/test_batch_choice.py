@@ -23,8 +23,7 @@ from agents.run import limits
 from agents.run.config import RunConfig, save_config
 from agents.run.limits import fewer_environments, smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.resume_check.comparison import parameter_sha256
 from rl_dist.strategies import batch_size

@@ -11,8 +11,7 @@ from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, trai
 from agents.evaluate import evaluation, markets
 from agents.evaluate.command import LOOKS
 from envs.trading import task
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 
 BRIEF = ["--validate_every", "0", "--num_episodes", "2"]
 NO_VALIDATION = ["--train_end", "2019-01-04", "--test_start", "2019-01-07"]

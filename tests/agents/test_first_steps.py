@@ -18,8 +18,7 @@ from agents.evaluate.final import randomness_warning
 from agents.run.choice import OTHER_NAMES, add_run_flags, fresh_config
 from agents.run.config import OWNERS, SECTIONS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.flags import parse_flags
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"

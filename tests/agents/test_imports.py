@@ -30,7 +30,7 @@ ADVISERS = (
     "talib",
     "torch._dynamo",
 )
-OF_OTHERS = "rl_dist.checkpoint.own_modules"  # for an environment that is not of ours
+OF_OTHERS = "rl_dist.checkpoint.trust"  # for an environment that is not of ours
 AT_THE_END = "agents.evaluate.final"
 
 

@@ -24,7 +24,7 @@ from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.trading.task import prepare_task
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.world import close_world, open_world
 
 TINY = [

@@ -27,8 +27,7 @@ from train_runs import (
 from agents.run.config import SECTIONS
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from agents.trainer import Training
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
 
 OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]

@@ -22,7 +22,7 @@ from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig, explained_variance, rollout_sums
 from agents.rollout import OnHost
 from agents.trainer import Training, train
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter

@@ -23,7 +23,7 @@ from agents_ranks import (
 )
 
 from agents.trainer import train
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter

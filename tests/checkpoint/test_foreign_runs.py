@@ -18,10 +18,15 @@ from agents.pretrain import command as pretrain
 from agents.run import choice
 from agents.run.config import SECTIONS, RunConfig
 from envs.task import GymTask
-from rl_dist.checkpoint.command import main
-from rl_dist.checkpoint.file import load_checkpoint, pack, write_atomically
-from rl_dist.checkpoint.folder import Found, latest_checkpoint
-from rl_dist.checkpoint.own_modules import check_module
+from rl_dist.checkpoint.__main__ import main
+from rl_dist.checkpoint.store import (
+    Found,
+    latest_checkpoint,
+    load_checkpoint,
+    pack,
+    write_atomically,
+)
+from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError
 from rl_dist.resume_check.comparison import parameter_sha256 as hash_of
 from rl_dist.speedup import command as speedup
@@ -204,7 +209,7 @@ def test_no_module_is_imported_from_the_run_directory(
 def test_names_that_are_no_modules_are_one_line(tmp_path):
     for env in (".x:Id", ":Id", "a..b:Id", "no such:Id", "os\0:Id"):
         with pytest.raises(ValueError, match=r"env"):
-            check_module(env, "", tmp_path, None)
+            check_named(tmp_path, "task", {"env": env, "env_kwargs": ""}, None)
             GymTask(dataclasses.replace(RunConfig().task, env=env))
 
 

@@ -13,7 +13,7 @@ import train_distributed
 from agents.export import command as export
 from agents.pretrain import command as pretrain
 from envs.trading.market_data import MarketDataError, read_bars
-from rl_dist.checkpoint import command as checkpoint
+from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.errors import explained, explains_errors
 from rl_dist.speedup import command as speedup
 from rl_dist.status import command as status

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from benchmarks import corruptions
-from rl_dist.checkpoint.file import (
+from rl_dist.checkpoint.store import (
     FORMAT_VERSION,
     CheckpointError,
     OtherFormatError,
+    find_latest_run,
+    latest_checkpoint,
     load_checkpoint,
     read_checkpoint,
+    save_checkpoint,
     seal,
 )
-from rl_dist.checkpoint.folder import find_latest_run, latest_checkpoint, save_checkpoint
 
 
 def trained_state():
@@ -101,7 +103,7 @@ def test_the_newest_intact_checkpoint_is_found_and_leftovers_are_removed(tmp_pat
     folder = tmp_path / "checkpoints"
     paths = [save(folder, iteration) for iteration in (20, 40, 60)]
     assert latest_checkpoint(tmp_path) == latest_checkpoint(folder) == paths[2]
-    (folder / "iteration_00000080.pt.part").write_bytes(b"of a killed writer")
+    (folder / "unfinished.part").write_bytes(b"of a killed writer")
     paths[2].write_bytes(paths[2].read_bytes()[:-5])
     paths[1].write_bytes(b"")
     assert latest_checkpoint(tmp_path) == paths[0]
@@ -109,13 +111,6 @@ def test_the_newest_intact_checkpoint_is_found_and_leftovers_are_removed(tmp_pat
     assert "iteration_00000040.pt is empty" in caplog.text
     new = save(folder, 100)
     assert names(folder) == [path.name for path in (*paths, new)]
-
-
-def test_a_folder_in_the_place_of_the_best_costs_only_the_best(tmp_path):
-    (tmp_path / "best.pt/mine").mkdir(parents=True)
-    state = {"iteration": 20}
-    path = save_checkpoint(tmp_path, state, iteration=20, keep=3, best=True)
-    assert latest_checkpoint(tmp_path) == path and (tmp_path / "best.pt/mine").is_dir()
 
 
 def test_later_checkpoints_are_removed_once_the_resumed_run_has_saved(tmp_path):
@@ -153,7 +148,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
     disk = small_disk("64k")
     state = {"weights": torch.rand(9000)}
     path = save_checkpoint(disk, state, iteration=1, keep=1)
-    full = r"best.pt \(3\d,\d+ bytes\): No space left on device \(.* bytes are"
+    full = r"best.pt \(3\d,\d+ bytes\): No space left on device$"
     for _ in range(2):  # nothing of the first failure stands in the way of the next
         with pytest.raises(CheckpointError, match=full):
             save_checkpoint(disk, state, iteration=2, keep=1, best=True)
@@ -169,15 +164,21 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
 
 
 def test_the_file_says_its_format_and_what_wrote_it_and_the_first_format_is_refused(tmp_path):
-    found = read_checkpoint(save(tmp_path, 1))
-    assert (found.format_version, found.torch_version) == (FORMAT_VERSION, torch.__version__)
-    data = found.path.read_bytes()
-    assert found.num_bytes == len(data) and data.endswith(b"sha256:" + found.sha256.encode())
-    assert hashlib.sha256(data[:-71]).hexdigest() == found.sha256
+    path = save(tmp_path, 1)
+    _, facts = read_checkpoint(path)
+    data = path.read_bytes()
+    digest = hashlib.sha256(data[:-71]).hexdigest()
+    assert facts == {
+        "format_version": FORMAT_VERSION,
+        "torch_version": torch.__version__,
+        "bytes": len(data),
+        "sha256": digest,
+    }
+    assert data.endswith(b"sha256:" + digest.encode())
     data = archive_of({"iteration": 3})[:-2] + (71).to_bytes(2, "little")
-    found.path.write_bytes(data + b"sha256:" + hashlib.sha256(data).hexdigest().encode())
+    path.write_bytes(data + b"sha256:" + hashlib.sha256(data).hexdigest().encode())
     with pytest.raises(CheckpointError, match="names no format"):
-        read_checkpoint(found.path)
+        read_checkpoint(path)
 
 
 def archive_of(state):
@@ -212,7 +213,7 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monk
     for what, harm in corruptions.hostile(marker).items():
         path.write_bytes(corruptions.with_pickle(good, lambda _, harm=harm: harm))
         name = what.split(".")[-1]
-        expected = f"{path} .* it wants to run .*{name}, .*nothing was run"
+        expected = f"{path} .* it wants to run .*{name}; nothing was run"
         with pytest.raises(CheckpointError, match=expected) as error:
             load_checkpoint(path)
         assert str(error.value).isprintable() and not marker.exists()
@@ -226,7 +227,7 @@ def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), buffer)
     recwarn.clear()
     (tmp_path / "script.pt").write_bytes(seal(buffer.getvalue()))
-    with pytest.raises(CheckpointError, match="script.pt is refused: it is a TorchScript"):
+    with pytest.raises(CheckpointError, match="script.pt is refused: it is no plain data"):
         load_checkpoint(tmp_path / "script.pt")
     assert not recwarn.list
 
@@ -237,9 +238,9 @@ def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
         (torch.zeros(2), "it holds a Tensor, not a state"),
         ({"env": {1, 2}}, r"state\['env'\] is a set"),
         # a dict that holds itself
-        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "maximum recursion"),
-        (b"\x80\x02]", "cannot read it"),
-        (b"", "it gives no reason|cannot read it"),
+        (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "it is no plain data"),
+        (b"\x80\x02]", "it is no plain data"),
+        (b"", "it is no plain data"),
     ],
     ids=["tensor", "set", "cycle", "torn", "empty"],
 )

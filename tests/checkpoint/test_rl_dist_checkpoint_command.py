@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from train_runs import RECALL, evaluate_here, only_error, records, train_here
 
-from rl_dist.checkpoint import command as checkpoint
-from rl_dist.checkpoint.file import load_checkpoint, read_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint import __main__ as checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, read_checkpoint
 
 
 def names(run_dir):
@@ -108,15 +107,15 @@ def test_verify_and_list_say_of_every_file_whether_it_is_whole(copy, where, caps
 
 def test_inspect_shows_what_a_checkpoint_holds(trained, capsys):
     newest = latest_checkpoint(trained)
-    found = read_checkpoint(newest)
+    state, facts = read_checkpoint(newest)
     assert command("inspect", trained) == 0
     text = " ".join(capsys.readouterr().out.split())
-    facts = [f"path {newest}", "format_version 4", f"sha256 {found.sha256}", "iteration 3"]
-    for words in [*facts, "steps 192", "num_envs 4, num_steps 16", "policy/critic_head.bias"]:
+    facts = [f"path {newest}", "format_version 4", f"sha256 {facts['sha256']}", "iteration 3"]
+    for words in [*facts, "steps 192", "'num_envs': 4, 'num_steps': 16", "policy/critic_head.bias"]:
         assert words in text
     assert command("inspect", newest, "--json") == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["config"] == json.loads(found.state["config"])
+    assert about["config"] == json.loads(state["config"])
     assert about["bytes"] == newest.stat().st_size and about["steps"] == 192
     bias = {"name": "policy/critic_head.bias", "shape": [1], "type": "float32"}
     assert bias in about["tensors"] and len(about["tensors"]) > 50

@@ -19,9 +19,8 @@ from train_runs import (
 
 from agents.sizes import TrainConfig
 from agents.trainer import Training, train
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
 from rl_dist.checkpoint.run_lock import hold
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, open_writer
@@ -189,7 +188,7 @@ def test_training_stops_at_a_save_that_fails_and_the_old_checkpoint_stays(world,
         run(world, tmp_path, [1.0] * 4, checkpoint_every=1, act=act)
     limits(None)
     message = str(error.value)
-    for words in ("iteration_00000003.pt", "File too large", f"--resume {tmp_path} goes on from"):
+    for words in ("iteration_00000003.pt", "File too large", f"--resume {tmp_path} continues"):
         assert words in message
     assert error.value.exit_code == 1
     assert names(tmp_path) == ["iteration_00000001.pt", "iteration_00000002.pt"]
@@ -230,7 +229,7 @@ def test_two_ranks_stop_together_when_the_disk_refuses(tmp_path):
     assert job.returncode == 1 and "Traceback" not in err, err
     line = only_error("\n".join(lines))
     assert f"error: cannot write checkpoint {run_dir}/checkpoints/iteration_" in line
-    assert "bytes): File too large" in line and f"--resume {run_dir} goes on from it" in line
+    assert "bytes): File too large" in line and f"--resume {run_dir} continues" in line
     assert_nobody_left(job.pid)
     assert all(name.endswith(".pt") for name in names(run_dir))
     saved = load_checkpoint(latest_checkpoint(run_dir))["iteration"]

@@ -31,7 +31,7 @@ from agents.rollout import collect
 from agents.run.memory import compute_memory, dry_run, observe_shapes
 from agents.sizes import shard_sizes
 from agents.trainer import Training
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,

@@ -15,8 +15,7 @@ import torch
 from simulated_hosts import connected, torchrun
 from train_runs import RECALL, REPO, records, start_training
 
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
+from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint, load_checkpoint
 
 STEPS = 64  # of one iteration
 ITERATIONS = 40  # of the long runs

@@ -22,8 +22,7 @@ from train_runs import (
     wait_until,
 )
 
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.resume_check.comparison import differences, result_of
 
 SIZES = [*RECALL, "--eval_episodes", "2", "--validate_every", "0", "--num_gpus", "2"]

@@ -19,8 +19,7 @@ from agents.api import rank
 from agents.evaluate import final
 from agents.run.config import fresh_directory
 from rl_dist.checkpoint import run_lock
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.process_group.world import World
 from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of

@@ -13,8 +13,7 @@ import pytest
 from tensorboard_readers import seen
 from train_runs import PATIENCE_S, REPO, only_error, output_in, records, start, wait_until
 
-from rl_dist.checkpoint.file import load_checkpoint
-from rl_dist.checkpoint.folder import latest_checkpoint, save_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.resume_check.command import ResumePlan, compare, main, training_flags
 from rl_dist.resume_check.comparison import parameter_sha256
 

@@ -17,7 +17,7 @@ import pytest
 from simulated_hosts import REPO, connected
 from train_runs import RECALL, records, start_training
 
-from rl_dist.checkpoint.folder import iteration_in_name, latest_checkpoint
+from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"]
 PACKAGES += ["libhwloc15", "liblua5.1-0", "libmunge2"]

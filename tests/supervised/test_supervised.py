@@ -27,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from rl_dist.checkpoint.file import load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import World, close_world, open_world, stop_flag

@@ -1,0 +1,351 @@
+"""The checkpoints of a run: sealed files, whole or absent, that cannot run code.
+
+A run keeps the last few, and the best. A checkpoint is torch.save's zip archive, which plain
+`torch.load` reads, too. The comment of the archive is the end of the file:
+
+    rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
+
+The digits are the SHA-256 of every byte before the word sha256. So any changed byte is refused
+before torch sees the file, and a file of another format is known by its version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import re
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_dist.checkpoint.spec import CheckpointError, check_plain, check_state
+from rl_dist.errors import UserError, printable
+from rl_dist.files import log_once, plain_file, read_open, remove
+from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.world import World
+
+FORMAT_VERSION = 4  # raised when this program could not resume what another one writes
+LAST_READER = "0.5.0"  # version of this program that reads older formats
+CHECKPOINT_DIR = "checkpoints"
+BEST_FILE = "best.pt"
+MEASURED = "measured"  # in a state: {metric: value} of the metric by which the best is chosen
+_MARK = b"sha256:"
+_SEAL_BYTES = len(_MARK) + 64
+_ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
+_ABOUT_BYTES = 200  # at most
+_NAME = re.compile(r"iteration_(\d+)\.pt")
+
+
+class OtherFormatError(CheckpointError):
+    """A whole checkpoint, written by another version of this program."""
+
+
+class Found(NamedTuple):
+    """A valid checkpoint and its state."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+# ---- one file
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
+
+    Raises:
+        CheckpointError: missing, empty, truncated, changed, of another format, or no checkpoint.
+    """
+    return read_checkpoint(path)[0]
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a checkpoint's state, and facts about its file; see `load_checkpoint`."""
+    data = _read_sealed(Path(path))
+    about = _ABOUT.search(data[-_SEAL_BYTES - _ABOUT_BYTES : -_SEAL_BYTES])
+    if about is None:
+        raise CheckpointError(f"checkpoint {path} is not ours: it names no format")
+    if (version := int(about[1])) != FORMAT_VERSION:
+        reader = f"version {LAST_READER}" if version < FORMAT_VERSION else "a newer version"
+        raise OtherFormatError(
+            f"checkpoint {path} has format version {version}, and this program reads "
+            f"{FORMAT_VERSION}: use {reader} of the program"
+        )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the line below says it all
+            state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        check_plain(state)
+        check_state(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
+    except Exception as error:  # zip, pickle and torch errors of many kinds
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        wants = f"it wants to run {printable(code[1])[:80]}" if code else "it is no plain data"
+        raise CheckpointError(
+            f"checkpoint {path} is refused: {wants}; nothing was run: do not trust it"
+        ) from None
+    facts = {"format_version": version, "torch_version": about[2].decode()}
+    return state, facts | {"bytes": len(data), "sha256": data[-64:].decode()}
+
+
+def _read_sealed(path: Path) -> bytes:
+    """Read a file whose bytes are those that were written."""
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            # the ends first: a giant that is no checkpoint is not read
+            start = file.read(4)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES))
+            mark = file.read(len(_MARK))
+            if not start:
+                problem = "is empty"
+            elif start != b"PK\x03\x04" or mark != _MARK:
+                problem = "is truncated or no checkpoint: it does not begin and end like one"
+            else:
+                file.seek(0)
+                data = read_open(file, None)
+                digest = hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest()
+                if data[-64:] == digest.encode():
+                    return data
+                problem = "is damaged: its bytes do not match its SHA-256 checksum"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}"
+    raise CheckpointError(f"checkpoint {path} {problem}")
+
+
+def pack(state: dict[str, Any]) -> bytes:
+    """Return the bytes of a checkpoint file.
+
+    Raises:
+        CheckpointError: a value that could not be loaded again.
+    """
+    check_plain(state)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)  # to memory first: a full disk would surface as a zip error
+    return seal(buffer.getvalue())
+
+
+def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
+    """Return a zip archive with the comment.
+
+    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE
+    4.3.16.
+    """
+    assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
+    about = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
+    data = archive[:-2] + struct.pack("<H", len(about) + _SEAL_BYTES) + about
+    return data + _MARK + hashlib.sha256(data).hexdigest().encode()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Make a file hold `data` whole, or leave it as it was; make its folder.
+
+    Raises:
+        CheckpointError: names path, bytes needed and cause. No half-written file stays.
+    """
+    part = path.with_name("unfinished.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)  # of a killed process
+        with part.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        # the new name survives a power cut, too, where the file system can sync a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        with suppress(OSError):
+            os.fsync(folder)
+        os.close(folder)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        cause = f"({len(data):,} bytes): {error.strerror or error}"
+        raise CheckpointError(f"cannot write checkpoint {path} {cause}") from None
+
+
+# ---- the files of a run
+
+
+def save_checkpoint(
+    directory: str | Path, state: dict[str, Any], *, iteration: int, keep: int, best: bool = False
+) -> Path:
+    """Write `iteration_00000120.pt` whole or not at all, and remove old ones.
+
+    Args:
+        state: tensors, numbers, strings, None, in dicts, lists and tuples.
+        iteration: part of the name. Later iterations already there are removed: they are from a
+            past that a resumed run does not share.
+        keep: number of newest checkpoints that stay, at least 1.
+        best: it becomes best.pt as well, which stays however many follow.
+
+    Raises:
+        CheckpointError: a value that could not be loaded again, or a disk that cannot be written.
+    """
+    path = Path(directory, f"iteration_{iteration:08d}.pt")
+    data = pack(state)
+    # best.pt first: a run killed between the two repeats this iteration, and finds its best there
+    if best:
+        write_atomically(path.with_name(BEST_FILE), data)
+    write_atomically(path, data)
+    numbered = [file for file in checkpoint_files(path.parent) if file.name != BEST_FILE]
+    end = numbered.index(path) + 1
+    for file in [*numbered[:end][:-keep], *numbered[end:]]:
+        remove(file)
+    return path
+
+
+def save_agreed(
+    run_dir: Path,
+    state: dict[str, Any] | None,
+    world: World,
+    *,
+    iteration: int,
+    keep: int,
+    measured: Mapping[str, float],
+    best: bool,
+) -> tuple[Path, str]:
+    """Let the main process save a run; all ranks must call.
+
+    Args:
+        state: on the main process; None on the others.
+        measured: value of the metric by which the best is chosen.
+
+    Returns:
+        The checkpoint's path, and why it could not be written: "" where it was.
+    """
+    path, problem = run_dir, ""
+    if state is not None:
+        try:
+            folder, state = run_dir / CHECKPOINT_DIR, state | {MEASURED: dict(measured)}
+            path = save_checkpoint(folder, state, iteration=iteration, keep=keep, best=best)
+        except CheckpointError as error:
+            kept = latest_checkpoint(run_dir)
+            resume = f"{kept.name} stays valid, --resume {run_dir} continues" if kept else ""
+            problem = f"{error}; {resume or 'there is no earlier one'}"
+    name, problem = all_gather_json([str(path), problem], world)[0]
+    return Path(name), problem
+
+
+def load_latest(run_dir: str | Path) -> Found | None:
+    """Load the newest valid checkpoint of a run or folder; logs which it skipped.
+
+    best.pt is the last resort: it may be all that a cleaner has left.
+
+    Raises:
+        OtherFormatError: the newest one is whole, but of another format: falling back would lose
+            the training in it.
+    """
+    for path in reversed(checkpoint_files(run_dir)):
+        try:
+            return Found(path, load_checkpoint(path))
+        except OtherFormatError:
+            raise
+        except CheckpointError as error:
+            log_once(f"skipped: {error}")
+    return None
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """Return the path of the checkpoint that `load_latest` finds."""
+    found = load_latest(run_dir)
+    return found.path if found else None
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """Return a clause that names the checkpoint from which a run can be resumed."""
+    newest = latest_checkpoint(run_dir)
+    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+
+
+def find_latest_run(runs_dir: str | Path) -> Path | None:
+    """Return the run directory below `runs_dir` whose valid checkpoint is the newest."""
+    saved = {
+        folder.parent: max(file.stat().st_mtime for file in files)
+        for folder in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")
+        if (files := checkpoint_files(folder))
+    }
+    newest_first = sorted(saved, key=lambda run_dir: saved[run_dir], reverse=True)
+    return next((run_dir for run_dir in newest_first if latest_checkpoint(run_dir)), None)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """Return the folder of checkpoints in a run directory, else the path itself."""
+    folder = Path(path, CHECKPOINT_DIR)
+    return folder if folder.is_dir() else Path(path)
+
+
+def checkpoint_files(path: str | Path) -> list[Path]:
+    """List the checkpoints of a run or folder: best.pt, then by iteration.
+
+    A pipe, device, folder or broken link with the name of a checkpoint is none.
+    """
+    files = [file for file in checkpoint_folder(path).glob("*.pt") if file.is_file()]
+    named = [file for file in files if file.name == BEST_FILE or _NAME.fullmatch(file.name)]
+    return sorted(named, key=iteration_in_name)
+
+
+def iteration_in_name(path: Path) -> int:
+    """Return the iteration in a file's name; -1: there is none."""
+    match = _NAME.match(path.name)
+    return int(match[1]) if match else -1
+
+
+class Best:
+    """The best value so far of the metric that chooses best.pt, on all ranks.
+
+    The value reached before stands in best.pt itself, so that no resumed run replaces it by a worse
+    one. Higher is better.
+
+    Args:
+        names: the metric is the first of these that the run reports; none: no best.pt.
+    """
+
+    def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
+        self.names = names
+        self.world = world
+        self.measured: dict[str, float] = {}  # at this iteration
+        self.improved = False
+        reads = names and world.is_main_process
+        value = _value_of_best(names, directory / BEST_FILE) if reads else None
+        self.value = all_gather_json(value, world)[0]
+
+    def update(self, metrics: Mapping[str, Any]) -> bool:
+        """Take in these metrics; True if they beat all before. All ranks must call."""
+        self.measured = {}
+        name = next((name for name in self.names if name in metrics), "")
+        value = all_gather_json(metrics.get(name), self.world)[0]
+        if not isinstance(value, int | float | None):
+            raise UserError(f"keep_best {name} is no number: name a metric that is one")
+        # None: no episode has ended, for example
+        if value is not None and math.isfinite(value):
+            self.measured = {name: float(value)}
+        self.improved = bool(self.measured) and (self.value is None or value > self.value)
+        return self.improved
+
+    def saved(self) -> None:
+        """Record that this iteration is saved, in best.pt too if it is the best."""
+        if self.improved:
+            (self.value,) = self.measured.values()
+
+
+def _value_of_best(names: Sequence[str], path: Path) -> float | None:
+    """Return the value in best.pt; None: the next checkpoint shall replace it."""
+    if not path.exists():
+        return None
+    try:
+        measured = load_checkpoint(path).get(MEASURED) or {}
+        for name in names:
+            if name in measured:
+                return measured[name]
+        problem = f"{path} was chosen by {', '.join(measured) or 'no metric'}"
+    except CheckpointError as error:
+        problem = str(error)
+    log_once(f"{problem}; the next checkpoint with {' or '.join(names)} takes its place")
+    return None
