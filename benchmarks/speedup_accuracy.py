@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 
 import torch
 
-from rl_dist.hardware.memory import available_cores
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.short_run import SideBySide
+from rl_dist.machine import available_cores
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import Communication, predict
 from rl_dist.speedup.rank_cost import rank_cost_of, share_flags

@@ -17,10 +17,10 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # else the us
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 
 _HOMES = {
-    "get_gpu_info": "hardware.report",
-    "print_gpu_info": "hardware.report",
-    "get_multi_gpu_status": "telemetry.monitor",
-    "clear_gpu_memory": "hardware.memory",
+    "get_gpu_info": "machine",
+    "print_gpu_info": "machine",
+    "get_multi_gpu_status": "machine",
+    "clear_gpu_memory": "machine",
     "estimate_training_speedup": "speedup.command",
     "print_training_speedup_estimates": "speedup.command",
     "launch_distributed_training": "launch.child",

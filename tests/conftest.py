@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest first: so both processes of pytest-xdist, which take a file at a time, end together.
 LONGEST = (
-    *("batch_size", "world_size", "rl_dist_launch", "train_command", "check_gpu_setup"),
+    *("batch_size", "world_size", "rl_dist_launch", "train_command", "setup_check"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
     *("short_run", "supervisor", "export", "docs_run", "faults", "imports", "workers", "watchdog"),
     *("foreign_runs", "state_schema", "all_reduce_bench", "supervised", "memory"),

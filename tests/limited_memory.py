@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from rl_dist.hardware.memory import free_memory_bytes
+from rl_dist.machine import free_memory_bytes
 from rl_dist.strategies import batch_size
 
 

@@ -30,7 +30,7 @@ COMMANDS = {  # parts of agents that may import envs
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),
 }
 PRINTERS = {  # parts of rl_dist that may print
-    *("errors", "checkpoint/__main__", "checkpoint/run_lock", "hardware/report"),
+    *("errors", "checkpoint/__main__", "checkpoint/run_lock", "machine", "setup_check"),
     *("launch/ranks", "launch/supervisor", "resume_check/command", "speedup/command"),
     *("status/command", "telemetry/progress"),
 }

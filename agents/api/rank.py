@@ -26,9 +26,9 @@ from rl_dist.checkpoint.trust import module_files
 from rl_dist.errors import UserError
 from rl_dist.files import remove
 from rl_dist.flags import ParsedFlags
-from rl_dist.hardware.addresses import may_start_again
 from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.launch.ranks import restart_count
+from rl_dist.process_group.addresses import may_start_again
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.join import check_settings
 from rl_dist.process_group.world import World, open_world, stop_flag

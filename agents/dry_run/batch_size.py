@@ -26,7 +26,7 @@ from agents.run.start import sizes_table
 from agents.sizes import Sizes, TrainConfig, learning_rate_factor, shard_sizes, shares_out
 from agents.trainer import Job, MakeEnv
 from rl_dist.errors import UserError
-from rl_dist.hardware.memory import clear_gpu_memory
+from rl_dist.machine import clear_gpu_memory
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.strategies.batch_size import Choice, fastest_batch_size

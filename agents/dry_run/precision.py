@@ -14,7 +14,7 @@ from agents.run.config import RunConfig, save_config
 from agents.run.limits import free_for_each_rank
 from agents.sizes import shard_sizes
 from agents.trainer import Job, MakeEnv
-from rl_dist.hardware.report import cpu_has_bf16
+from rl_dist.machine import cpu_has_bf16
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import Precision

@@ -28,7 +28,7 @@ from rl_dist.checkpoint.run_lock import RunLock, hold
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.errors import UserError, did_you_mean
 from rl_dist.flags import ParsedFlags, preset
-from rl_dist.hardware.addresses import MAX_RESTARTS, elastic_count
+from rl_dist.process_group.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.telemetry.metrics import METRICS_FILE
 
 RUNS = Path("runs")

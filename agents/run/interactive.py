@@ -17,9 +17,8 @@ from agents.run.config import OWNERS, RunConfig
 from agents.sizes import Sizes, shard_sizes
 from rl_dist.errors import UserError
 from rl_dist.flags import ParsedFlags
-from rl_dist.hardware.memory import available_cores
-from rl_dist.hardware.report import print_gpu_info
 from rl_dist.launch.config import resolve
+from rl_dist.machine import available_cores, print_gpu_info
 
 Compose = Callable[[ParsedFlags], RunConfig]  # raises ValueError: these flags cannot go together
 

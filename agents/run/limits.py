@@ -17,7 +17,7 @@ from envs.vector.faults import EnvironmentFaultError
 from envs.vector.layout import Layout
 from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
-from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory
+from rl_dist.machine import free_memory_bytes, is_out_of_memory
 from rl_dist.process_group.world import World
 
 GIB = 2**30

@@ -90,14 +90,14 @@ ROWS = {
 -cpu/percent [%] CPU time of the rank's process; 100 is one core
 -cpu/wait_percent [%] the main thread had work, but no core, of the time in which it had work
 -ram/used_gib [GiB] memory of the rank's process
--ram/free_gib [GiB] memory that is free on the machine
+-ram/free_gib [GiB] memory that was free, at least; within the container's limit
 """,
     GPU: """
 -gpu/utilization_percent [%] time in which the GPU was busy
 -gpu/memory_allocated_gib [GiB] GPU memory of the rank's tensors
 -gpu/memory_reserved_gib [GiB] GPU memory that torch's allocator holds
 -gpu/memory_peak_gib [GiB] highest allocation so far
--gpu/memory_free_gib [GiB] GPU memory that is free for any process
+-gpu/memory_free_gib [GiB] GPU memory that was free for any process, at least
 -gpu/temperature_c [°C] temperature of the GPU
 -gpu/power_w [W] power that the GPU draws
 """,

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
 from rl_dist.files import read_plain
-from rl_dist.hardware.addresses import ADDRESS_VARIABLES, COPIES
+from rl_dist.process_group.addresses import ADDRESS_VARIABLES, COPIES
 from rl_dist.process_group.process_ends import die_with_parent
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.telemetry.metrics import METRICS_FILE

@@ -10,7 +10,7 @@ import torch
 
 from rl_dist.errors import UserError
 from rl_dist.flags import Text, configuration, recorded, setting
-from rl_dist.hardware.addresses import asked_for_address, check_address, check_variables
+from rl_dist.process_group.addresses import asked_for_address, check_address, check_variables
 from rl_dist.process_group.world import ignored_limit, threads_per_rank
 from rl_dist.strategies.choice import Hardware, check_strategy
 from rl_dist.strategies.config import (

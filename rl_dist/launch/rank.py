@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rl_dist.errors import one_line, outlive_readers
-from rl_dist.hardware.addresses import ADDRESS_VARIABLES
 from rl_dist.process_group import process_ends
+from rl_dist.process_group.addresses import ADDRESS_VARIABLES
 from rl_dist.process_group.process_ends import STOP_SIGNALS, ReportPage, report_to
 from rl_dist.process_group.world import (
     close_any_world,

@@ -32,7 +32,8 @@ from typing import Any
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.errors import print_error_once, report_to_caller, restarts_refused
-from rl_dist.hardware.addresses import (
+from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_as_rank, run_guarded
+from rl_dist.process_group.addresses import (
     ADDRESS_VARIABLES,
     RESTART_COUNT,
     asked_for_address,
@@ -41,7 +42,6 @@ from rl_dist.hardware.addresses import (
     elastic_count,
     may_start_again,
 )
-from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_as_rank, run_guarded
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,

@@ -33,7 +33,7 @@ CHOSEN = {
     "keep_best": "off",
     "max_restarts": "0",
 }
-DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "gpu_ids", "profile")
+DROPPED = ("run_dir", "num_episodes", "on_event", "seed", "seeds", "profile")
 POLL_S = 0.05
 ROUNDS, ROUND_S = 3, 1.0  # a rate is known if rounds of at least a second agree on it
 MOST_SPREAD = 1.5  # of the highest rate over the lowest
@@ -102,7 +102,7 @@ class SideBySide:
         copies: int,
         threads: int,
         *,
-        num_gpus: int = 1,
+        num_gpus: int | None = 1,
         device_type: str = "cpu",
     ) -> None:
         """Plan the trainings; they start where the context begins.
@@ -111,20 +111,24 @@ class SideBySide:
             flags: of the training script, with the sizes that one rank has. How long, where, what
                 to save and the seed are chosen here.
             copies: processes; with device_type "cuda" each has a GPU of its own.
-            threads, num_gpus: threads and ranks of each copy; 0 threads: as training chooses.
+            threads, num_gpus: threads and ranks of each copy; 0 threads: as training chooses; None:
+                the ranks and devices that the flags mean.
         """
         if without(flags, ["resume"]) != list(flags):
             fix = "give the flags that the run was started with"
             raise UserError(f"--resume: short runs begin again from the start; {fix}")
-        chosen = CHOSEN | {"num_gpus": str(num_gpus), "device": device_type}
+        dropped, chosen = [*DROPPED], dict(CHOSEN)
+        if num_gpus is not None:
+            dropped.append("gpu_ids")
+            chosen |= {"num_gpus": str(num_gpus), "device": device_type}
         if threads:
             chosen["threads"] = str(threads)
         self._flags = [
-            *without(flags, (*DROPPED, *chosen)),
+            *without(flags, (*dropped, *chosen)),
             *(f"--{k}={v}" for k, v in chosen.items()),
         ]
         self._num_copies = copies
-        self._on_gpu = device_type == "cuda"
+        self._on_gpus = device_type == "cuda" and num_gpus is not None  # one for each copy
         self._folder = tempfile.TemporaryDirectory(prefix="short_run_")
         self.running: list[Copy] = []
         self._under_way = 1  # iterations that do not count at the next measurement
@@ -144,7 +148,7 @@ class SideBySide:
         self._folder.cleanup()
 
     def _start(self, number: int) -> Copy:
-        variables = {"CUDA_VISIBLE_DEVICES": _gpu(number)} if self._on_gpu else {}
+        variables = {"CUDA_VISIBLE_DEVICES": _gpu(number)} if self._on_gpus else {}
         return Copy(self._flags, Path(self._folder.name), number, variables=variables)
 
     def measure(

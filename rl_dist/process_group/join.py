@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError, refuse_restarts
-from rl_dist.hardware.addresses import MAX_RESTARTS, check_address, elastic_count, host_range
+from rl_dist.process_group.addresses import MAX_RESTARTS, check_address, elastic_count, host_range
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError
-from rl_dist.hardware.memory import available_cores
+from rl_dist.machine import available_cores
 from rl_dist.process_group.clock import Mark, between, is_done, mark
 from rl_dist.process_group.join import compare_hosts, open_store
 from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave

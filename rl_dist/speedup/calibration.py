@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_dist.hardware import memory
-from rl_dist.hardware.memory import available_cores
-from rl_dist.hardware.report import duration
+from rl_dist import machine
 from rl_dist.launch.bench import BenchTimeoutError, Reductions, time_reductions
 from rl_dist.launch.short_run import (
     ROUNDS,
@@ -32,6 +30,7 @@ from rl_dist.launch.short_run import (
     round_rates,
     without,
 )
+from rl_dist.machine import available_cores, duration
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.machines import LINKS, NETWORK, GpuModel, gpu_named, link_of_gpu
 from rl_dist.speedup.model import (
@@ -189,7 +188,7 @@ class Calibration:
         self.batch_size = train["batch_size"]
         self.num_envs = work.env_steps // train["num_steps"]
         self.gradient_bytes = first.gradient_bytes
-        free = memory.host_memory().available
+        free = machine.host_memory().available
         self.copies_in_memory = max(1, free // max(1, first.copy_bytes))
 
     def measure_shares(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_dist.hardware.report import duration
+from rl_dist.machine import duration
 from rl_dist.speedup.calibration import Calibration, Point
 from rl_dist.speedup.machines import AS_OF, CARDS_PER_MACHINE, LINKS, GpuModel
 from rl_dist.speedup.model import (

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from rl_dist.hardware.memory import clear_gpu_memory, is_out_of_memory
+from rl_dist.machine import clear_gpu_memory, is_out_of_memory
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError, one_line
-from rl_dist.hardware.memory import clear_gpu_memory
+from rl_dist.machine import clear_gpu_memory
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 from rl_dist.strategies.config import StrategyConfig, check_precision

@@ -22,7 +22,7 @@ import pydantic
 
 from rl_dist.errors import UserError, printable
 from rl_dist.files import leads_to, log_once, read_plain
-from rl_dist.hardware.addresses import may_start_again
+from rl_dist.process_group.addresses import may_start_again
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 STATE_FILE = "state.json"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_jobs import world_on
 
-from rl_dist.hardware.report import read_facts
+from rl_dist.machine import read_facts
 
 
 def pytest_collection_modifyitems(items):
@@ -46,8 +46,8 @@ def pytest_terminal_summary(terminalreporter):
         return
     facts = read_facts(Path.cwd())
     lines = [f"# GPU tests, {time.strftime('%Y-%m-%d %H:%M')}", ""]
-    lines += [f"- {gpu.name}, {gpu.memory_total_bytes} bytes" for gpu in facts.gpu.gpus]
-    lines += [f"- driver {facts.gpu.driver}, {facts.software}, {platform.platform()}", ""]
+    lines += [f"- {gpu}" for gpu in facts.gpu.gpus]
+    lines += [f"- {facts.software}, {platform.platform()}", ""]
     lines += ["| test | result | seconds | figures |", "|---|---|---|---|"]
     for result in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(result, []):

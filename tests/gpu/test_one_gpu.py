@@ -278,6 +278,5 @@ def test_the_setup_checker_finds_that_it_can_train(record_property):
     checker = start(REPO / "check_gpu_setup.py", "--num_gpus", "1", "--json")
     out, err = checker.communicate()
     found = json.loads(out)
-    record_property("memory", found["memory"])
-    record_property("time", found["time"])
+    record_property("measured", found["measured"])
     assert checker.returncode == 0, (err, found["checks"])

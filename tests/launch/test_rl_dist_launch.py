@@ -16,10 +16,10 @@ import torch
 from train_runs import PATIENCE_S, REPO, assert_nobody_left, start, wait_until
 
 from rl_dist.errors import UserError
-from rl_dist.hardware.memory import available_cores
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.rank import run_guarded
 from rl_dist.launch.ranks import launch
+from rl_dist.machine import available_cores
 from rl_dist.process_group.process_ends import ReportPage
 from rl_dist.process_group.world import close_world, open_world, stop_flag, threads_per_rank
 

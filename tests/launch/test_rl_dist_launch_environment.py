@@ -17,10 +17,10 @@ import torch.distributed as dist
 from train_runs import PATIENCE_S, RECALL, REPO, only_error, start, train_here
 
 from rl_dist import errors as console
-from rl_dist.hardware.addresses import COPIES, check_address, check_variables, free_port
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group import join, world
+from rl_dist.process_group.addresses import COPIES, check_address, check_variables, free_port
 from rl_dist.process_group.join import _own_part, open_store
 
 BOUND = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

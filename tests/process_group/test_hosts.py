@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_dist.hardware.addresses import host_range
+from rl_dist.process_group.addresses import host_range
 from rl_dist.process_group.join import code_version, difference, versions
 
 HOSTS = ["host first", "host first", "host second"]

@@ -7,7 +7,7 @@ import pytest
 import rl_dist_ranks
 import torch
 
-from rl_dist.hardware.memory import available_cores
+from rl_dist.machine import available_cores
 
 
 @pytest.fixture(scope="module")

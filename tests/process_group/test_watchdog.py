@@ -13,8 +13,8 @@ import torch.distributed as dist
 from train_runs import start as start_command
 from train_runs import wait_until
 
-from rl_dist.hardware.addresses import free_port
 from rl_dist.process_group import watchdog
+from rl_dist.process_group.addresses import free_port
 from rl_dist.process_group.clock import IN_A_ROW, Stragglers, median_of_others
 from rl_dist.process_group.watchdog import CONNECTION, RankStatus, Watchdog
 

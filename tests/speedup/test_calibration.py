@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from rl_dist.hardware import memory
-from rl_dist.hardware.memory import HostMemory
 from rl_dist.launch import bench
 from rl_dist.launch.bench import Reductions
 from rl_dist.launch.short_run import (
@@ -17,6 +15,7 @@ from rl_dist.launch.short_run import (
     is_steady,
     round_rates,
 )
+from rl_dist.machine import HostMemory
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup import calibration
 from rl_dist.speedup import command as speedup
@@ -214,7 +213,7 @@ def test_what_cannot_be_divided_is_not_in_the_plan(monkeypatch):
 def test_far_more_copies_than_cores_or_memory_are_never_started(
     monkeypatch, thorough, cores, copies
 ):
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(2**36, 30 * 2**30))
+    monkeypatch.setattr("rl_dist.machine.host_memory", lambda: HostMemory(2**36, 30 * 2**30))
     machine = Machine(monkeypatch, cores=cores, copy_bytes=2**30)
     found = machine.calibrate([64], thorough=thorough, **STRONG)
     assert max(copies for copies, _ in machine.asked) == copies and machine.reduced == [2]

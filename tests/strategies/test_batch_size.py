@@ -10,7 +10,7 @@ import torch
 from batch_size_ranks import EXHAUSTED, limited
 from train_runs import start
 
-from rl_dist.hardware.memory import free_memory_bytes, is_out_of_memory
+from rl_dist.machine import free_memory_bytes, is_out_of_memory
 from rl_dist.strategies import batch_size
 from rl_dist.strategies.batch_size import fastest_batch_size, fits, largest_batch_size
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rl_dist.hardware.memory import HostMemory, host_memory
+from rl_dist.machine import HostMemory, host_memory
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,0 @@
-"""This machine: host, memory, GPUs, plain files."""

@@ -1,0 +1,364 @@
+"""Facts about this machine: GPUs, cores, memory within the container's limits, disk, software.
+
+Everything here only reads. torch is imported by the functions that ask it, because commands that
+only read run directories start 2 s faster without it.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import platform
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 2**30
+OUT_OF_MEMORY = (  # in the text of a RuntimeError, in lower case
+    *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
+    *("not enough memory", "can't allocate memory"),  # torch's allocator of host memory
+    "cannot allocate memory",  # the kernel, through any library
+    *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
+)
+VARIABLES = ("CUDA", "NCCL", "RCCL", "HIP", "ROCR", "OMP", "MKL", "KMP", "GLOO", "TORCH", "MASTER")
+FSYNC_BYTES = 4 * 2**20
+
+# ---- GPUs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One of torch's GPUs at one instant; None: not known.
+
+    Allocations are those of this process.
+    """
+
+    index: int  # torch's number
+    name: str
+    compute_capability: str
+    utilization_percent: float | None  # of the last sample period, in which a kernel ran
+    memory_allocated_gib: float  # by tensors
+    memory_reserved_gib: float  # by torch's allocator
+    memory_peak_gib: float  # highest allocation so far
+    memory_free_gib: float | None  # for any process
+    memory_total_gib: float | None
+    temperature_c: float | None
+    power_w: float | None
+    error: str  # why a value is not known; "": all are
+
+    def __str__(self) -> str:
+        """Return the known values in one line."""
+        values = {
+            "compute capability {}": self.compute_capability or None,
+            "{:.3g} GiB": self.memory_total_gib,
+            "{:.3g} GiB free": self.memory_free_gib,
+            "{:.0f} % busy": self.utilization_percent,
+            "{:.0f} C": self.temperature_c,
+            "{:.0f} W": self.power_w,
+            "not all is known: {}": self.error or None,
+        }
+        shown = [text.format(value) for text, value in values.items() if value is not None]
+        return ", ".join([self.name or "unknown GPU", *shown])
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """All GPUs that torch sees."""
+
+    gpus: tuple[Gpu, ...]
+    error: str  # why there is none; "": there are some
+    # pairs of torch's numbers: the first GPU cannot read the memory of the second
+    no_peer_access: tuple[tuple[int, int], ...]
+
+
+def read_gpu(index: int) -> Gpu:
+    """Read one of torch's GPUs; a value that does not answer is None and hides no other.
+
+    NVML answers from outside, so no device is opened that this process does not use.
+    """
+    import torch
+
+    errors: list[str] = []
+
+    def ask(question: Callable[[int], Any]) -> Any:
+        try:
+            return question(index)
+        except Exception as error:  # NVML's own kinds, which may not be installed, and torch's
+            errors.append(" ".join(str(error).split())[:200])
+
+    properties = ask(torch.cuda.get_device_properties)
+    used = ask(torch.cuda.device_memory_used)
+    power_mw = ask(torch.cuda.power_draw)
+    total = getattr(properties, "total_memory", None)
+    free = None if total is None or used is None else total - used
+    held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
+    if held.get("reserved_bytes.all.current"):  # otherwise this question would open the device
+        free = torch.cuda.mem_get_info(index)[0]
+    return Gpu(
+        index=index,
+        name=getattr(properties, "name", ""),
+        compute_capability=f"{properties.major}.{properties.minor}" if properties else "",
+        utilization_percent=ask(torch.cuda.utilization),
+        memory_allocated_gib=held.get("allocated_bytes.all.current", 0) / GIB,
+        memory_reserved_gib=held.get("reserved_bytes.all.current", 0) / GIB,
+        memory_peak_gib=held.get("allocated_bytes.all.peak", 0) / GIB,
+        memory_free_gib=None if free is None else free / GIB,
+        memory_total_gib=None if total is None else total / GIB,
+        temperature_c=ask(torch.cuda.temperature),
+        power_w=None if power_mw is None else power_mw / 1000,
+        error=errors[0] if errors else "",
+    )
+
+
+def get_multi_gpu_status() -> list[Gpu]:
+    """Return what every GPU that torch sees does now, in torch's order.
+
+    >>> from rl_dist import get_multi_gpu_status
+    >>> for gpu in get_multi_gpu_status():
+    ...     print(gpu.index, gpu.name, gpu.utilization_percent, gpu.memory_free_gib)
+    """
+    import torch
+
+    return [read_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def get_gpu_info() -> GpuInfo:
+    """Return all GPUs that torch sees and the links they lack; without one, the reason.
+
+    >>> get_gpu_info().gpus  # doctest: +SKIP
+    (Gpu(index=0, name='NVIDIA H100 80GB HBM3', ...),)
+    """
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver or GPU, or torch has no CUDA
+        return GpuInfo((), " ".join(str(error).split()), ())
+    gpus = tuple(get_multi_gpu_status())
+    reads = torch.cuda.can_device_access_peer
+    pairs = permutations(range(len(gpus)), 2)
+    return GpuInfo(gpus, "", tuple(pair for pair in pairs if not reads(*pair)))
+
+
+def print_gpu_info(info: GpuInfo | None = None) -> None:
+    """Print one line for every GPU, or the reason why there is none.
+
+    >>> print_gpu_info()  # doctest: +SKIP
+    GPU 0: NVIDIA H100 80GB HBM3, ...
+    """
+    info = info or get_gpu_info()
+    if info.error:
+        print(f"no GPU: {info.error}")
+    for gpu in info.gpus:
+        print(f"GPU {gpu.index}: {gpu}")
+    for first, second in info.no_peer_access:
+        print(f"GPU {first} cannot read the memory of GPU {second}: copies go through the host")
+
+
+def clear_gpu_memory() -> int:
+    """Hand memory that no tensor uses back to the GPUs, for other processes.
+
+    Tensors that are still referred to stay. Peaks are reset.
+
+        >>> from rl_dist import clear_gpu_memory
+        >>> print(f"{clear_gpu_memory() / 2**30:.1f} GiB handed back")
+
+    Returns:
+        Bytes handed back on all GPUs of this process; 0 without a GPU.
+    """
+    import torch
+
+    gc.collect()
+    if not torch.cuda.is_initialized():
+        return 0
+    reserved = torch.cuda.memory_reserved
+    devices = [index for index in range(torch.cuda.device_count()) if reserved(index)]
+    before = sum(map(reserved, devices))
+    for index in devices:  # other devices stay closed: opening one takes memory
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+    torch.cuda.empty_cache()
+    return before - sum(map(reserved, devices))
+
+
+# ---- cores and memory
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of the host in bytes."""
+
+    total: int
+    available: int
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return the memory within all control groups; cached files count as free."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    # the groups of this process, by version; a container sees its own one at the top
+    groups = {"": "/", "memory": "/"}
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            groups |= {kind: path for kind in kinds.split(",") if kind in groups}
+    for kind, limit_file, use_file, cache in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        group = Path(groups[kind].lstrip("/"))
+        for folder in (group, *group.parents):
+            place = root / "sys/fs/cgroup" / kind / folder
+            try:
+                limit, used = (int((place / name).read_text()) for name in (limit_file, use_file))
+                lines = (place / "memory.stat").read_text().splitlines()
+            except (OSError, ValueError):  # it does not exist, is not readable, or is "max"
+                continue
+            if limit < machine.total:
+                cached = int(dict(line.split() for line in lines).get(cache, 0))
+                total = min(total, limit)
+                available = min(available, max(0, limit - max(0, used - cached)))
+    return HostMemory(total, available)
+
+
+def available_cores() -> int:
+    """Return the CPU cores of this process: its affinity, cut to the container's quota."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def cpu_has_bf16() -> bool:
+    """Return True if this CPU has units for products of bf16."""
+    import torch
+
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the memory of the device or the host ran out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error).lower().strip()
+    # oneDNN has no room for its code; a "primitive descriptor" fails for other reasons
+    no_room = text == "could not create a primitive" or any(part in text for part in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room)
+
+
+def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
+    """Return the bytes that this process may still take; on a GPU with torch's unused ones.
+
+    Args:
+        sharers: processes that share what is free in the host; a limit of this process is not
+            shared.
+    """
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free = host_memory().available // sharers
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit - psutil.Process().memory_info().vms)
+    return max(free, 0)
+
+
+# ---- everything that the setup checker's rules look at
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the setup checker knows before it measures; None: not known."""
+
+    software: dict[str, str]  # versions by name
+    gpu: GpuInfo
+    nvidia_gpus: int  # that the NVIDIA driver knows, with or without torch
+    cores: int  # that this process may use
+    load: float  # processes that wanted a core in the last minute
+    memory_total_gib: float  # cut to the container's limit
+    memory_free_gib: float
+    shm_free_gib: float  # in /dev/shm
+    open_files: int  # soft limit; -1: none
+    folder: str  # that exists, in which the run would be
+    disk_free_gib: float
+    fsync_s: float | None  # to write 4 MiB safely
+    disk_error: str
+    environment: dict[str, str]  # variables that change how ranks start and communicate
+
+
+def read_facts(run_dir: Path) -> Facts:
+    """Look at this machine; takes well under a second without a GPU."""
+    memory = host_memory()
+    path = run_dir.absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    fsync_s, disk_error = None, ""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            started_s = time.perf_counter()
+            file.write(bytes(FSYNC_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            fsync_s = time.perf_counter() - started_s
+    except OSError as error:
+        disk_error = error.strerror or str(error)
+    devices = Path("/proc/driver/nvidia/gpus")
+    return Facts(
+        software=_software(),
+        gpu=get_gpu_info(),
+        nvidia_gpus=len(list(devices.iterdir())) if devices.is_dir() else 0,
+        cores=available_cores(),
+        load=os.getloadavg()[0],
+        memory_total_gib=memory.total / GIB,
+        memory_free_gib=memory.available / GIB,
+        shm_free_gib=shutil.disk_usage("/dev/shm").free / GIB,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        folder=str(folder),
+        disk_free_gib=shutil.disk_usage(folder).free / GIB,
+        fsync_s=fsync_s,
+        disk_error=disk_error,
+        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+    )
+
+
+def _software() -> dict[str, str]:
+    import torch
+
+    versions: dict[str, Any] = {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+    }
+    with suppress(RuntimeError):  # it does not start
+        versions["cuDNN"] = torch.backends.cudnn.version()
+    if torch.distributed.is_nccl_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
+    return {name: str(version) for name, version in versions.items() if version}
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text with a fitting unit."""
+    units = ((1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"))
+    for most, size, unit in (*units, (48 * 3600, 3600, "h")):
+        if seconds < most:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:.3g} days"

@@ -1,1 +1,0 @@
-"""Verdicts on a machine for a planned training."""

@@ -1,0 +1,71 @@
+"""Facts and live use of GPUs, some of which do not answer."""
+
+from dataclasses import asdict
+
+import pytest
+from fake_gpus import GIB, pretend_gpus
+
+from rl_dist.machine import clear_gpu_memory, get_gpu_info, get_multi_gpu_status, print_gpu_info
+
+LOST = RuntimeError("GPU is lost")
+WHOLE = {
+    "index": 1, "name": "Fake 9000", "compute_capability": "9.0", "utilization_percent": 50,
+    "memory_allocated_gib": 2, "memory_reserved_gib": 3, "memory_peak_gib": 4, "memory_free_gib": 7,
+    "memory_total_gib": 80, "temperature_c": 60, "power_w": 250.5, "error": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answers", "changed"),
+    [
+        ({}, {}),
+        ({"utilization": LOST}, {"utilization_percent": None, "error": "GPU is lost"}),
+        ({"temperature": LOST}, {"temperature_c": None, "error": "GPU is lost"}),
+        ({"power_draw": LOST}, {"power_w": None, "error": "GPU is lost"}),
+        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),  # torch knows it, too
+        # a device that this process does not use is not opened
+        ({"memory_stats": {}, "mem_get_info": LOST},
+         {"memory_allocated_gib": 0, "memory_reserved_gib": 0, "memory_peak_gib": 0,
+          "memory_free_gib": 50}),
+        ({"memory_stats": {}, "mem_get_info": LOST, "device_memory_used": LOST},
+         {"memory_allocated_gib": 0, "memory_reserved_gib": 0, "memory_peak_gib": 0,
+          "memory_free_gib": None, "error": "GPU is lost"}),
+        ({"get_device_properties": LOST},
+         {"name": "", "compute_capability": "", "memory_total_gib": None, "error": "GPU is lost"}),
+    ],
+)  # fmt: skip
+def test_a_value_that_fails_is_none_and_the_others_are_there(monkeypatch, answers, changed):
+    pretend_gpus(monkeypatch, **answers)
+    assert asdict(get_multi_gpu_status()[1]) == WHOLE | changed
+
+
+def test_a_gpu_that_does_not_answer_does_not_hide_the_next(monkeypatch):
+    asked = ("utilization", "temperature", "power_draw", "device_memory_used")
+    pretend_gpus(monkeypatch, **dict.fromkeys(asked, [LOST, 1]))
+    first, second = get_multi_gpu_status()
+    assert (first.error, first.power_w) == ("GPU is lost", None)
+    assert (second.error, second.power_w) == ("", 0.001)
+
+
+def test_gpus_and_missing_links_are_printed_one_by_line_and_their_absence_with_its_reason(
+    monkeypatch, capsys
+):
+    pretend_gpus(monkeypatch, can_device_access_peer=[False, True], temperature=LOST)
+    info = get_gpu_info()
+    assert len(info.gpus) == 2 and info.no_peer_access == ((0, 1),)
+    print_gpu_info()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and "Fake 9000" in lines[0] and "GPU is lost" in lines[0]
+    pretend_gpus(monkeypatch, init=RuntimeError("no\ndriver"))
+    print_gpu_info()
+    assert capsys.readouterr().out == "no GPU: no driver\n"
+
+
+def test_clearing_hands_back_what_no_tensor_holds_and_touches_only_devices_in_use(monkeypatch):
+    pretend_gpus(monkeypatch)
+    reserved, touched = {0: 0, 1: 5 * GIB}, set()
+    monkeypatch.setattr("torch.cuda.memory_reserved", reserved.__getitem__)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(f"torch.cuda.{name}", touched.add)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: reserved.update({1: 2 * GIB}))
+    assert clear_gpu_memory() == 3 * GIB and touched == {1}

@@ -1,0 +1,302 @@
+"""The setup checker: its rules on facts and figures, and the command as a user runs it."""
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import socket
+import time
+from pathlib import Path
+
+import jsonschema
+import psutil
+import pytest
+from fake_gpus import pretend_gpus
+from train_runs import (
+    PATIENCE_S,
+    RECALL,
+    REPO,
+    lives,
+    only_error,
+    output_in,
+    records,
+    run_here,
+    start,
+    wait_until,
+)
+
+import check_gpu_setup
+from rl_dist import setup_check
+from rl_dist.launch.bench import BenchError
+from rl_dist.launch.config import ResolvedLaunch
+from rl_dist.launch.short_run import ShortRunError, is_steady
+from rl_dist.machine import Facts, GpuInfo, duration, get_gpu_info, read_facts
+from rl_dist.setup_check import check_facts, check_figures, figures_of
+
+SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
+CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
+CUDA = ResolvedLaunch(num_ranks=2, device_type="cuda", message="")
+NO_GPU = GpuInfo((), "no driver", ())
+FACTS = Facts(
+    software={"torch": "2.13.0+cpu"}, gpu=NO_GPU, nvidia_gpus=0, cores=8, load=0.1,
+    memory_total_gib=64, memory_free_gib=60, shm_free_gib=1, open_files=1024, folder="/data",
+    disk_free_gib=100, fsync_s=0.01, disk_error="", environment={},
+)  # fmt: skip
+
+
+def verdicts(checks):
+    """Verdicts by name; every complaint has its fix, nothing else has one."""
+    assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
+    return {check.name: check.verdict for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "changes"),
+    [
+        ("versions", "problem", {"software": {"torch": "2.9rc1"}}),
+        ("GPUs", "warning", {"nvidia_gpus": 2}),
+        ("cores", "warning", {"cores": 1}),
+        ("cores", "warning", {"load": 7.0}),
+        ("cores", "warning", {"environment": {"OMP_NUM_THREADS": "2"}}),
+        ("open files", "warning", {"open_files": 64}),
+        ("open files", "ok", {"open_files": -1}),
+        ("disk", "problem", {"disk_error": "Read-only file system", "fsync_s": None}),
+        ("disk", "warning", {"disk_free_gib": 0.5}),
+        ("disk", "warning", {"fsync_s": 3.0}),
+        ("NCCL_P2P_DISABLE", "warning", {"environment": {"NCCL_P2P_DISABLE": "1"}}),
+        (
+            "TORCH_DISTRIBUTED_DEBUG",
+            "warning",
+            {"environment": {"TORCH_DISTRIBUTED_DEBUG": "detail"}},
+        ),
+        ("also set", "ok", {"environment": {"NCCL_P2P_DISABLE": "0"}}),
+    ],
+)
+def test_every_fact_has_its_verdict(name, verdict, changes):
+    assert set(verdicts(check_facts(FACTS, CPU)).values()) == {"ok"}
+    found = verdicts(check_facts(dataclasses.replace(FACTS, **changes), CPU))
+    assert found.pop(name) == verdict and set(found.values()) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "answers", "plan", "changes"),
+    [
+        ("GPU 0", "ok", {}, CUDA, {}),
+        ("GPU 0", "warning", {"utilization": RuntimeError("NVML is silent")}, CUDA, {}),
+        ("GPU 0", "warning", {"temperature": [90, 40]}, CUDA, {}),
+        ("GPU 0", "warning", {"utilization": [60, 0]}, CUDA, {}),
+        ("GPU 1", "ok", {"utilization": [60, 0]}, CUDA, {}),
+        ("GPU 1", "ok", {"utilization": [0, 60]}, dataclasses.replace(CUDA, num_ranks=1), {}),
+        ("GPU 1", "warning", {"utilization": [0, 60]},
+         dataclasses.replace(CUDA, num_ranks=1, gpu_ids=(1,)), {}),
+        ("GPU 1", "ok", {"utilization": [60, 60]}, CPU, {}),
+        ("links", "ok", {}, CUDA, {}),
+        ("links", "warning", {"can_device_access_peer": [False, True]}, CUDA, {}),
+        ("/dev/shm", "ok", {}, CUDA, {}),
+        ("/dev/shm", "warning", {}, CUDA, {"shm_free_gib": 0.05}),
+        ("models", "ok", {}, CUDA, {}),
+    ],
+)  # fmt: skip
+def test_every_gpu_has_its_verdict(monkeypatch, name, verdict, answers, plan, changes):
+    pretend_gpus(monkeypatch, **{"utilization": 0} | answers)
+    facts = dataclasses.replace(FACTS, gpu=get_gpu_info(), **changes)
+    assert verdicts(check_facts(facts, plan))[name] == verdict
+    gpus = (facts.gpu.gpus[0], dataclasses.replace(facts.gpu.gpus[1], name="Old 1"))
+    facts = dataclasses.replace(facts, gpu=dataclasses.replace(facts.gpu, gpus=gpus))
+    assert verdicts(check_facts(facts, plan)).get("models", "warning") == "warning"
+
+
+def test_facts_are_read_where_the_run_would_be(tmp_path):
+    facts = read_facts(tmp_path / "not" / "there")
+    assert facts.folder == str(tmp_path) and not facts.disk_error
+    assert facts.disk_free_gib > 0 and facts.fsync_s > 0 and list(tmp_path.iterdir()) == []
+    assert 0 < facts.memory_free_gib < facts.memory_total_gib
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2e-6, "2 us"), (0.0251, "25.1 ms"), (59, "59 s"), (600, "10 min"), (864_000, "10 days")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+# ---- figures of a short run
+
+
+def record(number, **changes):
+    """The metrics of an iteration of 1000 steps on two ranks, which takes a second."""
+    return {
+        "iteration": number, "global_step": 1000 * number, "time/sps": 1000.0, "episode/count": 20,
+        "time/collect_s": 0.3, "time/idle_share": 0.1,
+        "ranks": [{"ram/used_gib": 2.0, "ram/free_gib": 40.0},
+                  {"ram/used_gib": None, "ram/free_gib": None}],
+    } | changes  # fmt: skip
+
+
+def run(**changes):
+    return [record(number, **changes) for number in (3, 4, 5)]
+
+
+GPU_RANK = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("records", "name", "verdict", "total_s"),
+    [
+        (run(), "training", "ok", 100.0),  # 2,000 episodes of 50 steps
+        (run(**{"episode/count": 0}), "training", "warning", None),
+        ([*run(), record(6, **{"time/sps": 300.0})][1:], "pace", "warning", None),
+        (run(), "memory", "ok", 100.0),
+        (run(ranks=[{"ram/used_gib": 9.0, "ram/free_gib": 1.0}]), "memory", "warning", 100.0),
+        (run(ranks=[GPU_RANK]), "GPU memory", "warning", 100.0),
+        (run(), "spent on", "ok", 100.0),
+        (run(**{"time/idle_share": 0.5}), "spent on", "warning", 100.0),
+        (run(**{"time/collect_s": 0.9}), "spent on", "warning", 100.0),
+    ],
+)
+def test_every_figure_has_its_verdict_and_no_time_is_guessed(
+    monkeypatch, records, name, verdict, total_s
+):
+    pretend_gpus(monkeypatch)
+    facts, budget = dataclasses.replace(FACTS, gpu=get_gpu_info()), (2000, "episodes")
+    figures = figures_of(records, budget)
+    found = verdicts(check_figures(figures, facts, budget, on_gpu=True))
+    assert found.pop(name) == verdict and figures.total_s == total_s
+    assert set(found.values()) == {"ok"} and ("training" in found or name in ("training", "pace"))
+    assert figures_of(run(), (5000, "steps")).total_s == 5.0
+
+
+def test_memory_that_was_not_sampled_is_not_quoted():
+    assert figures_of(run(ranks=[{"ram/used_gib": None}]), (1, "steps")).memory_gib == {}
+    assert figures_of(run(), (1, "steps")).memory_gib == {"memory": (2.0, 40.0)}
+
+
+# ---- the command
+
+
+def check_here(monkeypatch, capfd, *argv):
+    """Run the command in this process."""
+    code = run_here(check_gpu_setup.main, argv, monkeypatch)
+    return code, *capfd.readouterr()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    flags = ("--num_gpus", "2", "--total_steps", "128", "--env", "faulty_envs:Chatty-v0", "--json")
+    folder = tmp_path_factory.mktemp("two_ranks")
+    with pytest.MonkeyPatch.context() as patch, output_in(folder):
+        patch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
+        patch.setenv("PYTHONPATH", str(REPO / "tests"))
+        code = run_here(check_gpu_setup.main, [*RECALL[2:], *flags], patch)
+    return code, json.loads((folder / "out").read_text())
+
+
+def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
+    code, found = two_ranks
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(found, SCHEMA)
+    assert code == found["exit_code"] == 0 and found["verdict"] in ("ok", "warning")
+    assert set(found["reductions_s"]) == {"1024", "65536"}
+    measured = found["measured"]
+    used, free = measured["memory_gib"]["memory"]
+    assert 0.05 < used < 50 and free > 0 and 0 < measured["rollout_share"] < 1
+    # a busy machine has no time
+    total_s = pytest.approx(128 / measured["steps_per_second"])
+    assert measured["total_s"] == (total_s if is_steady(measured["rates"]) else None)
+
+
+@pytest.mark.slow
+def test_the_command_it_ends_with_runs(two_ranks, tmp_path):
+    words = shlex.split(two_ranks[1]["command"])
+    assert words[:2] == ["python", "train_distributed.py"] and "--json" not in words
+    job = start(REPO / words[1], *words[2:], "--run_dir", tmp_path / "run", "--eval_episodes", "2")
+    _, err = job.communicate(timeout=170)
+    assert job.returncode == 0, err
+    assert records(tmp_path / "run")[-1]["global_step"] == 128
+
+
+def test_the_command_works_elsewhere_and_without_variables_that_slow_it_down(
+    monkeypatch, capfd, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(check_gpu_setup, "check_setup", lambda *_: [])
+    _, out, _ = check_here(monkeypatch, capfd, *RECALL, "--strict")
+    script = Path(REPO, "train_distributed.py").resolve()
+    expected = ["env", "-u", "NCCL_P2P_DISABLE", "python", str(script), *RECALL]
+    assert shlex.split(out.splitlines()[-1]) == expected
+
+
+def test_ranks_that_cannot_be_are_a_problem_and_nothing_is_measured(monkeypatch, capfd):
+    monkeypatch.setattr(setup_check, "SideBySide", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        for flags in (["--num_gpus", "2"], ["--device", "cuda"], ["--strategy", "dp"]):
+            code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
+            found = json.loads(out)
+            jsonschema.validate(found, SCHEMA)
+            problems = [check["name"] for check in found["checks"] if check["verdict"] == "problem"]
+            assert code == 1 and problems == ["ranks"] and found["measured"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num_env", "4"], "--num_envs"),
+        (["--resume", "auto"], "--resume"),
+        (["--interactive"], "--interactive"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(argv, words, monkeypatch, capfd):
+    code, out, err = check_here(monkeypatch, capfd, *argv)
+    assert code == 2 and out == "" and words in only_error(err)
+
+
+def test_under_torchrun_it_refuses_to_start(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "2")
+    code, out, err = check_here(monkeypatch, capfd, *RECALL)
+    assert code == 2 and out == "" and "RANK" in only_error(err)
+
+
+def test_short_runs_and_reductions_that_fail_are_problems_and_strict_counts_warnings(
+    monkeypatch, capfd
+):
+    def fail(*_, **__):
+        raise BenchError("a rank hung")
+
+    def train(*_, **__):
+        raise ShortRunError("out of memory")
+
+    monkeypatch.setattr(setup_check, "SideBySide", train)
+    code, out, _ = check_here(monkeypatch, capfd, *RECALL)
+    assert code == 1 and "problem  short run    out of memory" in out
+    monkeypatch.setattr(setup_check, "time_reductions", fail)
+    code, out, _ = check_here(monkeypatch, capfd, *RECALL, "--num_gpus", "2")
+    assert code == 1 and "problem  reductions   a rank hung" in out and "short run" not in out
+    warning = setup_check.check("disk", "slow", [(True, "warning", "save less often")])
+    monkeypatch.setattr(check_gpu_setup, "check_setup", lambda *_: [warning])
+    assert check_here(monkeypatch, capfd, *RECALL)[0] == 0
+    assert check_here(monkeypatch, capfd, *RECALL, "--strict")[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signum", "moment"), [(signal.SIGINT, "all_reduce_"), (signal.SIGTERM, "short_run_")]
+)
+def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job = start(REPO / "check_gpu_setup.py", *RECALL, "--num_gpus", "2")
+    process = psutil.Process(job.pid)
+    wait_until(lambda: list(tmp_path.glob(moment + "*")) and process.children(), job)
+    time.sleep(0.5)
+    family = process.children(recursive=True)
+    os.kill(job.pid, signum)
+    _, err = job.communicate(timeout=PATIENCE_S)
+    assert (job.returncode, err) == (128 + signum, f"stopped by {signum.name}\n")
+    # torch's cache
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []
+    wait_until(lambda: not any(lives(process.pid) for process in family))
