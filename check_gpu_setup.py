@@ -56,7 +56,7 @@ OWN_FLAGS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command, and those of training that belong to no component."""
+    """Add the flags of this command, and those of training outside its sections."""
     group = parser.add_argument_group("check")
     for name, meaning in OWN_FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=meaning)

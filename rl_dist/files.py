@@ -102,7 +102,7 @@ def read_object(path: Path, **types: type) -> dict[str, Any]:
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:
-    """Return True if a path still leads to the open file: it was not deleted or replaced."""
+    """Return True if a path still leads to the open file, not deleted or replaced."""
     try:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:

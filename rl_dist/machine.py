@@ -1,7 +1,7 @@
-"""Facts about this machine: GPUs, cores, memory within the container's limits, disk, software.
+"""Facts about this machine: GPUs, cores, memory, disk, software.
 
-Everything here only reads. torch is imported by the functions that ask it, because commands that
-only read run directories start 2 s faster without it.
+Everything here only reads. Memory and cores are those within the container's limits. torch is
+imported by the functions that ask it: commands that only read run directories start 2 s faster.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GpuInfo:
 
 
 def read_gpu(index: int) -> Gpu:
-    """Read one of torch's GPUs; a value that does not answer is None and hides no other.
+    """Read one of torch's GPUs; a value that does not answer is None.
 
     NVML answers from outside, so no device is opened that this process does not use.
     """
@@ -136,7 +136,7 @@ def get_multi_gpu_status() -> list[Gpu]:
 
 
 def get_gpu_info() -> GpuInfo:
-    """Return all GPUs that torch sees and the links they lack; without one, the reason.
+    """Return all GPUs that torch sees, or the reason why there is none.
 
     >>> get_gpu_info().gpus  # doctest: +SKIP
     (Gpu(index=0, name='NVIDIA H100 80GB HBM3', ...),)
@@ -235,7 +235,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def available_cores() -> int:
-    """Return the CPU cores of this process: its affinity, cut to the container's quota."""
+    """Return the CPU cores of this process, cut to the container's quota."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -264,7 +264,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
-    """Return the bytes that this process may still take; on a GPU with torch's unused ones.
+    """Return the bytes that this process may still take.
+
+    On a GPU they include those that torch holds without using them.
 
     Args:
         sharers: processes that share what is free in the host; a limit of this process is not

@@ -1,4 +1,4 @@
-"""Check whether this machine can train with given flags; measure memory and pace by a short run.
+"""Check if this machine can train with given flags, by rules and a short run.
 
 ok: nothing to do. warning: it trains, but slower or less safely than it could. problem: it cannot
 train with these flags.
@@ -246,7 +246,7 @@ def _check_host(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
 
 
 def figures_of(records: Sequence[Record], budget: tuple[int, str]) -> Figures:
-    """Return the figures of a short run from its metrics, one record for each iteration."""
+    """Return the figures of a short run from its metrics by iteration."""
     steps = records[0]["global_step"] / records[0]["iteration"]
     iteration_s = steps / median(record["time/sps"] for record in records)
     # episodes that ended, not their mean length: those that end first are short

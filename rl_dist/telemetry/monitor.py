@@ -52,7 +52,7 @@ class Monitor:
             self._thread.start()
 
     def take(self) -> Values:
-        """Return values since the last call: the highest peak, the least free, else the mean."""
+        """Return means since the last call; the highest of peaks, the least of free."""
         samples, self._samples = self._samples, []
         merged: Values = {}
         for name in (name for source in self._sources for name in source.names):
