@@ -13,7 +13,7 @@ from envs.vector.hangs import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Text, configuration, setting
 
-AUTO = -1  # env_workers: measured when environments are made
+AUTO = -1  # env_workers: a training measures it before it begins; elsewhere 0
 
 
 @configuration
@@ -44,7 +44,8 @@ class TaskConfig:
         0, "processes of each rank", within=(AUTO, 1024), words={"auto": AUTO}
     )
     """Step the environments in so many processes, which pays where a step of all of them takes some
-    5 ms or more; 0: in the rank itself; auto: measure a step, and say why."""
+    5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per core and four per core,
+    measured before training."""
     env_groups: int = setting(1, "groups", within=(1, 2))
     """With workers: 2 halves of a rank's environments, so that the policy acts for one while the
     workers step the other."""
@@ -106,22 +107,13 @@ class GymTask:
         how |= {"env_timeout": config.env_timeout, "end": self.end, "heartbeat": self.heartbeat}
         for name in ("info_mask", "previous_action", "previous_reward"):
             how[name] = getattr(config, name)
-        workers, reason = config.env_workers, ""
-        if workers == AUTO:
-            from envs.workers.choice import choose_workers
-
-            workers, reason = choose_workers(config.env, num_envs, **how)
         how |= {"env_offset": env_offset, "device": device, "kind": kind}
         how |= {"env_restarts": config.env_restarts}
-        env: Any
-        if workers:
+        if config.env_workers > 0:
             from envs.workers.env import WorkerEnv
 
-            env = WorkerEnv(config.env, num_envs, workers, groups, **how)
-        else:
-            env = make_vector_env(config.env, num_envs, **how)
-        env.reason = reason
-        return env
+            return WorkerEnv(config.env, num_envs, config.env_workers, groups, **how)
+        return make_vector_env(config.env, num_envs, **how)
 
     def describe(self) -> str:
         """Return one line that names the environment."""

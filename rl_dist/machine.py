@@ -284,6 +284,15 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
     return max(free, 0)
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most that tensors on a GPU or this process have taken so far."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 # ---- everything that the setup checker's rules look at
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rl_dist.machine import free_memory_bytes
-from rl_dist.strategies import batch_size
+from rl_dist.strategies import measure
 
 
 def limit_memory(more_mib):
@@ -37,8 +37,10 @@ def search():
     limit_memory(128)
     # the limit is of this process
     print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
-    batch_size.HEADROOM = 0.7  # allocator and oneDNN keep some for themselves
-    largest = batch_size.largest_batch_size(step, range(8, 100_000, 8))
+    measure.HEADROOM = 0.7  # allocator and oneDNN keep some for themselves
+    measure.PATIENCE = 99  # until memory ends
+    measure.TOLERANCE = 0.0
+    largest = measure.fastest_batch_size(step, range(8, 100_000, 8))
     step(largest)
     try:
         step(2 * largest)

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from rl_dist_ranks import make_module
 from torch.nn.utils import get_total_norm
 
-from agents.dry_run.strategy import gradient_steps
 from agents.policy import PolicyConfig
+from agents.run.auto import Trials
 from agents.run.config import RunConfig
 from agents.sizes import TrainConfig
 from envs.task import TaskConfig
@@ -20,75 +22,73 @@ from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
-from rl_dist.strategies.choice import Hardware, choose_strategy, measure_mode
 from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.measure import Candidate, fastest, fastest_batch_size
 from rl_dist.strategies.strategy import Strategy
 
 
 def sleeping(seconds):
-    """A mode whose gradient step takes so long."""
-
-    def start(mode):
-        for number in itertools.count():
-            time.sleep(seconds if number > 2 else 0)
-            yield
-
-    return start
-
-
-def ddp_or_not(world):
-    """Start ddp; "full" is out of memory on rank 1, "broken" cannot be set up on rank 0."""
-
-    def start(mode):
-        if mode == "broken" and world.rank == 0:
-            raise UserError("shard_size 3 does not divide 2 ranks")
-        strategy = Strategy(StrategyConfig(mode="ddp"), world)
-        module = make_module(seed=0)
-        optimizer = torch.optim.Adam(module.parameters())
-
-        def backward(last):
-            with strategy.accumulating(last):
-                strategy.backward(strategy.module(torch.ones(4, 3).double()).square().mean())
-
+    """Steps that take so long."""
+    for number in itertools.count():
+        time.sleep(seconds if number else 0)
         yield
-        strategy.wrap(module)
+
+
+def ddp_steps(world, full=False):
+    """Steps of ddp; a full one is out of memory on rank 1."""
+    if full and world.rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    yield
+    strategy = Strategy(StrategyConfig(mode="ddp"), world)
+    module = strategy.wrap(make_module(seed=0))
+    optimizer = torch.optim.Adam(module.parameters())
+    while True:
+        strategy.backward(module(torch.ones(4, 3).double()).square().mean())
+        strategy.step(optimizer)
         yield
-        if mode == "full" and world.rank == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        backward(last=False)
-        while True:
-            yield
-            backward(last=True)
-            strategy.step(optimizer)
-
-    return start
 
 
-def jobs_steps(world):
+def broken_steps(world):
+    """Steps that cannot be set up on rank 0."""
+    if world.rank == 0:
+        raise UserError("shard_size 3 does not divide 2 ranks")
+    yield
+
+
+def jobs_steps(world, mode):
     """The gradient steps of a small training."""
     train = TrainConfig(num_envs=8, batch_size=8, num_steps=16, bptt_steps=8)
     policy, task = PolicyConfig(hidden_size=8), TaskConfig(env="Recall-v0")
-    config = RunConfig(train=train, policy=policy, task=task, launch=LaunchConfig(device="cpu"))
-    return gradient_steps(config, (), config.prepare_task(), world)
+    launch = LaunchConfig(device="cpu", strategy=mode)
+    config = RunConfig(train=train, policy=policy, task=task, launch=launch)
+    return Trials(config.prepare_task(), (), Path(), world).steps(config)
+
+
+def batch_step(size):
+    """A step of a rank that holds 300 samples, or of one that is slower."""
+    if int(os.environ["RANK"]) == 1 and size > 300:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    time.sleep(0.02)
 
 
 def choose(out_dir):
-    """Let two ranks choose, where modes fail on one of them only."""
+    """Let two ranks choose, where candidates fail on one of them only."""
     world = open_world("cpu", timeout_s=30)
-    start = ddp_or_not(world)
-    found = {mode: vars(measure_mode(mode, start, world)) for mode in ("full", "broken", "ddp")}
-    slow = sleeping(0.001 if world.rank else 0.08)
-    found["slow on rank 0"] = vars(measure_mode("ddp", slow, world, steps=1))
-    auto, hardware = StrategyConfig(mode="auto"), Hardware(world.size)
-    modes = {"ddp": start, "hybrid": slow}
-    chosen = choose_strategy(
-        auto, hardware, lambda mode: measure_mode(mode, modes[mode], world, steps=1)
-    )
-    found["chosen"] = vars(chosen)
+    slow = 0.001 if world.rank else 0.08
+    steps = {
+        "ddp, full": lambda: ddp_steps(world, full=True),
+        "broken": lambda: broken_steps(world),
+        "ddp": lambda: ddp_steps(world),
+        "slow on rank 0": lambda: sleeping(slow),
+    }
+    best, results = fastest([Candidate(name, start) for name, start in steps.items()], world)
+    found = {result.name: vars(result) for result in results}
+    found["chosen"] = best.name
+    found["size"] = fastest_batch_size(batch_step, [16, 64, 256, 512], world)
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
-    for mode in ("ddp", "hybrid"):
-        assert not measure_mode(mode, jobs_steps(world), world, steps=1).problem
+    modes = [Candidate(mode, partial(jobs_steps, world, mode)) for mode in ("ddp", "hybrid")]
+    assert not any(result.problem for result in fastest(modes, world)[1])
     found["groups left behind"] = len(groups) - before
     Path(out_dir, f"{world.rank}.json").write_text(json.dumps(found))
     close_world(world)

@@ -25,6 +25,7 @@ FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": 
 COMMANDS = {  # parts of agents that may import envs
     *("evaluate/command", "evaluate/final", "evaluate/evaluation", "evaluate/markets"),
     "evaluate/video",
+    "run/auto",
     *("run/choice", "run/config", "run/limits", "run/resumed", "run/saved", "run/start"),
     *("api/policy", "api/training", "export/check", "export/contract", "export/step"),
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),

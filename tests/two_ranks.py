@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import agents_ranks
-import batch_size_ranks
 import faults_ranks
 import pipeline_ranks
 import rl_dist_ranks
@@ -36,7 +35,6 @@ def classify_images(out_dir, epochs=2):
 
 # by test file; each gets a folder, and opens and closes its world
 EXERCISES: dict[str, Callable[[str], Any]] = {
-    "test_batch_size": batch_size_ranks.search,
     "test_calibration": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
     "test_faults": faults_ranks.survived,
@@ -45,7 +43,7 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
         pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY, everything=True
     ),
     "test_rl_dist_ranks": rl_dist_ranks.exercise,
-    "test_strategy_choice": strategy_ranks.choose,
+    "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_unequal_devices": strategy_ranks.train_on_unequal_devices,
     "test_sharding": sharding_ranks.probe,  # the last: it leaves a reduction undone

@@ -65,27 +65,19 @@ def run_rank(
         setup_logging(run_dir, world.rank)
         logger.info("%s, rank %d of %d", config.task.env, world.rank, world.size)
 
-        # environments, and the choices that only measurements can make
+        # the task, and the choices that only measurements can make
         task = config.prepare_task(world.heartbeat)
+
+        if any(all_gather_json(has_auto(config), world)):
+            from agents.run.auto import choose
+
+            config, task = choose(config, task, resolved, run_dir, world)
 
         def make_env(count: int, first: int) -> Any:
             return task.training_env(count, first, str(world.device))
 
-        if config.train.batch_size == AUTO:
-            from agents.dry_run.batch_size import resolve_batch_size
-
-            config = resolve_batch_size(config, make_env, run_dir, world)
-        if config.launch.precision == "auto":
-            from agents.dry_run.precision import resolve_precision
-
-            config = resolve_precision(config, make_env, run_dir, world)
-        if config.launch.strategy == "auto":
-            from agents.dry_run.strategy import resolve_training_strategy
-
-            config = resolve_training_strategy(config, resolved, task, world, run_dir)
         closing.enter_context(explained_faults(config, run_dir, world))  # with measured sizes
-        if (warning := check_rollouts(config, world.device, world.size)) and world.is_main_process:
-            logger.warning(warning)
+        check_rollouts(config, world.device, world.size)
 
         # policy, optimizer, environments: new ones, or those of the checkpoint
         parts: dict[str, Any] = {}
@@ -125,6 +117,12 @@ def run_rank(
         from agents.evaluate.final import evaluate_and_finish
 
         return evaluate_and_finish(config, task, training, run_dir)
+
+
+def has_auto(config: RunConfig) -> bool:
+    """Return True if a flag of this rank is to be measured before training."""
+    measured = config.train.batch_size == AUTO or config.task.env_workers < 0
+    return measured or "auto" in (config.launch.precision, config.launch.strategy)
 
 
 def open_watched(config: RunConfig, resolved: ResolvedLaunch) -> World:
@@ -225,10 +223,7 @@ def agree_on_start(
     run_dir = Path(gathered[0][0])
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]
-        launch = config.launch
-        dry_run = "auto" in (launch.strategy, launch.precision) or config.train.batch_size == AUTO
-        phase = "dry_run" if dry_run else "starting"
-        update_state(run_dir, ranks=ranks, num_ranks=world.size, phase=phase)
+        update_state(run_dir, ranks=ranks, num_ranks=world.size, phase="starting")
     return run_dir, share_checkpoint(run_dir, [each[1] for each in gathered], world)
 
 

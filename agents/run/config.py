@@ -307,8 +307,6 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
         global_step=training.global_step,
         episodes=training.episodes,
     )
-    if reason := training.env.reason:
-        writer.say(reason)
     if not training.env.can_snapshot:
         writer.say(
             f"{env} cannot be snapshotted: after --resume its episodes begin again "

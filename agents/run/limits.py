@@ -9,20 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gymnasium.spaces import Discrete
 
+from agents.policy import Policy
 from agents.run.config import EVALUATING, RunConfig
 from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
 from envs.vector.faults import EnvironmentFaultError
-from envs.vector.layout import Layout
 from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
-from rl_dist.machine import free_memory_bytes, is_out_of_memory
+from rl_dist.machine import free_memory_bytes, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.world import World
 
 GIB = 2**30
-STEPPING = ("update", "choice of the batch size")  # phases whose memory grows with batch_size
-REFUSED_SHARE = 2  # of what is free; up to it others may still make room
 
 
 def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
@@ -31,42 +28,26 @@ def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
     return free_memory_bytes(device, local_ranks)
 
 
-def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> str:
-    """Return a warning where the smallest rollouts may not fit, else "".
+def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
+    """Return a lower bound of a rank's rollout; a rough one without the policy."""
+    # in each step: observation twice, action, log-probability, two values, recurrent state
+    numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
+    if policy:
+        seen = policy.num_obs * (1 + max(config.policy.feature_window, 1))
+        numbers = seen + policy.num_actions + 3 + policy.num_states * config.policy.hidden_size
+    others = 27  # bytes: reward, return and length of the episode, three flags
+    return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 
-    Refuses, before environments are made, more than twice what is free.
-    """
+
+def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> None:
+    """Refuse, before environments are made, rollouts that cannot fit."""
     free = free_for_each_rank(device, num_ranks)
-    steps = shard_sizes(config.train, 0, num_ranks).num_envs * config.train.num_steps
-    size, window = config.policy.hidden_size, config.policy.feature_window
-    # more than `compute_memory` can come to, which takes long to import and is seldom needed
-    if steps * (320 + 24 * window + 144 * size) + 2048 * size**2 <= free:
-        return ""
-    from agents.run.memory import Shapes, compute_memory, largest_sizes
-
-    def rollout_bytes(train: TrainConfig) -> int:
-        sizes = shard_sizes(train, 0, num_ranks)
-        smallest = Shapes(Layout.vector(1), Discrete(1))
-        itemsize = config.launch.dtype.itemsize
-        need = compute_memory(config.policy, train, sizes, smallest, itemsize=itemsize)
-        return need.peak - need.parts["activations"]
-
-    needed = rollout_bytes(config.train)
-    if needed <= free:
-        return ""
-    num_envs, batch_size = largest_sizes(config.train, num_ranks, rollout_bytes, free)
-    fitting = "a smaller --hidden_size"
-    if batch_size:
-        fitting = f"--batch_size {batch_size} without --num_envs"
-    if num_envs:
-        fitting = f"--num_envs {num_envs}, or {fitting}"
-    shortage = (
-        f"rollouts need at least {needed / GIB:.1f} GiB on each rank and {free / GIB:.1f} GiB are "
-        f"free on {device}{' for each' if num_ranks > 1 else ''}"
-    )
-    if needed > REFUSED_SHARE * free:
-        raise UserError(f"{shortage}; what may fit: {fitting}")
-    return f"{shortage}: expect this training to run out of memory; what may fit: {fitting}"
+    needed = rollout_bytes(config, shard_sizes(config.train, 0, num_ranks).num_envs)
+    if needed > free:
+        raise UserError(
+            f"a rollout needs at least {needed / GIB:.1f} GiB on each rank, and {free / GIB:.1f} "
+            f"GiB are free on {device}: use a smaller --num_envs, --num_steps or --hidden_size"
+        )
 
 
 @contextmanager
@@ -94,13 +75,14 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
     """Return phase, sizes, what is free, and the flags to change."""
     train, phase = config.train, world.doing.phase
-    free = f"{free_memory_bytes(world.device) / GIB:.2f} GiB free on {world.device}"
+    free, peak = free_memory_bytes(world.device) / GIB, peak_memory_bytes(world.device) / GIB
     said = " ".join(f"{type(error).__name__}: {error}".split())[:220].removesuffix(":")
     return (
         f"rank {world.rank} ran out of memory in {phase}, with num_envs "
         f"{train.num_envs or 'by default'}, batch_size {train.batch_size or 'auto'}, bptt_steps "
         f"{train.bptt_steps}, hidden_size {config.policy.hidden_size}, {in_ranks(world.size)}, "
-        f"{free}; {_advice(train, phase, run_dir, world)}; the error was {said}"
+        f"after a peak of {peak:.2f} GiB, {free:.2f} GiB free on {world.device}; "
+        f"{_advice(train, phase, run_dir, world)}; the error was {said}"
     )
 
 
@@ -109,7 +91,7 @@ def _advice(train: TrainConfig, phase: str, run_dir: Path, world: World) -> str:
     if phase == EVALUATING:
         command = f"python -m agents.evaluate {run_dir}"
         return f"training is saved: {command} evaluates it, on less with --num_worlds or --episodes"
-    smaller = smaller_parts(train, world.size) if phase in STEPPING else ""
+    smaller = smaller_parts(train, world.size) if phase == "update" else ""
     if smaller:
         resumed = f"--resume {run_dir} " if latest_checkpoint(run_dir) else ""
         advice = f"the same gradient steps in less memory: {resumed}{smaller}"

@@ -145,10 +145,10 @@ def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
         return launch, resolve(launch)
     from rl_dist.launch.fallback import resolve_launch
 
-    decision = resolve_launch(launch)
-    if decision.note and is_first():
-        print(decision.note)
-    return decision.config, decision.resolved
+    launch, resolved, note = resolve_launch(launch)
+    if note and is_first():
+        print(note)
+    return launch, resolved
 
 
 def _record(

@@ -128,7 +128,6 @@ class TorchEnv:
     env_offset: int = 0  # global number of the first environment
     can_snapshot: bool = False  # whether get_state and set_state work
     spaces_json: str = ""  # the environment's spaces before they became rows; "": unknown
-    reason: str = ""  # why it has its number of workers; "": nothing was measured
 
     @property
     def groups(self) -> Sequence[slice]:

@@ -12,13 +12,14 @@ from rl_dist.errors import UserError
 from rl_dist.flags import Text, configuration, recorded, setting
 from rl_dist.process_group.addresses import asked_for_address, check_address, check_variables
 from rl_dist.process_group.world import ignored_limit, threads_per_rank
-from rl_dist.strategies.choice import Hardware, check_strategy
 from rl_dist.strategies.config import (
     Compression,
+    Hardware,
     HybridForm,
     Mode,
     Precision,
     StrategyConfig,
+    check_strategy,
     parameter_dtype,
 )
 

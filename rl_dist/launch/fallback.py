@@ -1,15 +1,14 @@
-"""The strategy that ranks are started for: asked, chosen before, or fallback."""
+"""Decide the strategy of new ranks: asked for, chosen before, or a fallback."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.launch.bench import BenchError, time_reductions
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.strategies.config import Mode
@@ -17,17 +16,8 @@ from rl_dist.strategies.config import Mode
 PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0
 
 
-@dataclass(frozen=True)
-class LaunchDecision:
-    """What `resolve_launch` decided: a launch that can begin."""
-
-    config: LaunchConfig  # with what was stepped down to, or chosen before
-    resolved: ResolvedLaunch
-    note: str = ""  # for the user: what was stepped down to, and why
-
-
 def try_ranks(resolved: ResolvedLaunch) -> None:
-    """Start ranks that reduce gradients; raises BenchError."""
+    """Start ranks that reduce gradients; raises BenchError where they cannot."""
     time_reductions(
         resolved.num_ranks,
         [PROBE_BYTES],
@@ -39,10 +29,11 @@ def try_ranks(resolved: ResolvedLaunch) -> None:
 
 def resolve_launch(
     config: LaunchConfig, probe: Callable[[ResolvedLaunch], None] = try_ranks
-) -> LaunchDecision:
-    """Decide as `resolve` does, but for earlier choices and --fallback.
+) -> tuple[LaunchConfig, ResolvedLaunch, str]:
+    """Return a launch that can begin, its ranks, and a note if it stepped down.
 
-    What a run chose on the same ranks stands; --fallback steps down to what works.
+    A strategy that the run chose before stands on the same ranks. --fallback steps down from
+    hybrid to ddp, and from every strategy to none on one rank.
 
     Args:
         probe: raises BenchError where ranks cannot work together; called with --fallback only.
@@ -51,50 +42,39 @@ def resolve_launch(
         with suppress(ValueError):
             resolved = resolve(_with_mode(config, config.chosen_strategy))
             if resolved.place == config.chosen_on:
-                return LaunchDecision(config, resolved)
-        config = dataclasses.replace(config, chosen_strategy="", chosen_on="")
+                return config, resolved, ""
+        config = replace(config, chosen_strategy="", chosen_on="")
     if not config.fallback:
-        return LaunchDecision(config, resolve(config))
+        return config, resolve(config), ""
     config.check_hybrid()
-    if config.strategy != "none":  # a mistake in other flags is no reason to step down
-        # torchrun's ranks are as many as they are
-        one_process = config.strategy == "dp" and "RANK" not in os.environ
-        resolve(_with_mode(config, "none" if one_process else "default"))
-
-    failed: list[str] = []
-    for mode in (config.strategy, *["ddp"] * (config.strategy == "hybrid"), "none"):
+    resolve(config.by_default())  # a mistake in other flags is no reason to step down
+    problems: list[str] = []
+    for mode in dict.fromkeys((config.strategy, *["ddp"] * (config.strategy == "hybrid"), "none")):
         try:
-            lower = config if mode == config.strategy else _with_mode(config, mode)
-            resolved = resolve(lower)
+            resolved = resolve(config if mode == config.strategy else _with_mode(config, mode))
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
                 probe(resolved)
             break
         except (ValueError, BenchError) as error:
-            failed.append(f"{mode} does not work here ({' '.join(str(error).split())})")
+            problems.append(f"{mode} does not work here ({one_line(error, named=False)})")
     else:
-        raise UserError(f"no strategy works: {'; '.join(failed)}")
-    if not failed:
-        return LaunchDecision(config, resolved)
-    decided = dataclasses.replace(
+        raise UserError(f"no strategy works: {'; '.join(problems)}")
+    if not problems:
+        return config, resolved, ""
+    note = f"{'; '.join(problems)}: fallback to strategy {mode}, {resolved.place}"
+    config = replace(
         config,
         chosen_strategy=cast("Mode", mode),
         chosen_on=resolved.place,
-        gradient_compression=lower.gradient_compression,
+        gradient_compression="none",
     )
-    reason = "; ".join(failed)
-    return LaunchDecision(
-        decided, resolved, f"{reason}: fallback to strategy {mode}, {resolved.place}"
-    )
+    return config, resolved, note
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:
-    """The launch of another strategy on the same hardware; none takes one rank of it."""
-    changes: dict[str, str | int] = {"strategy": mode, "chosen_strategy": ""}
-    if mode != "hybrid":
-        changes |= {"shard_size": 0, "hybrid_form": "shard"}
-    if mode in ("none", "dp", "hybrid"):
-        changes["gradient_compression"] = "none"
+    """Return the launch of another strategy on the same hardware; none takes one rank of it."""
+    changes: dict[str, Any] = {"strategy": mode, "chosen_strategy": ""}
     if mode == "none" and "RANK" not in os.environ:
-        changes |= {"num_gpus": min(config.num_gpus, 1) if config.num_gpus != -1 else 1}
-        changes |= {"gpu_ids": config.gpu_ids.split(",")[0]}
-    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+        changes["num_gpus"] = 1 if config.num_gpus else 0
+        changes["gpu_ids"] = config.gpu_ids.split(",")[0]
+    return replace(config.by_default(), **changes)

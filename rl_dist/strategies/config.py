@@ -6,8 +6,10 @@ through torch's autocast, fp16 with a loss scale as well: gradients below 6e-8 w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -21,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from rl_dist.errors import UserError
 from rl_dist.flags import Text, configuration, setting
 
-# auto: fp32, unless `agents.dry_run.precision` has decided before
+# auto: fp32, unless a training has measured before
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +40,8 @@ class StrategyConfig:
 
     mode: Mode = "default"
     """none: one rank only; dp: one process, several GPUs, see data_parallel.py; ddp; hybrid: see
-    sharding.py; default: none on one rank, ddp on several; auto: the one that choice.py finds."""
+    sharding.py; default: none on one rank, ddp on several; auto: the fastest one, measured before
+    training."""
     backend: Text = ""
     """Of torch's process groups, such as gloo or nccl: ddp reduces gradients in a group of its own
     over all ranks, apart from every other collective; "": in the world's group."""
@@ -86,6 +89,67 @@ class SpeedConfig:
 
     fused_adam: bool = setting(True)
     """Take Adam's step in one kernel."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Ranks and their devices."""
+
+    num_ranks: int
+    device_type: str = "cpu"
+    num_devices: int = 0  # GPUs of this process, if it is the only one
+
+
+def check_strategy(config: StrategyConfig, hardware: Hardware) -> str:
+    """Return the mode that is meant on this hardware; refuse what cannot work."""
+    ranks, device_type, mode = hardware.num_ranks, hardware.device_type, config.mode
+    if mode == "default":
+        mode = "ddp" if ranks > 1 else "none"
+    auto, uses_ddp = mode == "auto", mode == "ddp" or (mode == "auto" and ranks > 1)
+    backend, compression = config.backend, config.gradient_compression
+    devices = dist.Backend.backend_capability.get(backend, [device_type])
+    # does it apply, the problem, the fix
+    rules = (
+        (mode in ("none", "dp") and ranks > 1,
+         f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),
+        (mode == "dp" and (device_type != "cuda" or hardware.num_devices < 2),
+         f"strategy dp needs at least 2 CUDA GPUs, got {hardware.num_devices} on {device_type}",
+         "use --strategy none"),
+        (config.pipelined and ranks % 2,
+         f"hybrid_form pipeline works on pairs of ranks, got {ranks}", "use --strategy ddp"),
+        (compression != "none" and not uses_ddp,
+         f"gradient_compression {compression} needs strategy ddp, got {mode} on {ranks} rank(s)",
+         "use --gradient_compression none"),
+        (backend and not uses_ddp,
+         f"backend {backend} needs strategy ddp, got {mode}", "leave it empty"),
+        (backend and not dist.is_backend_available(backend),
+         f"backend {backend} is not part of this torch", "leave it empty"),
+        (device_type not in devices,
+         f"backend {backend} works on {devices}, not on {device_type}", "leave it empty"),
+        (config.precision == "fp16" and mode == "hybrid",
+         "precision fp16 does not work with strategy hybrid", "use --precision bf16"),
+    )  # fmt: skip
+    for applies, problem, fix in rules:
+        if applies:
+            raise UserError(f"{problem}: {fix}")
+    if (mode == "hybrid" and not config.pipelined) or (auto and uses_ddp and config.shard_size):
+        resolve_shard_size(config.shard_size, ranks)
+    check_precision(config.precision, device_type)
+    return mode
+
+
+def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
+    """Return how many ranks share one copy in mode hybrid; 0: those of this machine."""
+    if num_ranks == 1:
+        raise UserError("strategy hybrid needs several ranks, got 1: use --strategy none")
+    size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if size == 1 or num_ranks % size:
+        fitting = ", ".join(str(n) for n in range(2, num_ranks + 1) if num_ranks % n == 0)
+        raise UserError(
+            f"shard_size {size} is 1 or does not divide {num_ranks} ranks: use --shard_size "
+            f"{fitting}, or --strategy ddp"
+        )
+    return size
 
 
 def parameter_dtype(precision: str) -> torch.dtype:

@@ -31,12 +31,14 @@ from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
 from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
-from rl_dist.strategies.choice import Hardware, check_strategy, resolve_shard_size
 from rl_dist.strategies.config import (
     COMPRESSIONS,
+    Hardware,
     StrategyConfig,
     autocast,
     autocast_dtype,
+    check_strategy,
+    resolve_shard_size,
     set_cuda_math,
 )
 
@@ -65,7 +67,7 @@ class Strategy:
         hardware = Hardware(world.size, device_type, len(config.device_ids))
         self.mode = check_strategy(config, hardware)
         if self.mode == "auto":
-            raise UserError("strategy auto must be measured first: see rl_dist.strategies.choice")
+            raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
         if device_type == "cuda":
             set_cuda_math(config.precision, config.cudnn_autotune)
         # scales losses so that fp16 gradients do not vanish

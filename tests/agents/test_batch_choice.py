@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +12,21 @@ import pytest
 import torch
 from train_runs import only_error, records, start, train_here
 
-import agents.dry_run.precision
 import agents.run.start
 import agents.trainer
 import train_distributed
 from agents.api import rank
-from agents.dry_run.batch_size import allowed_batch_sizes
 from agents.evaluate import final
 from agents.ppo import PPO
-from agents.run import limits
+from agents.run import auto, limits
+from agents.run.auto import allowed_batch_sizes
 from agents.run.config import RunConfig, save_config
 from agents.run.limits import fewer_environments, smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.resume_check.comparison import parameter_sha256
-from rl_dist.strategies import batch_size
+from rl_dist.strategies.measure import doublings
 
 SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 TINY = shlex.split(
@@ -51,11 +51,6 @@ def proposed(error):
     return shlex.split(words)
 
 
-@pytest.fixture
-def briefly(monkeypatch):
-    monkeypatch.setattr(batch_size, "MEASURE_S", 0.02)
-
-
 # ---- auto
 
 
@@ -64,29 +59,32 @@ def briefly(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"num_envs": 48}, {"grad_accumulation": 3}], ids=str)
 def test_every_size_that_auto_may_choose_shares_out_over_the_ranks(scaling, num_ranks, options):
     train = TrainConfig(scaling=scaling, batch_size=0, **options)
-    allowed = allowed_batch_sizes(train, num_ranks)
-    for size in allowed:
+    tried = list(itertools.islice(doublings(allowed_batch_sizes(train, num_ranks)), 8))
+    for size in tried:
         share = shard_sizes(replace(train, batch_size=size), 0, num_ranks)
         assert share.batch_size // share.num_microbatches >= 8
-    gaps = [after / before for before, after in itertools.pairwise(allowed)]
-    assert allowed == sorted(set(allowed))
-    assert "num_envs" in options or (max(gaps) <= 2.0 and allowed[-1] > 10**5)
+    assert len(tried) == 8 or "num_envs" in options
 
 
-def test_what_no_batch_divides_is_refused_and_so_is_auto_where_nothing_is_measured():
-    with pytest.raises(UserError, match="no size divides num_envs 7 over 2 ranks"):
-        allowed_batch_sizes(TrainConfig(batch_size=0, num_envs=7), 2)
+def test_what_no_batch_divides_is_refused_and_so_is_auto_where_nothing_is_measured(
+    tmp_path, monkeypatch, capsys
+):
+    flags = ["--env", "Recall-v0", "--device", "cpu", "--run_dir", tmp_path / "run"]
+    flags += ["--num_steps", "16", "--bptt_steps", "16", "--num_envs", "7"]
+    flags += ["--batch_size", "auto", "--grad_accumulation", "2"]
+    assert train_here(monkeypatch, *flags) == 1
+    assert "batch_size auto" in only_error(capsys.readouterr().err)
     with pytest.raises(UserError, match="measured when a training starts"):
         shard_sizes(TrainConfig(batch_size=0), 0, 1)
 
 
 def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
-    tmp_path, monkeypatch, capsys, briefly
+    tmp_path, monkeypatch, capsys
 ):
     assert train(monkeypatch, tmp_path / "auto", "--batch_size auto") == 0
     out = capsys.readouterr().out
     chosen = chosen_in(tmp_path / "auto")
-    assert chosen in (8, 16, 32) and f"batch_size auto: {chosen} sequences, " in out
+    assert chosen in (8, 16, 32) and f"batch_size auto: {chosen} " in out
     assert f"minibatch, sequences of 8 steps{chosen:>15}" in out and "--learning_rate" in out
     assert train(monkeypatch, tmp_path / "number", f"--batch_size {chosen}") == 0
     assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "number")
@@ -98,15 +96,17 @@ def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
     assert chosen_in(tmp_path / "auto") == chosen
 
 
-@pytest.mark.parametrize(("worth", "chosen"), [(1e9, "fp32"), (0.0, "bf16")])
+@pytest.mark.parametrize(("units", "chosen"), [(True, None), (False, "fp32")])
 def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its_choice(
-    worth, chosen, tmp_path, monkeypatch, capsys
+    units, chosen, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(agents.dry_run.precision, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(agents.dry_run.precision, "WORTH", worth)
+    monkeypatch.setattr(auto, "cpu_has_bf16", lambda: units)
+    if not chosen:  # fp32 fails
+        monkeypatch.setattr(auto, "autocast_dtype", fail_in_fp32)
+        chosen = "bf16"
     assert train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto") == 0
-    found = re.search(rf"precision auto: {chosen}, .* ([\d.]+) times", capsys.readouterr().out)
-    assert found and float(found[1]) > 0.0 and (float(found[1]) >= worth) == (chosen == "bf16")
+    out = capsys.readouterr().out
+    assert f"precision auto: {chosen} " in out and ("bf16: " in out) == units
     assert train(monkeypatch, tmp_path / "same", f"--batch_size 16 --precision {chosen}") == 0
     assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "same")
     flags = ["--resume", tmp_path / "auto", "--precision", "auto", "--total_steps", "1024"]
@@ -116,14 +116,8 @@ def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its
     assert json.loads((tmp_path / "auto/state.json").read_text())["precision"] == chosen
 
 
-def test_precision_auto_is_fp32_where_nothing_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(agents.dry_run.precision, "cpu_has_bf16", lambda: False)
-    assert train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto") == 0
-    assert "precision auto: fp32, measured on CPUs with" in capsys.readouterr().out
-
-
 def test_a_start_after_the_choice_takes_the_number_from_the_run_directory(
-    tmp_path, monkeypatch, capsys, briefly
+    tmp_path, monkeypatch, capsys
 ):
     """As ranks do that start again before there is a checkpoint."""
 
@@ -137,19 +131,40 @@ def test_a_start_after_the_choice_takes_the_number_from_the_run_directory(
     assert "batch_size auto:" not in capsys.readouterr().out
 
 
-def test_auto_avoids_sizes_that_do_not_fit(tmp_path, monkeypatch, capsys, briefly):
+def test_auto_avoids_sizes_that_do_not_fit(tmp_path, monkeypatch, capsys):
     step = PPO.step
 
-    def of_a_small_gpu(ppo, minibatch, plans=()):
-        return fail() if minibatch.obs.shape[1] > 10 else step(ppo, minibatch)
+    def of_a_small_gpu(ppo, minibatch, *plans):
+        return fail() if minibatch.obs.shape[1] > 10 else step(ppo, minibatch, *plans)
 
     monkeypatch.setattr(PPO, "step", of_a_small_gpu)
     assert train(monkeypatch, tmp_path / "run", "--batch_size auto") == 0
-    assert "auto: 8 sequences, the fastest that fits with 10 % to spare" in capsys.readouterr().out
+    assert "batch_size auto: 8 " in capsys.readouterr().out
     monkeypatch.setattr(PPO, "step", lambda *_: fail())
     assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
-    assert "not even a batch of 8 samples a rank fits" in only_error(capsys.readouterr().err)
+    assert "CUDA out of memory" in only_error(capsys.readouterr().err)
     assert [path.name for path in (tmp_path / "none").iterdir()] == ["logs"]
+
+
+def test_on_a_cpu_sizes_are_refused_before_linux_ends_the_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(auto, "free_for_each_rank", lambda *_: 50_000)
+    assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
+    assert "GiB are free" in only_error(capsys.readouterr().err)
+
+
+def test_workers_are_chosen_by_the_pace_of_real_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(auto, "available_cores", lambda: 2)
+    slow = "--env benchmarks.slow_env:Waiting-v0 --num_envs 16 --batch_size 8 --total_steps 1"
+    for flags, chosen in (("--batch_size 16", (0,)), (f"{slow}", (2, 8))):
+        run_dir = tmp_path / str(chosen)
+        assert train(monkeypatch, run_dir, f"--env_workers auto {flags}") == 0
+        workers = json.loads((run_dir / "config.json").read_text())["task"]["env_workers"]
+        assert workers in chosen
+        assert f"env_workers auto: {workers} " in capsys.readouterr().out
+
+
+def fail_in_fp32(precision):
+    return torch.bfloat16 if precision == "bf16" else fail()
 
 
 def fail():
@@ -167,7 +182,7 @@ def test_auto_on_two_ranks_trains_as_its_number_would(tmp_path):
 
     out, parameters = trained("auto", tmp_path / "auto")
     chosen = chosen_in(tmp_path / "auto")
-    assert f"batch_size auto: {chosen} sequences" in out and "of each rank" in out
+    assert f"batch_size auto: {chosen} " in out
     assert trained(chosen, tmp_path / "number")[1] == parameters
 
 
@@ -188,41 +203,23 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
     assert proposed(error) == ["--batch_size", "512", "--grad_accumulation", "2"]
 
 
-def test_rollouts_that_cannot_fit_are_told_before_environments_are_made(
-    tmp_path, monkeypatch, capsys
-):
-    """And the sizes that are proposed instead would not be."""
-    monkeypatch.setattr(limits, "free_memory_bytes", lambda device, sharers=1: 3 * 2**25)
-    monkeypatch.setattr(rank, "Training", lambda *_: fail())
-    flags = "--batch_size 16 --hidden_size 64"
-    train(monkeypatch, tmp_path / "large", f"{flags} --num_envs 4096")
-    _, warning, _ = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: rollouts need at least 0.1 GiB on each rank")
-    fitting = warning.replace("without --num_envs", "--num_envs 0").split("what may fit: ")[1]
-    for name, sizes in zip(("fewer", "smaller"), fitting.split(", or "), strict=True):
-        train(monkeypatch, tmp_path / name, f"{flags} {sizes}")
-        assert "rollouts need" not in capsys.readouterr().err, sizes
-
-
-def test_rollouts_of_more_than_twice_what_is_free_are_refused_before_ranks_start(
-    tmp_path, monkeypatch, capsys
-):
+def test_rollouts_that_cannot_fit_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: fail())
     flags = ["--env", "CartPole-v1", "--num_envs", 10_000_000, "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *flags) == 2
     error = only_error(capsys.readouterr().err)
-    assert re.search(r"need at least [\d.]+ GiB on each rank .*--num_envs \d", error)
+    assert re.search(r"needs at least [\d.]+ GiB on each rank.* --num_envs", error)
     assert not (tmp_path / "run").exists()
 
 
-def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(monkeypatch):
+@pytest.mark.parametrize(("ranks", "refused"), [(1, False), (4, True)])
+def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refused, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(limits, "free_memory_bytes", lambda device, sharers: 2**26 // sharers)
-    for ranks, warning in ((1, ""), (4, "0.0 GiB are free on cpu for each: ")):
-        sizes = {"num_envs": 512 * ranks, "batch_size": 512 * ranks, "total_steps": 10**6}
-        config = RunConfig(train=TrainConfig(num_steps=128, **sizes))
-        found = limits.check_rollouts(config, torch.device("cpu"), ranks)
-        assert warning in found and bool(warning) == bool(found)
+    sizes = {"num_envs": 512 * ranks, "batch_size": 512 * ranks, "total_steps": 10**6}
+    config = RunConfig(train=TrainConfig(num_steps=128, **sizes))
+    with pytest.raises(UserError) if refused else nullcontext():
+        limits.check_rollouts(config, torch.device("cpu"), ranks)
 
 
 def end_in(phase, monkeypatch):

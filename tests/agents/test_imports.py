@@ -12,10 +12,9 @@ MOST_MODULES = 70
 OURS = ("agents", "envs", "rl_dist")
 # asked for by flags that a plain training lacks, or by another task
 ADVISERS = (
-    "agents.dry_run",
     "agents.pretrain",
     "agents.run.interactive",
-    "agents.run.memory",
+    "agents.run.auto",
     "agents.run.resumed",
     "agents.run.saved",
     "agents.network.pipeline",
@@ -25,6 +24,7 @@ ADVISERS = (
     "rl_dist.launch.fallback",
     "rl_dist.launch.child",
     "rl_dist.speedup",
+    "rl_dist.strategies.measure",
     "rl_dist.supervised",
     "pandas",
     "talib",

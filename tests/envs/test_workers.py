@@ -10,8 +10,6 @@ from train_runs import lives, start, wait_until
 
 from envs import make_vector_env
 from envs.vector.faults import EnvironmentFaultError
-from envs.workers import choice
-from envs.workers.choice import choose_workers
 from envs.workers.env import WorkerEnv
 from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
@@ -294,18 +292,3 @@ def test_the_end_of_a_thread_in_a_worker_is_a_warning_with_its_environments(capl
     line = next(line for line in caplog.messages if "a thread ended" in line)
     assert f"{worker} of {MISBEHAVING} (5..6): a thread ended: KeyboardInterrupt" in line
     assert "misbehaving_envs.py:" in line and not capfd.readouterr().err
-
-
-def test_auto_takes_workers_for_slow_environments_and_says_why(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
-    workers, reason = choose_workers("CartPole-v1", 4, env_kwargs={})
-    assert workers == 0 and "they step in place, as workers on 4 core(s) would save" in reason
-    workers, reason = choose_workers("benchmarks.slow_env:SlowSteps-v0", 64, env_kwargs={})
-    assert workers == 4 and "4 workers on each rank, for 4 core(s)" in reason
-    step_s, busy_share = choice._measure("benchmarks.slow_env:Waiting-v0", "{}")
-    assert step_s >= 2e-3 and busy_share > 0.0  # more where others want the core, too
-    for busy_share, workers in ((1.0, 4), (0.25, 16), (0.0, 32)):
-        monkeypatch.setattr(choice, "_measure", lambda *_, share=busy_share: (2e-3, share))
-        assert choose_workers("Waiting-v0", 64, env_kwargs={})[0] == workers
-        assert choose_workers("Waiting-v0", 6, env_kwargs={})[0] == min(6, workers)

@@ -2,14 +2,19 @@
 
 import functools
 import itertools
+import weakref
 
 import pytest
 import torch
 from speed_ranks import SINGLE, job_of, trained
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from agents.run.memory import dry_run
 from agents.sizes import TrainConfig, shard_sizes
+from agents.trainer import Training, train
+from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.strategy import keep_options, make_adam
+from rl_dist.telemetry.metrics import NullWriter
 
 PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
 FORMS = [("recall, clstm", PARTS[0]), ("recall, window, strata of 2", PARTS[1])]
@@ -69,11 +74,42 @@ def test_gradients_travel_once_per_step_however_many_parts_it_has(ranks):
         assert (sent["calls"], sent["bytes"]) == (steps, steps * rank[name]["gradient_bytes"])
 
 
+class TrackedTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside, until they are gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage):
+        key = storage.data_ptr()
+        if key in self._known or not storage.nbytes():
+            return
+        self._known[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key):
+        self.live -= self._known.pop(key)
+
+
 def test_accumulation_takes_less_memory(world):
     sizes = {"num_envs": 32, "num_steps": 16, "bptt_steps": 8, "dtype": SINGLE}
-    whole = dry_run(job_of(batch_size=64, **sizes), world)
-    parts = dry_run(job_of(batch_size=8, grad_accumulation=8, **sizes), world)
-    assert parts < 0.9 * whole
+    peaks = []
+    for batch in ({"batch_size": 64}, {"batch_size": 8, "grad_accumulation": 8}):
+        with TrackedTensors() as tracked:
+            train(Training(job_of(**batch, **sizes), world), NullWriter(), StopFlag())
+        peaks.append(tracked.peak)
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 @pytest.mark.parametrize(

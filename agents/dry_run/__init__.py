@@ -1,1 +1,0 @@
-"""What is measured or computed before training: memory, batch size, strategy."""

@@ -1,0 +1,171 @@
+"""Settings chosen by trying: the fastest that fits, and the same one on all ranks."""
+
+import errno
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from train_runs import start
+
+from rl_dist.errors import UserError
+from rl_dist.machine import free_memory_bytes, is_out_of_memory
+from rl_dist.strategies import measure
+from rl_dist.strategies.measure import Candidate, fastest, fastest_batch_size
+
+SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
+
+
+@pytest.mark.parametrize(
+    ("error", "exhausted"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for an LSTM"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=str,
+)
+def test_an_error_for_want_of_memory_is_known(error, exhausted):
+    assert is_out_of_memory(error) == exhausted
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only steps move on."""
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("seconds_of", "cap", "sizes", "chosen", "largest_tried"),
+    [
+        # throughput is flat from 64 on
+        (lambda size: 1e-3 * max(size, 64), 10**9, range(8, 10**12), 64, 285),
+        # the smallest within a twentieth of the fastest
+        (lambda size: {8: 0.10, 16: 0.19, 32: 0.37}.get(size, 1.0), 10**9, [8, 16, 32], 16, 36),
+        # memory ends, with a tenth of head-room
+        (lambda size: 1.0, 1000, range(8, 10**6, 8), 512, 1138),
+        (lambda size: 1.0, 100, [10, 50, 100, 200], 50, 112),
+        # steps that take long
+        (lambda size: 11.0, 10**9, range(1, 10**6), 1, 2),
+        # uneven sizes are doubled at least
+        (lambda size: 1.0, 10**9, [2, 3, 5, 700], 700, 778),
+    ],
+)
+def test_the_batch_size_is_the_smallest_that_is_about_as_fast_as_any_that_fits(
+    seconds_of, cap, sizes, chosen, largest_tried, clock
+):
+    tried = []
+
+    def step(size):
+        tried.append(size)
+        if size > cap:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        clock[0] += seconds_of(size)
+
+    assert fastest_batch_size(step, sizes) == chosen
+    assert max(tried) == largest_tried
+
+
+def test_where_no_size_works_the_reason_is_named():
+    def step(size):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(UserError, match="size mismatch") as error:
+        fastest_batch_size(step, [4, 8])
+    assert error.value.exit_code == 1
+
+
+def candidate(name, clock, *turns, begin=lambda: None):
+    """Steps that take one time in every turn; a negative one is out of memory."""
+    times = iter(turns)
+
+    def steps():
+        begin()
+        seconds = next(times)
+        while True:
+            yield
+            if seconds < 0:
+                raise MemoryError("no memory")
+            clock[0] += seconds
+
+    return Candidate(name, steps)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "hybrid", "chosen"),
+    [
+        ((9.0, 0.05), (9.0, 0.001), "hybrid"),
+        ((0.1, 9.0), (9.0, 0.0999), "ddp"),  # about as fast: the simpler one
+        ((1.0, 1.0), (0.1, -1.0), "ddp"),  # the other failed in one turn
+        ((-1.0,), (3.0, 3.0), "hybrid"),
+        ((-1.0,), (-1.0,), None),
+    ],
+)
+def test_the_better_turn_counts_and_a_later_candidate_must_be_clearly_faster(
+    ddp, hybrid, chosen, clock, world
+):
+    given = [candidate("ddp", clock, *ddp), candidate("hybrid", clock, *hybrid)]
+    best, results = fastest(given, world)
+    assert (best and best.name) == chosen
+    assert [bool(result.problem) for result in results] == [min(ddp) < 0, min(hybrid) < 0]
+
+
+def test_each_candidate_is_freed_before_the_next_and_leaves_random_numbers_as_they_were(
+    world, clock
+):
+    alive = []
+
+    def steps():
+        assert not any(reference() is not None for reference in alive)
+        tensor = torch.rand(1000)
+        alive.append(weakref.ref(tensor))
+        if len(alive) == 2:
+            raise MemoryError
+        while tensor.numel():
+            yield
+
+    before = torch.get_rng_state()
+    fastest([Candidate(name, steps) for name in "abc"], world)
+    assert len(alive) == 5  # the second one only once
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_in_the_program_is_not_taken_for_a_candidate_that_does_not_work(world):
+    def steps():
+        raise TypeError("a bug")
+        yield
+
+    with pytest.raises(TypeError, match="a bug"):
+        fastest([Candidate("one", steps)], world)
+
+
+def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks_folder):
+    one, other = (json.loads((ranks_folder / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    assert "rank 1: CUDA out of memory" in one["ddp, full"]["problem"]
+    assert one["broken"]["problem"].startswith("rank 0: shard_size 3")
+    assert one["ddp"]["problem"] == "" and one["ddp"]["seconds"] > 0
+    assert one["slow on rank 0"]["seconds"] >= 0.08
+    assert one["chosen"] == "ddp"
+    assert one["size"] == 256  # rank 1 holds 300 samples
+    assert one["groups left behind"] == 0
+
+
+@pytest.mark.slow  # a process of its own
+def test_the_batch_size_under_a_real_limit_of_memory_really_runs():
+    stdout, stderr = start(SCRIPT, "search").communicate(timeout=300)
+    assert len(stdout.split()) == 3, stderr
+    free, error, largest = stdout.split()
+    assert error == "RuntimeError" and 64 < int(largest) < 6_400
+    assert 2**26 < int(free) <= 2**27, free
+    assert free_memory_bytes(torch.device("cpu")) > 2**27  # what the limit leaves, not the machine
