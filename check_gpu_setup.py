@@ -37,7 +37,6 @@ from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import parse_flags
 from rl_dist.launch.child import SCRIPT
 from rl_dist.launch.short_run import without
-from rl_dist.process_group.addresses import check_variables
 from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, slowing_variables, worst
 
 DESCRIPTION = (
@@ -73,7 +72,6 @@ def main() -> int:
         raise UserError("--resume: give the flags that the run was started with instead")
     if parsed.extra.interactive:
         raise UserError("--interactive asks nothing here: give the flags to be checked")
-    check_variables()
     in_json, flags = parsed.extra.json, without(sys.argv[1:], tuple(OWN_FLAGS))
     checks: list[Check] = []
     figures: dict[str, Any] = {}

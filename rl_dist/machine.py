@@ -13,7 +13,6 @@ import platform
 import resource
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ OUT_OF_MEMORY = (  # in the text of a RuntimeError, in lower case
     *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
 VARIABLES = ("CUDA", "NCCL", "RCCL", "HIP", "ROCR", "OMP", "MKL", "KMP", "GLOO", "TORCH", "MASTER")
-FSYNC_BYTES = 4 * 2**20
 
 # ---- GPUs
 
@@ -153,13 +151,13 @@ def get_gpu_info() -> GpuInfo:
     return GpuInfo(gpus, "", tuple(pair for pair in pairs if not reads(*pair)))
 
 
-def print_gpu_info(info: GpuInfo | None = None) -> None:
+def print_gpu_info() -> None:
     """Print one line for every GPU, or the reason why there is none.
 
     >>> print_gpu_info()  # doctest: +SKIP
     GPU 0: NVIDIA H100 80GB HBM3, ...
     """
-    info = info or get_gpu_info()
+    info = get_gpu_info()
     if info.error:
         print(f"no GPU: {info.error}")
     for gpu in info.gpus:
@@ -308,11 +306,9 @@ class Facts:
     memory_total_gib: float  # cut to the container's limit
     memory_free_gib: float
     shm_free_gib: float  # in /dev/shm
-    open_files: int  # soft limit; -1: none
     folder: str  # that exists, in which the run would be
     disk_free_gib: float
-    fsync_s: float | None  # to write 4 MiB safely
-    disk_error: str
+    disk_error: str  # why nothing can be written there
     environment: dict[str, str]  # variables that change how ranks start and communicate
 
 
@@ -321,14 +317,9 @@ def read_facts(run_dir: Path) -> Facts:
     memory = host_memory()
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    fsync_s, disk_error = None, ""
+    disk_error = ""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            started_s = time.perf_counter()
-            file.write(bytes(FSYNC_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            fsync_s = time.perf_counter() - started_s
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         disk_error = error.strerror or str(error)
     devices = Path("/proc/driver/nvidia/gpus")
@@ -341,10 +332,8 @@ def read_facts(run_dir: Path) -> Facts:
         memory_total_gib=memory.total / GIB,
         memory_free_gib=memory.available / GIB,
         shm_free_gib=shutil.disk_usage("/dev/shm").free / GIB,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         folder=str(folder),
         disk_free_gib=shutil.disk_usage(folder).free / GIB,
-        fsync_s=fsync_s,
         disk_error=disk_error,
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
     )

@@ -20,6 +20,7 @@ from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.short_run import (
     Record,
     ShortRunError,
+    ShortRunTimeoutError,
     SideBySide,
     describe_rates,
     is_steady,
@@ -30,7 +31,7 @@ from rl_dist.machine import Facts, duration, read_facts
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LEAST_TORCH = (2, 10)
 HOT_C, BUSY_PERCENT = 85, 10
-SLOW_FSYNC_S, LITTLE_DISK_GIB, FEW_FILES = 1.0, 1.0, 256
+LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # that NCCL wants for each rank
 SLOWING = {  # variables: the value that slows training down, and its effect
     "NCCL_P2P_DISABLE": ("1", "GPUs copy through host memory"),
@@ -136,12 +137,12 @@ def check_setup(
         yield check("reductions", f"all sums are right: {times}")
     _say("a short run of this training")
     try:
-        with SideBySide(
-            [*flags, "--monitor_every=0.2"], 1, 0, num_gpus=None, device_type=plan.device_type
-        ) as running:
+        with SideBySide([*flags, "--monitor_every=0.2"], 1, 0, num_gpus=None) as running:
             (records,) = running.measure_rounds(timeout_s=SHORT_RUN_S, enough_s=ENOUGH_S)
     except ShortRunError as error:
-        yield check("short run", str(error), [(True, PROBLEM, "choose smaller sizes")])
+        slow = isinstance(error, ShortRunTimeoutError)
+        fix = "choose smaller sizes, or train: the log shows more"
+        yield check("short run", str(error), [(True, WARNING if slow else PROBLEM, fix)])
         return
     measured = figures_of(records, budget)
     figures["measured"] = asdict(measured)
@@ -181,65 +182,56 @@ def slowing_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def _check_gpus(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
-    gpu, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
+    info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
     checks = []
-    if gpu.error:
-        reason = f"{gpu.error}; the driver knows {facts.nvidia_gpus} NVIDIA GPU(s)"
+    if info.error:
+        reason = f"{info.error}; the driver knows {facts.nvidia_gpus} NVIDIA GPU(s)"
         fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install the torch for your driver, "
         fix += "see pytorch.org/get-started"
         checks.append(check("GPUs", reason, [(facts.nvidia_gpus, WARNING, fix)]))
-    for one in gpu.gpus:
-        taken = on_gpu and one.index in (plan.gpu_ids or range(ranks))
-        hot = taken and (one.temperature_c or 0) >= HOT_C
-        busy = taken and (one.utilization_percent or 0) > BUSY_PERCENT
+    for gpu in info.gpus:
+        taken = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
+        hot = taken and (gpu.temperature_c or 0) >= HOT_C
+        busy = taken and (gpu.utilization_percent or 0) > BUSY_PERCENT
         rules: list[Rule] = [
-            (taken and one.error, WARNING, "look at nvidia-smi, and pip install nvidia-ml-py"),
+            (taken and gpu.error, WARNING, "look at nvidia-smi, and pip install nvidia-ml-py"),
             (hot, WARNING, f"check its cooling: it slows down from {HOT_C} C"),
             (busy, WARNING, "wait for the program that uses it, or leave it out with --gpu_ids"),
         ]
-        checks.append(check(f"GPU {one.index}", str(one), rules))
+        checks.append(check(f"GPU {gpu.index}", str(gpu), rules))
     if not on_gpu or ranks == 1:
         return checks
     # the ranks communicate over NCCL
-    names = {one.name for one in gpu.gpus}
+    names = {gpu.name for gpu in info.gpus}
     fix = "expect the pace of the slowest, or choose equal ones with --gpu_ids"
     checks.append(check("models", ", ".join(names), [(len(names) > 1, WARNING, fix)]))
-    apart = ", ".join(f"{first}-{second}" for first, second in gpu.no_peer_access)
+    apart = ", ".join(f"{first}-{second}" for first, second in info.no_peer_access)
     fix = "copies go through the host: see nvidia-smi topo -p2p r, and ACS in the BIOS"
     access = f"no peer access between GPUs {apart}" if apart else "all GPUs have peer access"
     checks.append(check("links", access, [(apart, WARNING, fix)]))
-    fix = "start the container with --shm-size=1g or --ipc=host"
     free = f"{facts.shm_free_gib:.3g} GiB free; NCCL wants {SHM_GIB:.2g} for each rank"
-    few = facts.shm_free_gib < ranks * SHM_GIB
-    return [*checks, check("/dev/shm", free, [(few, WARNING, fix)])]
+    little = facts.shm_free_gib < ranks * SHM_GIB
+    fix = "start the container with --shm-size=1g or --ipc=host"
+    return [*checks, check("/dev/shm", free, [(little, WARNING, fix)])]
 
 
 def _check_host(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
     share, limit = facts.cores // plan.num_ranks, facts.environment.get("OMP_NUM_THREADS", "")
+    cores = f"{facts.cores} for {plan.num_ranks} rank(s), {facts.load:.1f} busy of late"
     busy = facts.load > 0.5 * facts.cores
     few_threads = not busy and limit.isdecimal() and 0 < int(limit) < share
-    cores = f"{facts.cores} for {plan.num_ranks} rank(s), {facts.load:.1f} busy of late"
     core_rules: list[Rule] = [
         (share < 1, WARNING, f"start no more ranks than cores: --num_gpus {facts.cores}"),
         (busy, WARNING, "times below are too long: check again when nothing else runs"),
         (few_threads, WARNING, f"unset OMP_NUM_THREADS: each rank could use {share} threads"),
     ]
-    few_files = 0 <= facts.open_files < FEW_FILES
-    disk = facts.disk_error or f"{facts.disk_free_gib:.3g} GiB free"
-    if facts.fsync_s:
-        disk += f", 4 MiB are safely written in {duration(facts.fsync_s)}"
+    disk = f"{facts.folder}: {facts.disk_error or f'{facts.disk_free_gib:.3g} GiB free'}"
     full = facts.disk_free_gib < LITTLE_DISK_GIB
-    slow = (facts.fsync_s or 0.0) > SLOW_FSYNC_S
     disk_rules: list[Rule] = [
         (facts.disk_error, PROBLEM, "name a place to write with --run_dir"),
         (full, WARNING, "free some space, or name another disk with --run_dir"),
-        (slow, WARNING, "training waits for every checkpoint: save less often"),
     ]
-    return [
-        check("cores", cores, core_rules),
-        check("open files", f"limit {facts.open_files}", [(few_files, WARNING, "ulimit -n 4096")]),
-        check("disk", f"{facts.folder}: {disk}", disk_rules),
-    ]
+    return [check("cores", cores, core_rules), check("disk", disk, disk_rules)]
 
 
 # ---- measurements
