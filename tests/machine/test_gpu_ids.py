@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_gpus import pretend_gpus
 from torch.distributed import HashStore
 from train_runs import only_error, train_here
 
@@ -17,20 +18,19 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @pytest.fixture
 def machine(monkeypatch):
-    def with_gpus(count, visible="", ranks=0):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        values = ("0", f"{ranks}", "0", f"{ranks}", "127.0.0.1", "29500")
+    """Makes this machine one with GPUs, and this process one of torchrun's if there are ranks."""
+
+    def with_gpus(count, ranks=0, local_rank=0):
+        pretend_gpus(monkeypatch, count)
+        values = (local_rank, ranks, local_rank, ranks, "127.0.0.1", 29500)
         for name, value in zip(VARIABLES, values, strict=True):
-            monkeypatch.setenv(name, value) if ranks else monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, f"{value}") if ranks else monkeypatch.delenv(name, False)
 
     return with_gpus
 
 
 @pytest.mark.parametrize(
-    ("ranks_of_torchrun", "flags", "num_ranks", "gpu_ids"),
+    ("torchrun_ranks", "flags", "num_ranks", "gpu_ids"),
     [
         (0, {"gpu_ids": "0,2,3"}, 3, (0, 2, 3)),
         (0, {"gpu_ids": "3, 1", "num_gpus": 2, "device": "cuda"}, 2, (3, 1)),
@@ -43,109 +43,93 @@ def machine(monkeypatch):
         (1, {"strategy": "auto", "gpu_ids": "0,1"}, 1, (0, 1)),
     ],
 )
-def test_ranks_follow_the_gpus_that_are_named(
-    machine, ranks_of_torchrun, flags, num_ranks, gpu_ids
-):
-    machine(4, ranks=ranks_of_torchrun)
+def test_ranks_follow_the_gpus_that_are_named(machine, torchrun_ranks, flags, num_ranks, gpu_ids):
+    machine(4, torchrun_ranks)
     resolved = resolve(LaunchConfig(**flags))
     assert (resolved.num_ranks, resolved.gpu_ids) == (num_ranks, gpu_ids)
-    assert resolved.device_type == "cuda"
-    named = f"GPU {', '.join(map(str, gpu_ids))}: Card {gpu_ids[0]}" if gpu_ids else "Card 0"
-    assert named in resolved.message
+    assert resolved.device_type == "cuda" and "Fake 9000" in resolved.message
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks_of_torchrun", "flags", "words"),
+    ("gpus", "torchrun_ranks", "flags", "words"),
     [
-        (4, 0, {"gpu_ids": "0,2,0"}, "gpu_ids has 0 more than once"),
-        (4, 0, {"gpu_ids": "0,,2"}, "whole numbers with commas between"),
-        (4, 0, {"gpu_ids": "0,4"}, r"gpu_ids has 4, but torch sees 0\.\.3"),
-        (0, 0, {"gpu_ids": "0"}, "torch sees no CUDA GPU"),
-        (4, 0, {"gpu_ids": "0,2", "num_gpus": 3}, "names 2 GPU.s., but num_gpus is 3"),
-        (4, 0, {"gpu_ids": "0", "device": "cpu"}, "contradicts device cpu"),
-        (4, 0, {"gpu_ids": "0", "num_gpus": 0}, "contradicts num_gpus 0"),
+        (4, 0, {"gpu_ids": "0,2,0"}, "gpu_ids.* 0 more than once"),
+        (4, 0, {"gpu_ids": "0,,2"}, "gpu_ids.*'0,,2'"),
+        (4, 0, {"gpu_ids": "0,4"}, r"gpu_ids has 4.* 0\.\.3.*VISIBLE_DEVICES=5,6"),
+        (0, 0, {"gpu_ids": "0"}, "no CUDA GPU"),
+        (4, 0, {"gpu_ids": "0,2", "num_gpus": 3}, "2 GPU.*num_gpus is 3"),
+        (4, 0, {"gpu_ids": "0", "device": "cpu"}, "device cpu"),
+        (4, 0, {"gpu_ids": "0", "num_gpus": 0}, "num_gpus 0"),
         (4, 0, {"gpu_ids": "0,1", "strategy": "none"}, "none works in one process"),
-        (4, 0, {"gpu_ids": "2", "strategy": "dp"}, "needs at least 2 GPUs, got 1"),
-        (0, 0, {"strategy": "dp", "num_gpus": 2}, "there is none here"),
-        (4, 2, {"gpu_ids": "0,1,2"}, r"names 3 GPU.s., but the launcher started 2 rank"),
-        (4, 2, {"strategy": "dp"}, "works in one process, got 2 ranks"),
+        (4, 0, {"gpu_ids": "2", "strategy": "dp"}, "strategy dp.* got 1"),
+        (0, 0, {"strategy": "dp", "num_gpus": 2}, "strategy dp.*CUDA"),
+        (4, 2, {"gpu_ids": "0,1,2"}, "3 GPU.* 2 rank"),
+        (4, 2, {"strategy": "dp"}, "one process, got 2 ranks"),
     ],
 )
-def test_gpus_that_cannot_be_taken_are_refused(machine, gpus, ranks_of_torchrun, flags, words):
-    machine(gpus, ranks=ranks_of_torchrun)
+def test_gpus_that_cannot_be_taken_are_refused(
+    machine, monkeypatch, gpus, torchrun_ranks, flags, words
+):
+    machine(gpus, torchrun_ranks)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     with pytest.raises(ValueError, match=words) as caught:
         resolve(LaunchConfig(**flags))
     assert "\n" not in str(caught.value)
 
 
-def test_ids_count_the_gpus_that_the_variable_leaves_visible(machine):
-    machine(2, visible="5,6")
-    assert resolve(LaunchConfig(gpu_ids="1")).gpu_ids == (1,)
-    with pytest.raises(ValueError, match="has 5, but torch sees 0..1 in CUDA_VISIBLE_DEVICES=5,6"):
-        resolve(LaunchConfig(gpu_ids="5"))
-
-
-@pytest.mark.parametrize(("local_rank", "gpu_ids", "gpu"), [(1, (0, 3), 3), (1, (), 1)])
+@pytest.mark.parametrize(
+    ("visible", "gpus", "gpu_ids", "taken"),
+    [
+        ("", 4, (0, 3), "cuda:3"),
+        ("", 4, (), "cuda:1"),
+        ("3", 1, (), "cuda:0"),  # the only one that it may see
+        ("", 1, (0, 3), "needs its own GPU"),
+    ],
+)
 def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
-    machine, monkeypatch, local_rank, gpu_ids, gpu
+    machine, monkeypatch, visible, gpus, gpu_ids, taken
 ):
-    machine(4, ranks=2)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    machine(gpus, ranks=2, local_rank=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if not visible:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
     def stop_here(device):
-        raise InterruptedError(str(device))
+        raise UserError(str(device))
 
-    monkeypatch.setattr(torch.cuda, "set_device", stop_here)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr("rl_dist.process_group.world.die_with_parent", lambda parent: None)
-    monkeypatch.setattr("rl_dist.process_group.world.leave_when_orphaned", lambda *_: None)
-    with pytest.raises(InterruptedError, match=f"cuda:{gpu}"):
+    monkeypatch.setattr("torch.cuda.set_device", stop_here)
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    for name in ("die_with_parent", "leave_when_orphaned", "leave_with_parent"):
+        monkeypatch.setattr(f"rl_dist.process_group.world.{name}", lambda *_: None)
+    with pytest.raises(UserError, match=taken):
         open_world("cuda", gpu_ids=gpu_ids)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(UserError, match="needs its own GPU, but torch sees 1"):
-        open_world("cuda", gpu_ids=gpu_ids)
-
-
-def test_a_rank_takes_the_only_gpu_that_it_is_let_see(machine, monkeypatch):
-    machine(1, visible="3", ranks=2)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr("rl_dist.process_group.world.leave_with_parent", lambda parent: None)
-
-    def stop_here(device):
-        raise InterruptedError(str(device))
-
-    monkeypatch.setattr(torch.cuda, "set_device", stop_here)
-    with pytest.raises(InterruptedError, match="cuda:0"):
-        open_world("cuda")
 
 
 def test_two_ranks_with_the_same_gpu_are_refused_by_number():
     store = HashStore()
     for rank, uuid in enumerate(("GPU-a", "GPU-b")):
         _refuse_shared_gpu(uuid, store, rank)
-    with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU"):
+    with pytest.raises(UserError, match="ranks 1 and 2"):
         _refuse_shared_gpu("GPU-b", store, 2)
 
 
-def resumed(saved, *argv):
+@pytest.mark.parametrize(
+    ("saved", "flag", "num_gpus", "gpu_ids"),
+    [
+        ({"num_gpus": 2}, "--gpu_ids=1,2,3", -1, "1,2,3"),
+        ({"gpu_ids": "0,1"}, "--num_gpus=4", 4, ""),
+        ({"gpu_ids": "0,1"}, "--device=cpu", -1, ""),
+        ({"gpu_ids": "0,1"}, "--num_episodes=9", -1, "0,1"),
+    ],
+)
+def test_a_resumed_run_may_take_other_gpus_by_either_flag(saved, flag, num_gpus, gpu_ids):
     config = RunConfig(launch=LaunchConfig(**saved))
-    return resumed_config(config, parse_flags(SECTIONS, argv, description="")).launch
-
-
-def test_a_resumed_run_may_take_other_gpus_by_either_flag():
-    named = resumed({"num_gpus": 2}, "--gpu_ids", "1,2,3")
-    assert (named.num_gpus, named.gpu_ids) == (-1, "1,2,3")
-    counted = resumed({"gpu_ids": "0,1"}, "--num_gpus", "4")
-    assert (counted.num_gpus, counted.gpu_ids) == (4, "")
-    assert resumed({"gpu_ids": "0,1"}, "--device", "cpu").gpu_ids == ""
-    assert resumed({"gpu_ids": "0,1"}, "--num_episodes", "9").gpu_ids == "0,1"
+    launch = resumed_config(config, parse_flags(SECTIONS, [flag], description="")).launch
+    assert (launch.num_gpus, launch.gpu_ids) == (num_gpus, gpu_ids)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, monkeypatch, capfd):
     run_dir = tmp_path / "run"
     assert train_here(monkeypatch, "--strategy", "dp", "--run_dir", run_dir) == 2
-    assert "strategy dp needs CUDA GPUs" in only_error(capfd.readouterr().err)
-    assert not run_dir.exists()
+    assert "strategy dp" in only_error(capfd.readouterr().err) and not run_dir.exists()
