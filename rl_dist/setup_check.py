@@ -185,7 +185,7 @@ def _check_gpus(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
     checks = []
     if info.error:
-        reason = f"{info.error}; the driver knows {facts.nvidia_gpus} NVIDIA GPU(s)"
+        reason = f"{info.error}; the NVIDIA driver lists {facts.nvidia_gpus} GPU(s)"
         fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install the torch for your driver, "
         fix += "see pytorch.org/get-started"
         checks.append(check("GPUs", reason, [(facts.nvidia_gpus, WARNING, fix)]))
@@ -217,7 +217,7 @@ def _check_gpus(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
 
 def _check_host(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
     share, limit = facts.cores // plan.num_ranks, facts.environment.get("OMP_NUM_THREADS", "")
-    cores = f"{facts.cores} for {plan.num_ranks} rank(s), {facts.load:.1f} busy of late"
+    cores = f"{facts.cores} for {plan.num_ranks} rank(s), load {facts.load:.1f}"
     busy = facts.load > 0.5 * facts.cores
     few_threads = not busy and limit.isdecimal() and 0 < int(limit) < share
     core_rules: list[Rule] = [

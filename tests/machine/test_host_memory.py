@@ -7,66 +7,46 @@ import pytest
 
 from rl_dist.machine import HostMemory, host_memory
 
-
-@pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """A machine of 10,000 bytes, 8,000 of them free."""
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: SimpleNamespace(total=10_000, available=8_000)
-    )
+NAMES = {  # limit, use and statistics of a group, by version; the cache that counts as free
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+WHOLE = (10_000, 8_000)
 
 
-def write(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(f"{text}\n")
-
-
-def be_in(root, *lines):
-    write(root / "proc/self", cgroup="\n".join(lines))
-
-
-def group_2(folder, limit, used, cached=0):
-    stat = f"anon {used}\ninactive_file {cached}"
-    write(folder, memory__max=limit, memory__current=used, memory__stat=stat)
-
-
-def group_1(folder, limit, used, cached=0):
-    files = {"memory__limit_in_bytes": limit, "memory__usage_in_bytes": used}
-    write(folder, **files, memory__stat=f"inactive_file 7\ntotal_inactive_file {cached}")
-
-
-def test_a_containers_own_group_is_mounted_at_the_top(tmp_path):
-    group_2(tmp_path / "sys/fs/cgroup", 1000, 900, cached=500)
-    assert host_memory(tmp_path) == HostMemory(1000, 600)  # files read once do not count as used
-    be_in(tmp_path, "0::/")
-    assert host_memory(tmp_path) == HostMemory(1000, 600)
-
-
-def test_the_tightest_of_the_groups_above_counts(tmp_path):
-    top = tmp_path / "sys/fs/cgroup"
-    be_in(tmp_path, "0::/slice/job/step")
-    group_2(top / "slice/job/step", "max", 100)
-    group_2(top / "slice/job", 5000, 4900)  # shared with others
-    group_2(top / "slice", 4000, 3000)
-    group_2(top / "slice/other", 10, 10)
-    assert host_memory(tmp_path) == HostMemory(4000, 100)
-
-
-def test_the_files_of_version_1_are_read(tmp_path):
-    be_in(tmp_path, "5:cpu,cpuacct:/elsewhere", "4:memory:/docker/abc", "0::/")
-    group_1(tmp_path / "sys/fs/cgroup/memory/docker/abc", 3000, 2500, cached=400)
-    group_1(tmp_path / "sys/fs/cgroup/memory", 2**63 - 4096, 9000)  # no limit
-    assert host_memory(tmp_path) == HostMemory(3000, 900)
-
-
-@pytest.mark.parametrize("limit", ["max", str(2**62), "none of ours"])
-def test_no_limit_is_the_machines_own(limit, tmp_path):
-    assert host_memory(tmp_path) == HostMemory(10_000, 8_000)  # no control groups
-    group_2(tmp_path / "sys/fs/cgroup", limit, 900)
-    assert host_memory(tmp_path) == HostMemory(10_000, 8_000)
-
-
-def test_more_in_use_than_the_limit_leaves_nothing(tmp_path):
-    group_2(tmp_path / "sys/fs/cgroup", 1000, 1200)
-    assert host_memory(tmp_path) == HostMemory(1000, 0)
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "expected"),
+    [
+        ("", {}, WHOLE),
+        # a container's own group is mounted at the top; files read once do not count as used
+        ("", {"": (1000, 900, 500)}, (1000, 600)),
+        ("0::/", {"": (1000, 900, 500)}, (1000, 600)),
+        # the tightest of the groups above counts, whoever else uses it
+        ("0::/slice/job/step",
+         {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 4900, 0), "slice": (4000, 3000, 0),
+          "slice/other": (10, 10, 0)},
+         (4000, 100)),
+        ("5:cpu,cpuacct:/elsewhere\n4:memory:/docker/abc\n0::/",
+         {"memory/docker/abc": (3000, 2500, 400), "memory": (2**63 - 4096, 9000, 0)},
+         (3000, 900)),
+        ("", {"": ("max", 900, 0)}, WHOLE),
+        ("", {"": (2**62, 900, 0)}, WHOLE),
+        ("", {"": ("none of ours", 900, 0)}, WHOLE),
+        ("", {"": (1000, 1200, 0)}, (1000, 0)),
+    ],
+)  # fmt: skip
+def test_the_tightest_limit_counts_and_no_limit_is_the_machines_own(
+    tmp_path, monkeypatch, cgroup, groups, expected
+):
+    machine = SimpleNamespace(total=10_000, available=8_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for group, (limit, used, cached) in groups.items():
+        limit_file, use_file, cache = NAMES["memory" if group.startswith("memory") else ""]
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit_file).write_text(f"{limit}\n")
+        (folder / use_file).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon {used}\n{cache} {cached}\n")
+    assert host_memory(tmp_path) == HostMemory(*expected)
