@@ -124,7 +124,7 @@ class Training:
             from rl_dist.telemetry.profiler import Profiler
 
             self.profiler = Profiler(job.run_dir, world, job.explain)
-        self.monitor = Monitor([], 0)  # the caller may give one of this rank's GPU, CPU and memory
+        self.monitor = Monitor({}, 0)  # the caller may give one of this rank's GPU, CPU and memory
         self.iteration = self.global_step = self.episodes = 0
         self.restarts_reported = 0  # of environments
         self.carry = self._reset()

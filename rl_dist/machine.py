@@ -182,14 +182,12 @@ def clear_gpu_memory() -> int:
     gc.collect()
     if not torch.cuda.is_initialized():
         return 0
-    reserved = torch.cuda.memory_reserved
-    devices = [index for index in range(torch.cuda.device_count()) if reserved(index)]
-    before = sum(map(reserved, devices))
-    for index in devices:  # other devices stay closed: opening one takes memory
-        torch.cuda.synchronize(index)
-        torch.cuda.reset_peak_memory_stats(index)
+    devices = range(torch.cuda.device_count())
+    before = sum(map(torch.cuda.memory_reserved, devices))
     torch.cuda.empty_cache()
-    return before - sum(map(reserved, devices))
+    for index in devices:
+        torch.cuda.reset_peak_memory_stats(index)
+    return before - sum(map(torch.cuda.memory_reserved, devices))
 
 
 # ---- cores and memory

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -28,24 +27,17 @@ SCHEDSTAT = Path("/proc/self/schedstat")  # main thread: ns on a core, ns ready 
 MOST_WAIT_PERCENT = 30.0  # without a core; above it several threads get slow
 IN_A_ROW = 3  # samples above it, before the warning
 Values = dict[str, float | None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Names of values, and the function that reads them."""
-
-    names: tuple[str, ...]
-    read: Callable[[], Values]
+Sources = Mapping[tuple[str, ...], Callable[[], Values]]  # names, and the function that reads them
 
 
 class Monitor:
     """Samples sources every `every_s` seconds, until `close`; 0: never."""
 
-    def __init__(self, sources: Sequence[Source], every_s: float) -> None:
-        self._sources = list(sources) if every_s else []
+    def __init__(self, sources: Sources, every_s: float) -> None:
+        self._sources = sources if every_s else {}
         self._every_s = every_s
         self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._failed: set[Source] = set()
+        self._failed: set[tuple[str, ...]] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if self._sources:
@@ -55,7 +47,7 @@ class Monitor:
         """Return means since the last call; the highest of peaks, the least of free."""
         samples, self._samples = self._samples, []
         merged: Values = {}
-        for name in (name for source in self._sources for name in source.names):
+        for name in (name for names in self._sources for name in names):
             values = [value for sample in samples if (value := sample.get(name)) is not None]
             merge = max if "peak" in name else min if "free" in name else fmean
             merged[name] = round(merge(values), 4) if values else None
@@ -70,18 +62,18 @@ class Monitor:
     def _run(self) -> None:
         while not self._closed.wait(self._every_s):
             sample: Values = {}
-            for source in self._sources:
+            for names, read in self._sources.items():
                 try:
-                    sample |= source.read()
-                except Exception as error:  # whatever it is, the run goes on
-                    if source not in self._failed:
+                    sample |= read()
+                except Exception as error:  # whatever it is, the run continues
+                    if names not in self._failed:
                         reason = f"{type(error).__name__}: {error}"
-                        logger.warning("monitor: no %s ...: %s", source.names[0], reason)
-                    self._failed.add(source)
+                        logger.warning("monitor: no %s ...: %s", names[0], reason)
+                    self._failed.add(names)
             self._samples.append(sample)
 
 
-def sources_of(device: torch.device) -> list[Source]:
+def sources_of(device: torch.device) -> Sources:
     """Return what there is to sample for a rank on this device."""
     process = psutil.Process()
     process.cpu_percent()  # it counts from here
@@ -100,8 +92,8 @@ def sources_of(device: torch.device) -> list[Source]:
 
     # get_num_threads answers for the thread that asks
     waiting = CoreWait(torch.get_num_threads())
-    sources = [Source(HOST, read_host), Source((CORE_WAIT,), waiting.read)]
-    return sources + ([Source(GPU, read_device)] if device.type == "cuda" else [])
+    sources = {HOST: read_host, (CORE_WAIT,): waiting.read}
+    return sources | ({GPU: read_device} if device.type == "cuda" else {})
 
 
 class CoreWait:

@@ -20,7 +20,6 @@ from rl_dist.telemetry.monitor import (
     IN_A_ROW,
     CoreWait,
     Monitor,
-    Source,
     sources_of,
 )
 
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 def counting():
     """A source that counts its readings."""
     numbers = itertools.count(1)
-    return Source(("a",), lambda: {"a": float(next(numbers))})
+    return {("a",): lambda: {"a": float(next(numbers))}}
 
 
 def taken(monitor, name):
@@ -48,7 +47,7 @@ def test_samples_are_merged_to_their_mean_the_highest_peak_and_the_least_that_wa
             return {}
         return dict(zip(names, values, strict=True))
 
-    monitor = Monitor([Source(names, read)], 0.01)
+    monitor = Monitor({names: read}, 0.01)
     done.wait()
     monitor.close()
     expected = {"load": 1.5, "memory_peak": 7.0, "free": 3.0, "sometimes": 3.0}
@@ -57,8 +56,8 @@ def test_samples_are_merged_to_their_mean_the_highest_peak_and_the_least_that_wa
 
 def test_it_samples_at_its_interval_until_it_is_closed_and_never_with_an_interval_of_zero():
     before = threading.active_count()
-    assert Monitor([counting()], 0).take() == {} and threading.active_count() == before
-    monitor = Monitor([counting()], 0.05)
+    assert Monitor(counting(), 0).take() == {} and threading.active_count() == before
+    monitor = Monitor(counting(), 0.05)
     first = taken(monitor, "a")["a"]
     assert taken(monitor, "a")["a"] > first
     monitor.close()
@@ -71,7 +70,7 @@ def test_a_source_that_fails_is_logged_once_and_the_others_go_on(caplog):
     def fails():
         raise OSError("the GPU fell off the bus")
 
-    monitor = Monitor([Source(("x", "y"), fails), counting()], 0.02)
+    monitor = Monitor({("x", "y"): fails} | counting(), 0.02)
     for _ in range(3):
         values = taken(monitor, "a")
         assert (values["x"], values["y"]) == (None, None)
@@ -82,8 +81,8 @@ def test_a_source_that_fails_is_logged_once_and_the_others_go_on(caplog):
 
 def test_a_source_that_hangs_neither_holds_up_the_training_nor_its_end():
     hangs, released = threading.Event(), threading.Event()
-    hanging = Source(("x",), lambda: hangs.set() or released.wait() and {})
-    monitor = Monitor([counting(), hanging], 0.01)
+    hanging = {("x",): lambda: hangs.set() or released.wait() and {}}
+    monitor = Monitor(counting() | hanging, 0.01)
     hangs.wait()
     assert monitor.take() == {"a": None, "x": None}
     monitor.close()
