@@ -118,7 +118,9 @@ def check_setup(
         plan = resolve(launch)
     except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA does not start
         problem = one_line(error, named=False)
-    yield check("ranks", problem or plan.message, [(problem, PROBLEM, "change the flags that it names")])
+    yield check(
+        "ranks", problem or plan.message, [(problem, PROBLEM, "change the flags that it names")]
+    )
     yield from check_facts(facts, plan)
     if problem:
         return
