@@ -13,13 +13,13 @@ from pathlib import Path
 from agents.export.card import make_card
 from agents.export.check import BATCHES, NUM_STEPS, TOLERANCE, largest_difference
 from agents.export.contract import file_hash, make_contract
-from agents.export.onnx_model import run_onnx, write_onnx
-from agents.export.step import ExportedStep
+from agents.export.step import ExportedStep, run_onnx, write_onnx
 from agents.run.saved import LoadedAgent, load_agent
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.files import path_to_write
 
 FOLDER, MODEL, CONTRACT, CARD = "export/onnx", "policy.onnx", "contract.json", "README.md"
+PLAY = "play.py"
 EPILOG = """examples:
   python -m agents.export runs/my_run
   python -m agents.export runs/my_run --which last --output my_policy
@@ -34,9 +34,7 @@ def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict]:
     """
     step = ExportedStep(agent)
     contract = make_contract(agent, step)
-    path, contract_path, card_path = (
-        path_to_write(folder, name) for name in (MODEL, CONTRACT, CARD)
-    )
+    path, *others = (path_to_write(folder, name) for name in (MODEL, CONTRACT, CARD, PLAY))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         write_onnx(step, path, contract)
@@ -62,9 +60,10 @@ def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict]:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    text = json.dumps(contract, indent=2, allow_nan=False) + "\n"
-    contract_path.write_text(text, encoding="utf-8")
-    card_path.write_text(card, encoding="utf-8")
+    play = Path(__file__).with_name(PLAY).read_text(encoding="utf-8")
+    texts = json.dumps(contract, indent=2, allow_nan=False) + "\n", card, play
+    for other, text in zip(others, texts, strict=True):
+        other.write_text(text, encoding="utf-8")
     return path, contract
 
 
@@ -99,6 +98,6 @@ def main() -> int:
         f"{path}: {path.stat().st_size / 2**20:.2f} MiB; {check['runtime']} differs from torch by "
         f"at most {check['max_difference']:.1e} in {NUM_STEPS} steps of batches "
         f"{', '.join(map(str, BATCHES))} with resets\n"
-        f"beside it: {CONTRACT} for programs, {CARD} for people"
+        f"beside it: {CONTRACT} for programs, {CARD} for people, {PLAY} to play"
     )
     return 0

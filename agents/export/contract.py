@@ -8,16 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
-import torch
 
 from agents.export.step import INPUTS, OUTPUTS, ExportedStep
 from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import categories_of, image_axes, image_scale, leaves, named
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 MEANINGS = {
     "action_mask": "1 where an action is allowed, from info['action_mask']",
     "previous_action": "the action before, one-hot or scaled to [-1, 1]; zeros at an episode start",
@@ -63,16 +61,10 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
         "spaces": dict(zip(("observation", "action"), _strict(spaces_json), strict=True)),
         "inputs": [entries[name] for name in INPUTS],
         "outputs": [entries[name] for name in OUTPUTS],
-        "normalizer": _normalizer(agent, step),
         "checkpoint": {
             "file": agent.path.name,
             "sha256": file_hash(agent.path),
             "iteration": agent.iteration,
-        },
-        "versions": {
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "gymnasium": gymnasium.__version__,
         },
     }
 
@@ -127,18 +119,6 @@ def _action_parts(agent: LoadedAgent) -> list[dict[str, Any]]:
         found.append({"name": named(path) or "action", "columns": columns})
         found[-1]["shape"] = list(space.shape or ())
         first += size
-    return found
-
-
-def _normalizer(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
-    """Return what the step does to a row first; for information, it is inside."""
-    columns = agent.policy.layout.columns("vector")
-    found = {"enabled": step.normalize, "inside": True, "clip": step.clip, "columns": columns}
-    if step.normalize:
-        found |= {
-            "shift": step.shift[columns].tolist(),
-            "scale": step.scale[columns].tolist(),
-        }
     return found
 
 

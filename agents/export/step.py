@@ -1,8 +1,17 @@
-"""The step that is exported: a row and the state in, action and state out."""
+"""The exported step, a row and the state in, action and state out; as an ONNX model."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +22,11 @@ from agents.network.cores import State
 from agents.network.heads import forbid
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import ActionDecoder
+from rl_dist.errors import UserError, one_line
 
 INPUTS, OUTPUTS = ("obs", "state", "episode_start"), ("action", "next_state")
+OPSET = 18
+BATCH_AXIS = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
 
 
 class ExportedStep(nn.Module):
@@ -136,3 +148,58 @@ class ExportedStep(nn.Module):
         stretched = means * self.stretch + self.offset
         bounded = torch.minimum(torch.maximum(stretched, self.low), self.high)
         return bounded.reshape(actor.shape[0], *self.action_shape)
+
+
+def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
+    """Write an ONNX model whose metadata holds the contract."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise UserError(
+                f"an export needs the package {name}: pip install 'clstm-ppo[export]'"
+            ) from None
+    program = _traced(step)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of the exporter's own progress
+    try:
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+            model = torch.onnx.export(
+                program,
+                input_names=list(INPUTS),
+                output_names=list(OUTPUTS),
+                dynamic_shapes=BATCH_AXIS,  # for its name
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        logging.disable(disabled)
+    assert model is not None
+    model.model.metadata_props["contract"] = json.dumps(contract)
+    model.save(path, external_data=False)
+
+
+def run_onnx(path: Path) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    """Load a model in ONNX Runtime, on one thread of the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda *inputs: tuple(session.run(OUTPUTS, dict(zip(INPUTS, inputs, strict=True))))
+
+
+def _traced(step: ExportedStep) -> torch.export.ExportedProgram:
+    """Trace the step for any number of environments; refuse one that cannot be."""
+    rows = 3  # neither 0 nor 1, which torch takes for constants
+    inputs = (
+        torch.zeros(rows, step.policy.num_obs),
+        torch.zeros(rows, step.state_size),
+        torch.ones(rows, dtype=torch.bool),
+    )
+    try:
+        with torch.no_grad():
+            return torch.export.export(step, inputs, dynamic_shapes=BATCH_AXIS).run_decompositions()
+    except Exception as error:  # of a tracer, or of foreign code: anything
+        raise UserError(f"the policy cannot be traced: {one_line(error)}", exit_code=1) from error

@@ -208,19 +208,21 @@ if "Played-v0" not in gymnasium.registry:
 @pytest.mark.parametrize("form", few_of({"clstm", "images", "several masked choices"}, PLAYED))
 def test_the_cards_code_and_the_example_play_as_the_policy_does(form, tmp_path, monkeypatch):
     pytest.importorskip("onnx", reason="the extra export is not installed")
-    from examples import deployment
+    from agents.export import play as deployed
 
     task = TaskConfig(env="Played-v0", env_kwargs=json.dumps({"form": form}))
     agent = agent_of(form, tmp_path, PLAYED[form])
     agent = replace(agent, config=replace(agent.config, task=task))
     export(agent, tmp_path / "out")
     monkeypatch.chdir(tmp_path / "out")
+    monkeypatch.syspath_prepend(tmp_path / "out")
+    monkeypatch.delitem(sys.modules, "play", raising=False)
     code = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     asked = {part.name for part in PLAYED[form]}
     policy = LoadedPolicy(agent)
     for play in (
         lambda: exec(compile(code.replace("range(1000)", "range(40)"), "card", "exec"), {}),
-        lambda: deployment.main(tmp_path / "out"),
+        lambda: deployed.main(tmp_path / "out"),
     ):
         Played.steps.clear()
         play()

@@ -1,10 +1,8 @@
-"""Play episodes with an exported policy in ONNX Runtime.
+"""Play episodes with an exported policy in ONNX Runtime: python play.py [FOLDER].
 
-python -m agents.export runs/my_run
-python examples/deployment.py runs/my_run/export/onnx
-
-`DeployedPolicy` is what a program of your own would copy: it makes rows of whatever the environment
-shows, as contract.json says, and actions in the environment's own structure.
+This file lies beside every exported policy and needs gymnasium, numpy and onnxruntime alone.
+`DeployedPolicy` is there to be copied: it makes rows of what the environment shows, as
+contract.json says, and actions in the environment's structure.
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ def load(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
     return contract, lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
+def make_env(contract: dict[str, Any]) -> gymnasium.Env:
+    """Make the environment that the policy was trained in."""
+    sys.path.insert(0, "")  # its module may lie in the current directory
+    with suppress(ImportError):
+        import_module("envs")  # registers the environments of the trainer
+    return gymnasium.make(contract["env"]["id"], **contract["env"]["kwargs"])
+
+
 class DeployedPolicy:
     """Acts in one environment, and remembers what it has to between the steps."""
 
@@ -47,13 +55,14 @@ class DeployedPolicy:
 
     def act(self, obs: Any, info: Mapping[str, Any] | None = None, reward: float = 0.0) -> Any:
         """Return the action for an observation, with the info and the reward that came with it."""
-        own = list(leaves(self.spaces["observation"], obs))
-        row = [encode(part, value) for part, value in zip(self.parts, own, strict=False)]
-        row += [self._extra(part, info or {}, reward) for part in self.parts[len(own) :]]
+        values = list(leaves(self.spaces["observation"], obs))
+        row = [encode(part, value) for part, value in zip(self.parts, values, strict=False)]
+        row += [self._extra(part, info or {}, reward) for part in self.parts[len(values) :]]
         rows = np.concatenate(row)[None]  # [1, F]
         action, self.state = self.step(rows, self.state, np.array([self.begins]))
         self.begins, self.before = False, self._as_input(np.ravel(action[0]))
-        return rebuilt(self.spaces["action"], np.ravel(action[0]), self._action_parts())
+        parts = iter(self.contract["outputs"][0]["parts"])
+        return rebuilt(self.spaces["action"], np.ravel(action[0]), parts)
 
     def _extra(self, part: dict[str, Any], info: Mapping[str, Any], reward: float) -> np.ndarray:
         """Return what a row holds besides the observation; zeros at an episode's start."""
@@ -72,9 +81,6 @@ class DeployedPolicy:
         if made["choices"]:
             return one_hot(action - made["start"], np.array(made["choices"]))
         return ((action - made["offset"]) / made["stretch"]).astype(np.float32)
-
-    def _action_parts(self) -> Iterator[dict[str, Any]]:
-        return iter(self.contract["outputs"][0]["parts"])
 
 
 def leaves(space: dict[str, Any] | None, *value: Any) -> Iterator[Any]:
@@ -117,10 +123,8 @@ def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def main(folder: Path) -> None:
     """Play, and print returns."""
-    sys.path.insert(0, "")  # the environment's module may lie in the current directory
     contract, step = load(folder)
-    policy = DeployedPolicy(contract, step)
-    env = gymnasium.make(contract["env"]["id"], **contract["env"]["kwargs"])
+    policy, env = DeployedPolicy(contract, step), make_env(contract)
     for episode in range(EPISODES):
         obs, info = env.reset(seed=episode)
         policy.begin()
@@ -133,4 +137,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(*sys.argv[1:]))
