@@ -23,7 +23,7 @@ EPISODES = 3
 
 
 def load(folder: Path) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """Return the contract, and the step (obs, state, episode_start) -> (action, next_state)."""
+    """Return the contract and the step, which takes and returns rows."""
     contract = json.loads((folder / "contract.json").read_text())
     path = folder / contract["file"]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -54,7 +54,7 @@ class DeployedPolicy:
         self.begins, self.before = True, np.zeros(0)  # the action before, as an input
 
     def act(self, obs: Any, info: Mapping[str, Any] | None = None, reward: float = 0.0) -> Any:
-        """Return the action for an observation, with the info and the reward that came with it."""
+        """Return the action for an observation and the info and reward beside it."""
         values = list(leaves(self.spaces["observation"], obs))
         row = [encode(part, value) for part, value in zip(self.parts, values, strict=False)]
         row += [self._extra(part, info or {}, reward) for part in self.parts[len(values) :]]

@@ -1,4 +1,4 @@
-"""The exported step, a row and the state in, action and state out; as an ONNX model."""
+"""The exported step, from row and state to action and state, as an ONNX model."""
 
 from __future__ import annotations
 
