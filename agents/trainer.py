@@ -17,6 +17,7 @@ from agents.advantages import gae, running_sums
 from agents.network.minibatches import to_sequences
 from agents.network.noise import action_noise
 from agents.network.normalize import Normalizer, observation_normalizer
+from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
 from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import (
     PPO,
@@ -46,12 +47,11 @@ from rl_dist.process_group.collectives import (
     gather_dicts,
 )
 from rl_dist.process_group.world import StopFlag, World
-from rl_dist.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
+from rl_dist.run_dir import SavedCheckpoint
 from rl_dist.strategies.config import SpeedConfig, StrategyConfig
 from rl_dist.strategies.strategy import Strategy, keep_options
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, warn_if_absent
 from rl_dist.telemetry.monitor import Monitor
-from rl_dist.telemetry.state_file import SavedCheckpoint
 
 if TYPE_CHECKING:
     from agents.api.callbacks import Watch

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from machine import describe
 
+from rl_dist.run_dir import RunDir
+
 REPO = Path(__file__).resolve().parents[1]
 ENDLESS = "--device cpu --total_steps 1000000000 --validate_every 0 --checkpoint_every 1000000"
 JOBS = {
@@ -70,12 +72,10 @@ def steps_per_second(job: str, setting: str, load: int, seconds: float) -> float
 
 
 def _wait_for_records(training: subprocess.Popen, run_dir: Path, least: int) -> list[dict]:
-    path = run_dir / "metrics.jsonl"
     while True:
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
-        if len(whole) >= least:
-            return whole
+        records = RunDir(run_dir).records()
+        if len(records) >= least:
+            return records
         if training.poll() is not None:
             sys.exit(f"the training ended with code {training.returncode}")
         time.sleep(0.05)

@@ -35,9 +35,9 @@ from machine import KIND, describe, product_gflops
 from main_job import trading_task
 from turns import NUM_ENVS, TASKS, Task
 
+from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs.trading.task import TradingTask
 from envs.trading_config import TradingConfig
-from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 ENV_STEPS_PER_WINDOW = 300
 LETTERS = {"A": "cartpole", "B": "stocks", "C": "main"}

@@ -27,12 +27,12 @@ from agents.run.choice import PRESETS, add_run_flags
 from agents.run.config import SECTIONS
 from agents.run.metric_table import METRICS
 from agents.run.saved import load_agent
+from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.flags import Declaration, declarations
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.resume_check import command as resume_check
 from rl_dist.speedup import command as speedup
-from rl_dist.status import command as status
 
 COMMANDS: dict[str, Callable[[], Any]] = {
     "python check_gpu_setup.py": check_gpu_setup.main,

@@ -16,11 +16,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rl_dist.errors import UserError, explained, one_line
+from rl_dist.errors import UserError, explained, one_line, unwritable
 
 logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes, many times the size of any config.json and summary.json
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
+# Patterns of the files that training writes, by folder. Checkpoints are written under new names,
+# and W&B makes links in its folder.
+WRITTEN = {
+    "": ("*.json", "*.jsonl", EVENT_FILES, "*_run_id", "mlflow.db"),
+    "checkpoints": (),
+    "logs": ("rank_*.log",),
+    "plots": ("*.png*",),
+    "profile": ("*",),
+    "wandb": (),
+}
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_layout(run_dir: Path) -> None:
+    """Refuse what cannot be written, or leads out of the run directory."""
+    for name, patterns in WRITTEN.items() if run_dir.is_dir() else ():
+        folder = path_to_write(run_dir, name)
+        if folder.is_file():
+            raise UserError(f"{folder} is no folder, as it is in a run directory: move it away")
+        for path in (path for pattern in patterns for path in folder.glob(pattern)):
+            if path_to_write(folder, path.name).is_dir():
+                raise UserError(f"{path} is no file, as it is in a run directory: move it away")
 
 
 def path_to_write(run_dir: str | Path, name: str) -> Path:
@@ -80,6 +108,15 @@ def read_open(file: IO[bytes], most: int | None) -> bytes:
     return file.read(size)
 
 
+def read_tail(path: Path, most: int | None) -> bytes:
+    """Return the last `most` bytes of a plain file that grows; None: all; raises OSError."""
+    if most is None:
+        return read_plain(path, None)
+    with open(path, "rb", opener=plain_file) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
+
+
 def read_object(path: Path, **types: type) -> dict[str, Any]:
     """Return the JSON object in a plain file.
 
@@ -107,6 +144,72 @@ def leads_to(path: str | Path, file: IO[Any]) -> bool:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
         return False
+
+
+def check_in_place(path: Path, file: IO[Any]) -> None:
+    """Make sure that a file of the run directory is still the one that was opened.
+
+    Raises:
+        UserError: it was deleted or replaced, most likely with the whole directory.
+    """
+    if not leads_to(path, file):
+        problem = f"{path} was deleted or replaced during training, or the whole run directory"
+        raise UserError(f"{problem}: nothing more is saved there", exit_code=1)
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Write a file in place, as a lock is on it; a full disk leaves its content as it was.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+
+    def put(data: bytes) -> None:
+        with path.open("r+b") as file:
+            file.write(data)
+            file.truncate()
+
+    before = b""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        before = read_plain(path)
+        if text.encode() != before:
+            put(text.encode())
+    except OSError as error:
+        if before:
+            with suppress(OSError):
+                put(before)
+        raise unwritable(str(path), error) from None
+
+
+def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
+    """Make a file hold `text`, or leave it as it was; raises OSError.
+
+    Args:
+        sync: wait until the disk has it.
+    """
+    part = path.with_name(f"{path.name}.tmp")
+    try:
+        part.unlink(missing_ok=True)  # whatever it is
+        with part.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Make a file on the disk hold `text`, or raise UserError and leave it as it was."""
+    try:
+        replace_file(path, text, sync=True)
+    except OSError as error:
+        raise unwritable(str(error.filename or path), error) from None
 
 
 def remove(path: Path) -> None:

@@ -12,9 +12,9 @@ from functools import partial
 import gymnasium
 import numpy as np
 
+from agents.network import seeds
 from envs.vector import hangs
 from envs.vector.batched import pack_generator, unpack_generator
-from rl_dist import seeds
 
 
 def lock_twice(library):

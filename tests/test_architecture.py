@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}
 LAYOUT = "envs.vector.layout"  # plain data, no torch: agents may import it
 # no torch: envs may import them
-LEAVES = ("rl_dist.errors", "rl_dist.flags", "rl_dist.seeds")
+LEAVES = ("rl_dist.errors", "rl_dist.flags")
 LEAVES += ("rl_dist.process_group.process_ends",)
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
@@ -31,9 +31,9 @@ COMMANDS = {  # parts of agents that may import envs
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),
 }
 PRINTERS = {  # parts of rl_dist that may print
-    *("errors", "checkpoint/__main__", "checkpoint/run_lock", "machine", "setup_check"),
+    *("errors", "checkpoint/__main__", "machine", "run_dir", "setup_check"),
     *("launch/ranks", "launch/supervisor", "resume_check/command", "speedup/command"),
-    *("status/command", "telemetry/progress"),
+    *("status", "telemetry/progress"),
 }
 # units, imports between them, layers
 MAX_UNITS = {"rl_dist": (15, 49, 6), "envs": (14, 45, 6), "agents": (14, 50, 6)}
@@ -318,7 +318,7 @@ CLEAN = {
     ENV: lines(8, "f") + "def _private():\n    from envs import accounting",
     "envs/trading/accounting.py": lines(15, "update"),
     WORLD: DOC + "import torch.distributed\nif world.rank == 0:\n    log.write(x)\nbroadcast(x)",
-    "rl_dist/status/command.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
+    "rl_dist/status.py": DOC + "try: f()\nexcept OSError: pass\nprint('hello')",
     "train_distributed.py": lines(3, "main") + "import agents, envs, rl_dist",
     "README.md": "--data ../shared/data/prices.csv, https://example.org/work/page",
     "runs/a.py": "import pickle",

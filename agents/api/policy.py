@@ -12,13 +12,13 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.network.noise import action_noise
+from agents.network.seeds import PREDICTION_STREAM, stream_seeds
 from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
 from agents.run.saved import LoadedAgent, load_agent
 from envs.vector.layout import Layout
 from envs.vector.spaces import MASK_KEY, ActionDecoder, flat_mask, mask_words
 from rl_dist.errors import UserError, one_line
-from rl_dist.seeds import PREDICTION_STREAM, stream_seeds
 
 # recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
 State = tuple[np.ndarray, ...]

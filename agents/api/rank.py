@@ -11,11 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.run.config import OWNERS, SUMMARY, RunConfig, load_newest, open_run_writer
+from agents.run.config import OWNERS, RunConfig, load_newest, open_run_writer
 from agents.run.limits import check_rollouts, explained_faults
 from agents.sizes import AUTO
 from agents.trainer import Training, Validate, train
-from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.checkpoint.store import (
     CHECKPOINT_DIR,
     iteration_in_name,
@@ -32,10 +31,10 @@ from rl_dist.process_group.addresses import may_start_again
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.join import check_settings
 from rl_dist.process_group.world import World, open_world, stop_flag
+from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry import events
-from rl_dist.telemetry.metrics import setup_logging, truncate_metrics
+from rl_dist.telemetry.metrics import setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
-from rl_dist.telemetry.state_file import RankEntry, update_state
 
 if TYPE_CHECKING:
     from agents.api.callbacks import Callbacks
@@ -52,7 +51,7 @@ def run_rank(
     resolved: ResolvedLaunch,
     run_dir: Path,
     resume_from: str,
-    lock: RunLock | None,
+    lock: RunDir | None,
     callbacks: Callbacks = MappingProxyType({}),
 ) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
@@ -99,7 +98,7 @@ def run_rank(
         if resume_from:
             training.restore(load_checkpoint(resume_from))
         if world.is_main_process and training.progress < 1.0:
-            remove(run_dir / SUMMARY)  # it says that the run has finished
+            remove(RunDir(run_dir).summary_path)  # it says that the run has finished
         writer = open_run_writer(training, config.task.env, lock)
         closing.callback(writer.close)
         stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
@@ -113,7 +112,7 @@ def run_rank(
                 say_stopped(signum, run_dir)
             return 128 + signum
         if world.is_main_process:
-            update_state(run_dir, phase="evaluation")
+            RunDir(run_dir).update_state(phase="evaluation")
         from agents.evaluate.final import evaluate_and_finish
 
         return evaluate_and_finish(config, task, training, run_dir)
@@ -141,7 +140,7 @@ def open_watched(config: RunConfig, resolved: ResolvedLaunch) -> World:
 def say_stopped(signum: int, run_dir: Path) -> None:
     """Say that a signal ended the run, or that torchrun ended its ranks for a while."""
     again = may_start_again(signum)
-    update_state(run_dir, phase="restarting" if again else "stopped")
+    RunDir(run_dir).update_state(phase="restarting" if again else "stopped")
     if again:
         print("saved, as torchrun ends its ranks; it starts them again where a host came or went")
     name = signal.Signals(signum).name
@@ -210,7 +209,7 @@ def agree_on_start(
     check_settings(settings, world)
     if world.is_main_process and restart_count():
         newest = load_newest(run_dir)
-        truncate_metrics(run_dir, newest.state["iteration"] if newest else 0)
+        RunDir(run_dir).cut_records(newest.state["iteration"] if newest else 0)
         resume_from = str(newest.path) if newest else ""
     mine = {
         "rank": world.rank,
@@ -223,7 +222,7 @@ def agree_on_start(
     run_dir = Path(gathered[0][0])
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]
-        update_state(run_dir, ranks=ranks, num_ranks=world.size, phase="starting")
+        RunDir(run_dir).update_state(ranks=ranks, num_ranks=world.size, phase="starting")
     return run_dir, share_checkpoint(run_dir, [each[1] for each in gathered], world)
 
 

@@ -12,11 +12,10 @@ import numpy as np
 
 from agents.evaluate.statistics import ScoreIntervals, score_intervals
 from agents.run.choice import RUNS
-from agents.run.config import SUMMARY, fresh_directory
 from rl_dist.errors import UserError
-from rl_dist.files import read_object
+from rl_dist.files import write_whole
 from rl_dist.launch.child import as_flags, launch_distributed_training
-from rl_dist.telemetry.metrics import write_whole
+from rl_dist.run_dir import RunDir
 
 SEEDS_FILE = "seeds.json"
 
@@ -63,7 +62,7 @@ def train_seeds(
     """
     if len(set(seeds)) < len(seeds) or len(seeds) < 2:
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
-    folder = Path(run_dir) if run_dir else fresh_directory(RUNS)
+    folder = Path(run_dir) if run_dir else RunDir.fresh(RUNS).path
     words = [*flags, *as_flags(settings)]
     scores: dict[int, float] = {}
     metric = ""
@@ -77,7 +76,7 @@ def train_seeds(
         if done.exit_code:
             why = done.error or f"code {done.exit_code}"
             raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
-        metric, scores[seed] = score_of(read_object(own / SUMMARY, iteration=int))
+        metric, scores[seed] = score_of(RunDir(own).summary())
     intervals = score_intervals(np.array(list(scores.values()))[:, None])
     result = SeedsResult(folder, metric, scores, intervals)
     found = asdict(result) | {"run_dir": str(folder)}

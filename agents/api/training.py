@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -15,13 +14,12 @@ from typing import Any
 from agents.api.callbacks import Callback, Callbacks
 from agents.api.policy import LoadedPolicy, load_policy
 from agents.api.rank import check_weights, run_rank
-from agents.run.config import SUMMARY
 from agents.run.start import Start, prepare
 from rl_dist.errors import UserError, one_line, reported
-from rl_dist.files import read_object
-from rl_dist.launch.child import as_flags, ended_lines
+from rl_dist.launch.child import as_flags
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import close_logging
 
 
@@ -35,7 +33,7 @@ class TrainedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of every iteration, as in metrics.jsonl."""
-        return [json.loads(line) for line in ended_lines(self.run_dir)]
+        return RunDir(self.run_dir).records()
 
     @property
     def test(self) -> dict[str, Any]:
@@ -44,8 +42,7 @@ class TrainedRun:
         Runs on real prices have none, as their test span stays closed: summary.json holds those of
         the spans "train" and "valid".
         """
-        path = self.run_dir / SUMMARY
-        return read_object(path, iteration=int).get("test", {}) if path.exists() else {}
+        return RunDir(self.run_dir).summary().get("test", {})
 
     @property
     def policy(self) -> LoadedPolicy:

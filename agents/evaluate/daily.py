@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from agents.evaluate.statistics import Record
-from rl_dist.telemetry.metrics import write_whole
+from rl_dist.files import write_whole
 
 
 def write_daily(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agents.network.noise import action_noise
 from agents.network.normalize import Normalizer
+from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history
 from envs.task import GymTask
@@ -20,7 +21,6 @@ from envs.vector.faults import Interruption
 from envs.vector.layout import TorchEnv
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World, stop_flag
-from rl_dist.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 
 if TYPE_CHECKING:  # other tasks are evaluated without them
     from agents.run.config import RunConfig

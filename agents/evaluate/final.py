@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 from agents.evaluate.evaluation import Stopped, episode_figures, episode_text, stoppable
 from agents.network.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, check_weights
-from agents.run.config import EVALUATING, SUMMARY, RunConfig
+from agents.run.config import EVALUATING, RunConfig
 from agents.trainer import Training
 from envs import find_spec
 from envs.task import GymTask
 from rl_dist.checkpoint.store import BEST_FILE, CHECKPOINT_DIR, load_checkpoint
 from rl_dist.files import path_to_write
-from rl_dist.launch.child import ended_lines
 from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import broadcast_from_rank0
-from rl_dist.telemetry.metrics import write_whole
+from rl_dist.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 NEARLY_RANDOM = 0.95  # share of the largest entropy from which on a policy counts as random
@@ -129,8 +127,7 @@ def load_best(
 
 def randomness_warning(run_dir: Path) -> str:
     """Return a warning where actions are nearly as random as at first, or nothing."""
-    lines = ended_lines(run_dir)
-    last = json.loads(lines[-1]) if lines else {}
+    last = next(iter(RunDir(run_dir).records(last=1)), {})
     entropy, most = (last.get(f"loss/{name}") for name in ("entropy", "entropy_max"))
     # 0: masks leave nothing to choose; continuous actions have none
     if not most or entropy is None or entropy < NEARLY_RANDOM * most:
@@ -151,7 +148,6 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     curve = path_to_write(run_dir, "plots/learning_curve.png")
     plot_learning_curve(run_dir, curve, title, simulated)
 
-    # write summary.json last: its presence marks a finished run
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     found = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     scaling = None
@@ -160,7 +156,7 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
         if scaling := outcome_of(run_dir):
             found["scaling"] = scaling
-    write_whole(run_dir / SUMMARY, json.dumps(found, indent=2) + "\n")
+    RunDir(run_dir).write_summary(found)
     print(f"\n{text}\n")
     if warning := randomness_warning(run_dir):
         print(warning)

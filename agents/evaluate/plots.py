@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from agents.evaluate.statistics import Record
-from rl_dist.files import read_plain
+from rl_dist.run_dir import RunDir
 
 COLORS = {"policy": "#1f5fbf", "equal weight": "#555555", "reference": "#2ca02c"}
 ORANGE = "#d2691e"
@@ -21,8 +20,7 @@ ORANGE = "#d2691e"
 
 def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) -> None:
     """Draw training return (and validation figures, if any) over environment steps."""
-    lines = read_plain(run_dir / "metrics.jsonl", None).splitlines()
-    records = [json.loads(line) for line in lines]
+    records = RunDir(run_dir).records()
     steps, returns = _points(records, "episode/return")
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     window = len(steps) // 20
@@ -50,10 +48,9 @@ def plot_learning_curve(run_dir: Path, path: Path, title: str, simulated: bool) 
 
 
 def _points(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Steps and values [2, n] of a metric where it has one: files may hold anything."""
-    found = [(record.get("global_step"), record.get(name)) for record in records]
-    points = [point for point in found if all(isinstance(x, int | float) for x in point)]
-    return np.array(points).reshape(-1, 2).T
+    """Return steps and values [2, n] of a metric where it has one."""
+    points = [(record["global_step"], record.get(name)) for record in records]
+    return np.array([point for point in points if point[1] is not None]).reshape(-1, 2).T
 
 
 def plot_equity(

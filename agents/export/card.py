@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agents.run.config import SUMMARY
 from agents.run.saved import LoadedAgent
 from rl_dist.errors import printable
-from rl_dist.files import read_object
+from rl_dist.run_dir import RunDir
 
 LARGEST = 1e18  # of scores: larger numbers are rubbish
 USE = """from pathlib import Path
@@ -70,11 +69,10 @@ def _scores(agent: LoadedAgent) -> str:
     if agent.measured:
         why = "by which the best checkpoint is chosen, which flatters it"
         found = [f"Of these weights, in training, {why}:\n", *_score_lines(agent.measured), ""]
-    path = agent.run_dir / SUMMARY
-    if not path.exists():
+    summary = RunDir(agent.run_dir).summary()
+    if not summary:
         no_end = "the run has no summary.json, as its training has not come to an end."
         return "\n".join([*found, f"None yet of the evaluation at the end: {no_end}"])
-    summary = read_object(path, iteration=int)
     newest = summary["iteration"]
     whose = "these weights"
     if newest != agent.iteration:

@@ -30,14 +30,13 @@ from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
-from agents.run.config import discard_unstarted, fresh_directory, save_config, with_digest
+from agents.run.config import save_config, with_digest
 from agents.run.resumed import check_data, refuse_differences
 from envs.task import TaskConfig, check_flags
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
-from rl_dist.checkpoint.run_lock import RunLock, hold, hold_new
 from rl_dist.errors import UserError, explains_errors
-from rl_dist.files import leads_to, read_plain
+from rl_dist.files import read_plain
 from rl_dist.flags import (
     ParsedFlags,
     configuration,
@@ -50,15 +49,15 @@ from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, open_world
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import EagerAdam, Strategy
 from rl_dist.supervised.fit import FitConfig, FitResult, fit
 from rl_dist.telemetry import events
-from rl_dist.telemetry.metrics import setup_logging, write_whole
+from rl_dist.telemetry.metrics import close_logging, setup_logging
 
 RUNS = Path("runs", "pretrain")  # apart from those of PPO, of which --resume auto takes the newest
 DEFAULTS = {"epochs": 20, "patience": 3, "max_grad_norm": 1.0}
 VOLATILITY_WEIGHT = 0.5  # in the loss, beside the sign
-CONFIG_FILE, SUMMARY = "config.json", "summary.json"
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
@@ -232,7 +231,7 @@ def run_rank(
     resolved: ResolvedLaunch,
     run_dir: Path,
     resume: bool,
-    lock: RunLock | None,
+    lock: RunDir | None,
 ) -> int:
     """Pre-train on this rank, which keeps the lock; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
@@ -246,7 +245,7 @@ def run_rank(
         saved = f"go on with --resume {run_dir}" if result.history else "no epoch had ended"
         print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
     elif world.is_main_process:
-        write_whole(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        RunDir(run_dir).write_summary(summary)
         best, guessed = summary["best"], summary["guessed"]
         print(f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span:")
         for name in METRICS:
@@ -281,7 +280,7 @@ def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
 def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
     """The saved configuration, with the flags that a resumed run may change."""
     try:
-        saved = json.loads(read_plain(run_dir / CONFIG_FILE))
+        saved = json.loads(read_plain(RunDir(run_dir).config_path))
         sections = vars(PretrainRunConfig(**read_sections(SECTIONS, saved))).copy()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
@@ -314,13 +313,14 @@ def main() -> int:
     config.check_launch()
     resolved = resolve(config.launch)
     with ExitStack() as held:
-        lock: RunLock | None = None
+        lock: RunDir | None = None
         if is_first():
             task = config.prepare_task()
             print(resolved.message)
             print(task.describe())
-            run_dir = run_dir or fresh_directory(RUNS)
-            lock = held.enter_context((hold if resume else hold_new)(run_dir / CONFIG_FILE))
+            run_dir = run_dir or RunDir.fresh(RUNS).path
+            lock = RunDir(run_dir)
+            held.enter_context(lock.hold() if resume else lock.hold_new())
             print(f"run directory: {run_dir}", flush=True)
             save_config(config, run_dir)
         args = (config, resolved, run_dir or RUNS, resume, lock)
@@ -329,6 +329,7 @@ def main() -> int:
         code = launch(run_rank, args, resolved.num_ranks, run_dir=run_dir, **options)
 
         # a new run that failed at once leaves its logs at most, not in a folder that another took
-        if code and run_dir and not resume and lock and leads_to(lock.path, lock.file):
-            discard_unstarted(run_dir, code)
+        if code and not resume and lock and lock.is_in_place():
+            close_logging()
+            lock.discard_unstarted(code)
         return code

@@ -30,10 +30,10 @@ from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.machine import available_cores, cpu_has_bf16, peak_memory_bytes
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig, autocast_dtype
 from rl_dist.strategies.measure import HEADROOM, TOLERANCE, Candidate, doublings, fastest
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.telemetry.state_file import update_state
 
 SMALLEST, LARGEST = 8, 2**19  # sequences of a rank between which batch_size auto chooses
 WORTH = 1.1  # speedup from which bf16 is worth its rounding, and workers are worth their cores
@@ -69,7 +69,7 @@ def choose(
         config = trials.best(config, "task", "env_workers", counts, trials.env_steps, WORTH)
     if config != asked and world.is_main_process:
         save_config(config, run_dir)
-        update_state(run_dir, precision=config.launch.precision)
+        RunDir(run_dir).update_state(precision=config.launch.precision)
     return config, replace(task, config=config.task) if isinstance(task, GymTask) else task
 
 
@@ -136,7 +136,7 @@ class Trials:
     ) -> RunConfig:
         """Return the configuration with the fastest value of a flag, and print why."""
         if self.world.is_main_process:
-            update_state(self.run_dir, phase="dry_run")
+            RunDir(self.run_dir).update_state(phase="dry_run")
         growing = flag == "batch_size"
         options: dict[str, RunConfig] = {}
 

@@ -15,7 +15,6 @@ from agents.run.config import (
     OWNERS,
     SECTIONS,
     RunConfig,
-    is_unused,
     load_newest,
     load_saved,
     probe,
@@ -24,12 +23,11 @@ from agents.run.config import (
 from agents.sizes import TrainConfig, shard_sizes
 from envs import find_spec
 from envs.task import GymTask, TaskConfig, check_flags
-from rl_dist.checkpoint.run_lock import RunLock, hold
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.errors import UserError, did_you_mean
 from rl_dist.flags import ParsedFlags, preset
 from rl_dist.process_group.addresses import MAX_RESTARTS, elastic_count
-from rl_dist.telemetry.metrics import METRICS_FILE
+from rl_dist.run_dir import RunDir
 
 RUNS = Path("runs")
 KINDS = ("trading", "small", "control", "memory", "paper")  # of --preset
@@ -131,7 +129,7 @@ class ChosenRun(NamedTuple):
     config: RunConfig
     run_dir: Path | None  # None: none was named
     found: Found | None  # the checkpoint to go on from; None: the run begins
-    lock: RunLock | None  # on a directory that holds a run already
+    lock: RunDir | None  # on a directory that holds a run already
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
@@ -140,7 +138,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     The lock is taken before the checkpoint is chosen: no other training saves one meanwhile.
     """
     extra = parsed.extra
-    lock: RunLock | None = None
+    lock: RunDir | None = None
     if elastic_count(MAX_RESTARTS) and extra.resume in ("", "auto"):
         if not extra.run_dir:
             raise UserError(
@@ -169,9 +167,10 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
 
 def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run where other files are."""
-    if not run_dir.is_dir() or is_unused(run_dir):
+    run = RunDir(run_dir)
+    if not run_dir.is_dir() or run.is_unused():
         return
-    if not (run_dir / CHECKPOINT_DIR).exists() and not (run_dir / METRICS_FILE).exists():
+    if not run.checkpoints.exists() and not run.metrics_path.exists():
         raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
     fix = "it has no checkpoint: remove it"
     if latest_checkpoint(run_dir):
@@ -179,11 +178,11 @@ def check_unused(run_dir: Path) -> None:
     raise UserError(f"run_dir {run_dir} holds a run already: {fix}, or name another")
 
 
-def _lock_existing(run_dir: Path, held: ExitStack) -> RunLock | None:
+def _lock_existing(run_dir: Path, held: ExitStack) -> RunDir | None:
     """Lock a run directory that holds a run, on the first process; else None."""
-    path = run_dir / "config.json"
-    if is_first() and (path.exists() or (run_dir / CHECKPOINT_DIR).is_dir()):
-        return held.enter_context(hold(path))
+    run = RunDir(run_dir)
+    if is_first() and (run.config_path.exists() or run.checkpoints.is_dir()):
+        return held.enter_context(run.hold())
     return None
 
 

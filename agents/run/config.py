@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
-import json
-import shutil
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,7 +19,6 @@ from agents.trainer import Job, MakeEnv, Training
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout
-from rl_dist.checkpoint.run_lock import RunLock
 from rl_dist.checkpoint.spec import RUN, kind_of
 from rl_dist.checkpoint.store import (
     BEST_FILE,
@@ -34,27 +28,23 @@ from rl_dist.checkpoint.store import (
     load_checkpoint,
     load_latest,
 )
-from rl_dist.errors import UserError, unwritable
-from rl_dist.files import path_to_write, read_plain
+from rl_dist.errors import UserError
+from rl_dist.files import read_plain
 from rl_dist.flags import read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
+from rl_dist.run_dir import RunDir, runs_below
 from rl_dist.strategies.config import SpeedConfig
 from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import (
-    EVENT_FILES,
-    METRICS_FILE,
     NullWriter,
-    close_logging,
     open_writer,
 )
-from rl_dist.telemetry.state_file import STATE_FILE, runs_below
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
 Which = Literal["last", "best", ""]  # of a run's checkpoints
-SUMMARY = "summary.json"  # of a finished run, and of no other
 SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
 EVALUATING = "final evaluation"  # the phase after training
 
@@ -246,57 +236,21 @@ def _of_kind(found: Found, kind: str) -> Found:
     return found
 
 
-def fresh_directory(runs: Path) -> Path:
-    """Make a directory named by the time; no two runs get the same."""
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = runs / (f"{stamp}_{number}" if number > 1 else stamp)
-            with suppress(FileExistsError):
-                path.mkdir()
-                break
-    except OSError as error:
-        raise unwritable(str(runs), error) from None
-    return path
-
-
 def save_config(config: Any, run_dir: Path) -> None:
-    """Write `config.to_dict()` to config.json, in place: a training locks it."""
-    text = json.dumps(config.to_dict(), indent=2).encode() + b"\n"
-    before = b""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = path_to_write(run_dir, "config.json")
-        path.touch()
-        before = read_plain(path)
-        if text != before:
-            _overwrite(path, text)
-    except OSError as error:
-        if before:
-            with suppress(OSError):
-                _overwrite(path, before)
-        raise unwritable(str(error.filename or f"run_dir {run_dir}"), error) from None
+    """Write `config.to_dict()` to config.json."""
+    RunDir(run_dir).write_config(config.to_dict())
 
 
-def _overwrite(path: Path, data: bytes) -> None:
-    """Replace a file's content; a full disk leaves it as long as it was."""
-    with path.open("r+b") as file:
-        file.write(data)
-        file.truncate()
-
-
-def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullWriter:
+def open_run_writer(training: Training, env: str, lock: RunDir | None) -> NullWriter:
     """Open the writer of metrics; on other ranks than 0 it writes nothing."""
     train = training.job.train
     writer = open_writer(
-        training.job.run_dir,
+        lock or RunDir(training.job.run_dir),
         training.world,
         train.total_steps or train.num_episodes,
         "steps" if train.total_steps else "episodes",
         start=training.global_step if train.total_steps else training.episodes,
         purge_step=training.global_step + 1,
-        lock=(lock.path, lock.file) if lock else None,
         loggers=named_loggers(train.loggers),
         config=training.job.config,
     )
@@ -313,31 +267,3 @@ def open_run_writer(training: Training, env: str, lock: RunLock | None) -> NullW
             "(docs/own_environment.md, Exact resume, shows the two methods that change this)"
         )
     return writer
-
-
-def is_unused(run_dir: Path) -> bool:
-    """Return whether a run may begin here: beside logs of a failed one at most."""
-    if not run_dir.is_dir():
-        return not run_dir.exists()
-    logs = run_dir / "logs"
-    inside = logs.iterdir() if logs.is_dir() else ()
-    return set(run_dir.iterdir()) <= {logs} and all(p.name.startswith("rank_") for p in inside)
-
-
-def discard_unstarted(run_dir: Path, exit_code: int) -> None:
-    """Remove the files of a run that failed before its first iteration ended.
-
-    What failed, and is no mistake at the keyboard (2), leaves its logs: they hold the traceback.
-    """
-    metrics = run_dir / METRICS_FILE
-    has_metrics = metrics.exists() and metrics.stat().st_size
-    if not run_dir.is_dir() or (run_dir / CHECKPOINT_DIR).exists() or has_metrics:
-        return
-    close_logging()
-    if exit_code != 1:
-        shutil.rmtree(run_dir / "logs", ignore_errors=True)
-    left = [run_dir / "config.json", run_dir / STATE_FILE, metrics, *run_dir.glob(EVENT_FILES)]
-    for path in left:
-        path.unlink(missing_ok=True)
-    if not any(run_dir.iterdir()):
-        run_dir.rmdir()

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,22 @@ from agents.run.choice import (
 from agents.run.config import (
     SECTIONS,
     RunConfig,
-    discard_unstarted,
     forget_probed,
-    fresh_directory,
-    is_unused,
     probe,
     save_config,
     with_threads,
 )
 from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
-from rl_dist.checkpoint.run_lock import RunLock, hold_new
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
-from rl_dist.files import leads_to
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.process_ends import report
+from rl_dist.run_dir import ENDED, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
-from rl_dist.telemetry.metrics import truncate_metrics
-from rl_dist.telemetry.state_file import ENDED, SavedCheckpoint, begin_state, open_state
+from rl_dist.telemetry.metrics import close_logging
 
 CheckWeights = Callable[[RunConfig, Any], None]
 
@@ -62,13 +57,14 @@ class Start:
     resolved: ResolvedLaunch
     run_dir: Path  # ranks of torchrun but the first ask that one
     resume_from: str  # a checkpoint; "": the run begins
-    lock: RunLock | None  # of the first process
+    lock: RunDir | None  # of the first process
     is_new: bool  # its directory was empty or missing
 
     def discard(self, exit_code: int) -> None:
         """Remove a new run that has failed before its first iteration ended."""
-        if self.is_new and self.lock and leads_to(self.lock.path, self.lock.file):
-            discard_unstarted(self.run_dir, exit_code)
+        if self.is_new and self.lock and self.lock.is_in_place():
+            close_logging()
+            self.lock.discard_unstarted(exit_code)
 
 
 def prepare(
@@ -109,11 +105,11 @@ def prepare(
         config = dataclasses.replace(
             config, launch=dataclasses.replace(launch, threads=resolved.threads)
         )
-        is_new = not found and (run_dir is None or is_unused(run_dir))
+        is_new = not found and (run_dir is None or RunDir(run_dir).is_unused())
         if is_first():
             announce(config, resolved, found, check_weights)
-            run_dir = run_dir or fresh_directory(RUNS)
-            lock = lock or held.enter_context(hold_new(run_dir / "config.json"))
+            run_dir = run_dir or RunDir.fresh(RUNS).path
+            lock = lock or held.enter_context(RunDir(run_dir).hold_new())
             again = _is_restart(run_dir)
             _record(config, resolved, run_dir, found, parsed.extra)
     except (ValueError, OSError) as error:
@@ -135,8 +131,10 @@ def _is_restart(run_dir: Path) -> bool:
     """Return True if torchrun starts ranks again, also for a host that came or went."""
     if restart_count() or "TORCHELASTIC_RUN_ID" not in os.environ:
         return restart_count() > 0
-    keeper = open_state(run_dir)
-    return keeper is not None and keeper.state.phase not in ENDED
+    with suppress(OSError, UserError):
+        state = RunDir(run_dir).state()
+        return state is not None and state.phase not in ENDED
+    return False
 
 
 def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
@@ -162,7 +160,7 @@ def _record(
     if not os.access(run_dir, os.W_OK):
         raise UserError(f"{run_dir}: Permission denied")
     save_config(config, run_dir)
-    truncate_metrics(run_dir, found.state["iteration"] if found else 0)
+    RunDir(run_dir).cut_records(found.state["iteration"] if found else 0)
     start_state(run_dir, config, resolved, found)
     going_on = f", going on from {found.path}" if found else ""
     print(f"run directory: {run_dir}{going_on}", flush=True)
@@ -180,8 +178,7 @@ def start_state(
         values = {name: found.state[name] for name in ("iteration", "global_step", "episodes")}
         path = f"{CHECKPOINT_DIR}/{found.path.name}"
         values["checkpoint"] = SavedCheckpoint(path=path, iteration=values["iteration"])
-    begin_state(
-        run_dir,
+    RunDir(run_dir).begin_state(
         num_ranks=resolved.num_ranks,
         strategy=config.launch.strategy_config.mode,
         precision=config.launch.precision.replace("auto", "fp32"),

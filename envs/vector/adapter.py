@@ -182,7 +182,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             if isinstance(seed, int) or len(seed) != self.num_envs:
                 raise ValueError(
                     f"seed must be a list of {self.num_envs} integers, one per environment, "
-                    f"got {seed}: see rl_dist/seeds.py"
+                    f"got {seed}: see agents/network/seeds.py"
                 )
             seed = list(seed)
             self._lifetime_step = 0

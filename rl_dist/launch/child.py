@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
-from rl_dist.files import read_plain
 from rl_dist.process_group.addresses import ADDRESS_VARIABLES, COPIES
 from rl_dist.process_group.process_ends import die_with_parent
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
-from rl_dist.telemetry.metrics import METRICS_FILE
+from rl_dist.run_dir import RunDir
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
@@ -113,12 +112,6 @@ class Child:
         return error or "; ".join(last_lines) or "it printed nothing"
 
 
-def ended_lines(run_dir: Path) -> list[bytes]:
-    """Return the records of all iterations that a run has ended, as JSON."""
-    path = run_dir / METRICS_FILE
-    return read_plain(path, None).rpartition(b"\n")[0].splitlines() if path.exists() else []
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
     """The result of a training."""
@@ -170,8 +163,8 @@ def launch_distributed_training(
     run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
     if run_dir and not run_dir.is_dir():  # a failed start leaves none
         run_dir = None
-    lines = ended_lines(run_dir) if run_dir else []
-    last = json.loads(lines[-1]) if lines else {}
+    records = RunDir(run_dir).records(last=1) if run_dir else []
+    last = records[-1] if records else {}
     return TrainingResult(
         success=code == 0,
         exit_code=code,

@@ -33,6 +33,7 @@ from typing import Any
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.errors import print_error_once, report_to_caller, restarts_refused
 from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_as_rank, run_guarded
+from rl_dist.process_group import process_ends
 from rl_dist.process_group.addresses import (
     ADDRESS_VARIABLES,
     RESTART_COUNT,
@@ -54,8 +55,8 @@ from rl_dist.process_group.process_ends import (
 )
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.process_group.world import close_any_world, leave_world, stop_flag, threads_per_rank
+from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
-from rl_dist.telemetry.state_file import launcher_pid, record_exit, update_state
 
 AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
 PREFIX = "rl_dist_"  # of a job directory, which nobody else may enter
@@ -224,7 +225,7 @@ class RankGroup:
             newest = latest_checkpoint(self.run_dir)
             facts["iteration"] = iteration_in_name(newest) if newest else 0
             message += f", going on from iteration {facts['iteration']}"
-            update_state(self.run_dir, phase="restarting", restarts=self.restarts)
+            RunDir(self.run_dir).update_state(phase="restarting", restarts=self.restarts)
         print(message, file=sys.stderr, flush=True)
         events.notify("restarted", message, **facts)
         return True
@@ -311,7 +312,11 @@ def launch(
     elif line:
         print_error_once(line)
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
-        record_exit(run_dir, launcher_pid(), report.exit_code, report.summary)
+        may_restart = may_start_again(report.exit_code - 128)
+        RunDir(run_dir).record_exit(
+            launcher_pid(), report.exit_code, report.summary, may_restart=may_restart
+        )
+        process_ends.report(exit_recorded=True)
     _notify_end(report, restarts)
     if report.failed and leave_world():
         # closing the process group could wait for ranks that are inside a collective

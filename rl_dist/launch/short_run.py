@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rl_dist.errors import UserError
-from rl_dist.launch.child import SCRIPT, Child, ended_lines
-from rl_dist.telemetry.state_file import read_state
+from rl_dist.launch.child import SCRIPT, Child
+from rl_dist.run_dir import RunDir
 
 # Seeds differ, so that the copies' episodes do not end together. Nothing is saved or evaluated.
 CHOSEN = {
@@ -57,6 +57,11 @@ class Copy(Child):
         # N ranks have one session, too
         super().__init__(words, folder, self.run_dir.name, own_session=False, **options)
 
+    def num_ended(self) -> int:
+        """Return the number of iterations that have ended."""
+        records = RunDir(self.run_dir).records(last=1)
+        return records[-1]["iteration"] if records else 0
+
     def config(self) -> dict[str, Any]:
         """Return its configuration by section; empty: it has not written all of it yet."""
         try:
@@ -66,7 +71,7 @@ class Copy(Child):
 
     def gradient_bytes(self) -> int:
         """Return the bytes of its gradient; it has ended an iteration."""
-        state = read_state(self.run_dir)
+        state = RunDir(self.run_dir).state()
         assert state is not None
         return state.gradient_bytes
 
@@ -172,21 +177,24 @@ class SideBySide:
         deadline_s = time.monotonic() + timeout_s
         ready_s = math.inf  # when all had their configuration, soon after which they train
         began_s = math.inf  # when what is measured began
-        before = [len(ended_lines(copy.run_dir)) for copy in self.running]
+        before = [copy.num_ended() for copy in self.running]
         begun = [count + self._under_way for count in before]
         self._under_way = 1
         while True:
-            ended = [ended_lines(copy.run_dir) for copy in self.running]
+            ended = [copy.num_ended() for copy in self.running]
             if ready_s == math.inf and all(copy.config() for copy in self.running):
                 ready_s = time.monotonic()
             if time.monotonic() - ready_s > enough_s:  # the one under way counts, too
                 begun, iterations, least_s = before, 2, 0.0
             wanted = list(zip(ended, begun, strict=True))
-            if all(len(lines) >= first for lines, first in wanted):
+            if all(count >= first for count, first in wanted):
                 began_s = min(began_s, time.monotonic())
-            enough = all(len(lines) >= first + iterations for lines, first in wanted)
+            enough = all(count >= first + iterations for count, first in wanted)
             if enough and time.monotonic() - began_s >= least_s:
-                return [[json.loads(line) for line in lines[first:]] for lines, first in wanted]
+                return [
+                    RunDir(copy.run_dir).records()[first:]
+                    for copy, first in zip(self.running, begun, strict=True)
+                ]
             for copy in self.running:
                 if copy.job.poll() is not None:
                     what = f"a short run of {SCRIPT.name} ended with code {copy.job.returncode}"

@@ -8,7 +8,6 @@ standard library only.
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import signal
@@ -18,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_dist.files import read_plain
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
@@ -64,11 +62,11 @@ def supervise() -> None:
         sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:
         code = _watch(child, page)
-        run_dir = page.read().get("run_dir")
-        if run_dir and not _exit_is_recorded(Path(run_dir)):
-            from rl_dist.telemetry.state_file import record_exit  # loads pydantic: 0.3 s
+        facts = page.read()
+        if "run_dir" in facts and "exit_recorded" not in facts:
+            from rl_dist.run_dir import RunDir  # loads pydantic: 0.3 s
 
-            record_exit(Path(run_dir), child, code)  # where the child could not
+            RunDir(facts["run_dir"]).record_exit(child, code)
         sys.exit(code)
     # who kills the process that he started means this one
     die_with_parent(supervisor, signal.SIGKILL)
@@ -91,13 +89,6 @@ def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any
     """Print no traceback of a Ctrl-C that comes before training does."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-
-
-def _exit_is_recorded(run_dir: Path) -> bool:
-    """True if the child has written to state.json how the run ended."""
-    with suppress(OSError, ValueError, AttributeError, RecursionError):
-        return bool(json.loads(read_plain(run_dir / "state.json")).get("exit"))
-    return False
 
 
 def _watch(child: int, page: ReportPage) -> int:
@@ -150,20 +141,18 @@ def _report_death(child: int, code: int, facts: dict[str, Any]) -> None:
     can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
     fix = f"; go on with --resume {run_dir}" if can_resume else ""
     print(f"error: {words}{fix}", file=sys.stderr, flush=True)
-    _record_failure(child, words, facts, -code if code < 0 else None)
+    _record_failure(child, words, facts, max(0, -code))
 
 
-def _record_failure(
-    child: int, words: str, facts: dict[str, Any], signum: int | None = None
-) -> None:
+def _record_failure(child: int, words: str, facts: dict[str, Any], signum: int = 0) -> None:
     """Complete the state.json of a child that has failed, and send the event."""
     from rl_dist.errors import report_to_caller
+    from rl_dist.run_dir import RunDir
     from rl_dist.telemetry import events
-    from rl_dist.telemetry.state_file import record_exit
 
     run_dir = facts.get("run_dir", "")
     if run_dir:
-        record_exit(Path(run_dir), child, 1, words, signum)
+        RunDir(run_dir).record_exit(child, 1, words, signum)
     report_to_caller(error=words)
     if facts.get("on_event"):
         events.configure(facts["on_event"], run_dir)

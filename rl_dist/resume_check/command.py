@@ -22,8 +22,9 @@ import torch
 
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, latest_checkpoint, load_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.launch.child import SCRIPT, Child, ended_lines, leave_at_signals
+from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.resume_check.comparison import differences, flatten, parameter_sha256, result_of
+from rl_dist.run_dir import RunDir
 
 # Sizes of training that are not given are small; the totals of the run follow from them.
 SIZES = {"num_envs": 8, "num_steps": 32, "bptt_steps": 8, "batch_size": 8}
@@ -162,7 +163,7 @@ def run_and_kill(plan: ResumePlan, saved: Path) -> int:
         run = plan.start("killed")
         try:
             while run.job.poll() is None:
-                if saved.exists() and len(ended_lines(run_dir)) >= beyond:
+                if saved.exists() and len(RunDir(run_dir).records()) >= beyond:
                     break
                 time.sleep(0.002)
         finally:
@@ -170,7 +171,7 @@ def run_and_kill(plan: ResumePlan, saved: Path) -> int:
         if run.job.returncode != -signal.SIGKILL:
             _finish(run)
         if latest_checkpoint(run_dir) == saved and not (run_dir / "summary.json").exists():
-            return len(ended_lines(run_dir))
+            return len(RunDir(run_dir).records())
     problem = "the run always ended before it could be killed"
     fix = f"give more than {plan.iterations} --iterations or longer ones (--num_steps)"
     raise UserError(f"{problem}: {fix}", exit_code=1)

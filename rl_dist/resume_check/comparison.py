@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from rl_dist.checkpoint.store import load_latest
 from rl_dist.errors import UserError
-from rl_dist.files import read_object
-from rl_dist.telemetry.metrics import METRICS_FILE
+from rl_dist.run_dir import RunDir
 
 ABOUT_THE_MACHINE = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
 
@@ -74,8 +72,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def metrics_of(run_dir: Path, with_ranks: bool) -> dict[str, Any]:
     """Return metrics.jsonl by iteration, without times and facts about the machine."""
-    text = (run_dir / METRICS_FILE).read_text(encoding="utf-8")
-    records = [json.loads(line) for line in text.splitlines()]
+    records = RunDir(run_dir).records()
     found: dict[str, Any] = {"metrics, iterations": [record["iteration"] for record in records]}
     for record in records:
         if not with_ranks:
@@ -97,5 +94,4 @@ def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
 
 def parameter_sha256(run_dir: Path) -> str:
     """Return the hash of the final parameters, which summary.json holds."""
-    summary = read_object(run_dir / "summary.json", parameter_sha256=str)
-    return str(summary["parameter_sha256"])
+    return str(RunDir(run_dir).summary()["parameter_sha256"])

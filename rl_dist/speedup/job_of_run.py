@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import UserError
-from rl_dist.files import read_plain
 from rl_dist.flags import declarations
 from rl_dist.launch.config import LaunchConfig
-from rl_dist.telemetry.metrics import METRICS_FILE
+from rl_dist.run_dir import RunDir
 
 CONFIG_FILE = "config.json"
 TRADING = "StockTrading-v0"
@@ -32,21 +30,13 @@ def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: names the file, and what is wrong with it.
     """
-    (config,) = _read(run_dir, CONFIG_FILE)
+    config = RunDir(run_dir).config()
     sections = isinstance(config, dict) and all(isinstance(v, dict) for v in config.values())
     env = config.get("task", {}).get("env") if sections else None
     if not isinstance(env, str) or "train" not in config:
         what = "is no configuration of a run with task, env and train"
         raise UserError(f"{run_dir / CONFIG_FILE} {what}; give flags of training instead")
     return config
-
-
-def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics; raises like `read_config`."""
-    records = _read(run_dir, METRICS_FILE)
-    if not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{run_dir / METRICS_FILE} is damaged: a line is no JSON object")
-    return records
 
 
 def flags_of_run(run_dir: Path) -> list[str]:
@@ -86,18 +76,3 @@ def budget_of(run_dir: Path | None, num_episodes: int | None, total_steps: int) 
             words = f"{name} must be a whole number from 0, got {value!r}"
             raise UserError(f"{run_dir}/{CONFIG_FILE}: {words}")
     return num_episodes or of_run["num_episodes"], total_steps or of_run["total_steps"]
-
-
-def _read(run_dir: Path, name: str) -> list[Any]:
-    """The JSON values of a file, of metrics one by line, as far as it has whole lines."""
-    if not all((run_dir / needed).is_file() for needed in (CONFIG_FILE, METRICS_FILE)):
-        needed = f"{CONFIG_FILE} and {METRICS_FILE}"
-        raise UserError(f"{run_dir} is no run directory: it holds no {needed}")
-    try:
-        text = read_plain(run_dir / name, None)
-        texts = text.rpartition(b"\n")[0].splitlines() if name == METRICS_FILE else [text]
-        return [json.loads(each) for each in texts]
-    except OSError as error:
-        raise UserError(f"{run_dir / name} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{run_dir / name} is damaged: {error}") from None

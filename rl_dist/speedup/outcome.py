@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_dist.speedup.job_of_run import read_records
+from rl_dist.run_dir import RunDir
 from rl_dist.speedup.model import Communication, predict
 from rl_dist.speedup.rank_cost import rank_cost_of_rows, seconds_of_rank
 
@@ -27,7 +27,7 @@ def outcome_of(run_dir: Path) -> dict[str, Any] | None:
     Never fails: what cannot be read is logged.
     """
     try:
-        records = read_records(run_dir)
+        records = RunDir(run_dir).records()
         ranks = len(records[-1]["ranks"]) if records else 1
         same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
         return outcome(same) if ranks > 1 and same else None

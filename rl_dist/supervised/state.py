@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import dataclass, field
@@ -22,11 +21,11 @@ from rl_dist.checkpoint.store import (
     save_checkpoint,
 )
 from rl_dist.errors import UserError, one_line
-from rl_dist.files import path_to_write
 from rl_dist.process_group.collectives import all_gather_json, check_in_sync
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.loggers import Board, Guarded
-from rl_dist.telemetry.metrics import EVENT_FILES, METRICS_FILE, without_nan, write_whole
+from rl_dist.telemetry.metrics import without_nan
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def restore(state: FitState, run_dir: str | Path | None, *, resume: bool) -> Non
             raise UserError("resume needs a run_dir with checkpoints: name it")
         return
     world = state.strategy.world
-    folder = path_to_write(run_dir, CHECKPOINT_DIR)
+    folder = RunDir(run_dir).checkpoints
     found, problem = "", ""
     if world.is_main_process:
         found = str(latest_checkpoint(run_dir) or "") if resume else ""
@@ -151,10 +150,9 @@ def save(
     if world.is_main_process:
         content[MEASURED] = {"valid/loss": state.best_loss} if best else {}
         folder = Path(run_dir, CHECKPOINT_DIR)
-        lines = "".join(json.dumps(without_nan(record)) + "\n" for record in state.history)
         try:
             save_checkpoint(folder, content, iteration=state.epoch, keep=keep, best=best)
-            write_whole(Path(run_dir, METRICS_FILE), lines)
+            RunDir(run_dir).write_records(without_nan(state.history))
         except (CheckpointError, UserError) as error:
             problem = str(error)
     problem = all_gather_json(problem, world)[0]
@@ -173,7 +171,7 @@ def open_board(state: FitState, run_dir: str | Path | None) -> Guarded | None:
     if run_dir is None or not state.strategy.world.is_main_process:
         return None
     try:
-        for file in Path(run_dir).glob(EVENT_FILES + EVENTS_SUFFIX):
+        for file in Path(run_dir).glob("events.out.tfevents.*" + EVENTS_SUFFIX):
             file.unlink()
         board = Guarded("TensorBoard", Board(run_dir, purge_step=1, suffix=EVENTS_SUFFIX))
     except OSError as error:

@@ -8,24 +8,24 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from rl_dist.errors import UserError, did_you_mean, unwritable
-from rl_dist.files import leads_to, log_once, path_to_write, plain_file, read_plain
+from rl_dist.files import check_in_place, log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
+from rl_dist.run_dir import LOG_FORMAT, RunDir
 from rl_dist.telemetry.loggers import Board, Guarded, flat_settings, open_logger
 from rl_dist.telemetry.progress import Progress
-from rl_dist.telemetry.state_file import open_state, replace_file
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
+STATE_EVERY_S = 1.0  # in training
 
 
 class NullWriter:
@@ -38,7 +38,7 @@ class NullWriter:
         """Take a line for the user."""
 
     def update_state(self, **changes: Any) -> None:
-        """Take changes of the run's state, see `rl_dist.telemetry.state_file.JobState`."""
+        """Take changes of the run's state, see `rl_dist.run_dir.JobState`."""
 
     def flush(self) -> None:
         """Let nothing written so far be lost when this process dies."""
@@ -52,43 +52,47 @@ class MetricsWriter(NullWriter):
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run: RunDir,
         world: World,
         total: int,
         unit: str,
         *,
         start: int = 0,
         purge_step: int | None = None,
-        lock: tuple[Path, IO[bytes]] | None = None,
         loggers: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the files of a run, and append to metrics.jsonl.
 
         Args:
+            run: once the lock that it holds is gone, nothing is written.
             total: `done` at the end of the run.
             unit: of `done`, such as "episodes".
             start: `done` at the start, above 0 on resume.
             purge_step: the first `global_step` still to come. TensorBoard hides what an earlier
                 writer wrote from there on, if the run's first writer gave this, too.
-            lock: path and open file that lock the directory; once it is gone, nothing is written.
             loggers: others to log to beside TensorBoard, see `loggers.LOGGERS`.
             config: the run's settings by section, which loggers show beside its metrics.
         """
         assert world.is_main_process
         settings = flat_settings(config or {})
         try:
-            Path(run_dir).mkdir(parents=True, exist_ok=True)
-            self._lines = _LineFile(path_to_write(run_dir, METRICS_FILE))
-            board = Board(run_dir, purge_step=purge_step)
+            run.path.mkdir(parents=True, exist_ok=True)
+            self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
+            board = Board(run.path, purge_step=purge_step)
         except OSError as error:
-            raise unwritable(f"run_dir {run_dir}", error) from None
+            raise unwritable(f"run_dir {run.path}", error) from None
         self._loggers = [Guarded("TensorBoard", board)]
         for name in loggers:
-            self._loggers.append(Guarded(name, open_logger(name, Path(run_dir), settings)))
+            self._loggers.append(Guarded(name, open_logger(name, run.path, settings)))
         self._progress = Progress(total, unit, start)
-        self._lock = lock
-        self._state = open_state(Path(run_dir), lock)
+        self._run = run
+        self._state_s = -math.inf  # when state.json was last written for a record
+        self._unwritten: dict[str, Any] = {}  # changes of the state
+        state = None
+        with suppress(OSError, UserError):  # foreign: it stays as it is
+            state = run.state()
+        self._ranks = {entry.rank: entry for entry in state.ranks} if state else {}
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration.
@@ -103,8 +107,7 @@ class MetricsWriter(NullWriter):
         """
         plain = without_nan(record)
         try:
-            if self._lock is not None:
-                check_in_place(*self._lock)
+            self._run.check_in_place()
             self._lines.write(json.dumps(plain, allow_nan=False))
         except UserError:
             for open_one in self._loggers:
@@ -113,13 +116,31 @@ class MetricsWriter(NullWriter):
         for open_one in self._loggers:
             open_one.write(plain, plain["global_step"])
         self._progress.show(plain, done)
-        if self._state:
-            self._state.add_record(plain)
+        self._note(plain)
 
     def update_state(self, **changes: Any) -> None:
         """Write changes to state.json."""
-        if self._state:
-            self._state.update(**changes)
+        self._run.update_state(**self._unwritten | changes)
+        self._unwritten = {}
+        self._state_s = -math.inf  # the next record is written at once: the phase changes
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        """Bring counters and peaks of a record into state.json, at most once a second."""
+        for entry in record.get("ranks", ()):
+            if rank := self._ranks.get(entry["rank"]):
+                used = entry.get("gpu/memory_peak_gib") or entry.get("ram/used_gib") or 0.0
+                rank.memory_peak_gib = max(rank.memory_peak_gib or 0.0, used) or None
+        self._unwritten = {
+            "ranks": list(self._ranks.values()),
+            "phase": "training",
+            "iteration": record["iteration"],
+            "global_step": record["global_step"],
+            "episodes": record.get("episode/total", 0),
+        }
+        now_s = time.monotonic()
+        if now_s - self._state_s >= STATE_EVERY_S:
+            self.update_state()
+            self._state_s = now_s
 
     def say(self, text: str) -> None:
         """Print a line without tearing the progress bar."""
@@ -134,18 +155,19 @@ class MetricsWriter(NullWriter):
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
-        for part in (self._progress, self._lines, *self._loggers, self._state):
-            if part:
-                part.close()
+        if self._unwritten:
+            self.update_state()
+        self._progress.close()
+        self._lines.close()
+        for open_one in self._loggers:
+            open_one.close()
 
 
-def open_writer(
-    run_dir: str | Path, world: World, total: int, unit: str, **options: Any
-) -> NullWriter:
+def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any) -> NullWriter:
     """Return a `MetricsWriter` on the main process, a writer of nothing elsewhere."""
     if not world.is_main_process:
         return NullWriter()
-    return MetricsWriter(run_dir, world, total, unit, **options)
+    return MetricsWriter(run, world, total, unit, **options)
 
 
 class _LineFile:
@@ -188,63 +210,12 @@ class _LineFile:
         self._file.close()
 
 
-def check_in_place(path: Path, file: IO[Any]) -> None:
-    """Make sure that a file of the run directory is still the one that was opened.
-
-    Raises:
-        UserError: it was deleted or replaced, most likely with the whole directory.
-    """
-    if not leads_to(path, file):
-        what = f"{path} was deleted or replaced during training, or the whole run directory"
-        raise UserError(f"{what}: nothing more is saved there", exit_code=1)
-
-
 def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
     """Say once that no environment has given the env/ metric that a flag names."""
     if name.startswith("env/") and name not in seen:
         known = sorted(key for key in seen if key.startswith("env/"))
         fix = did_you_mean(name, known) or f"there is {', '.join(known) or 'none'}"
         log_once(f"{flag} {name}: no environment has given it so far: {fix}")
-
-
-def truncate_metrics(run_dir: str | Path, iteration: int) -> int:
-    """Cut metrics.jsonl after `iteration`, and its torn end.
-
-    Returns:
-        Number of lines kept.
-
-    Raises:
-        UserError: the disk is full or cannot be written; what is there stays as it was.
-    """
-    path = Path(run_dir, METRICS_FILE)
-    if not path.exists():
-        return 0
-    try:
-        before = read_plain(path, None).decode(errors="replace")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    kept = ""
-    for line in before.splitlines():
-        try:
-            record = json.loads(line)
-            counters = record["iteration"], record["global_step"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            counters = None, None
-        if [*map(type, counters)] != [int, int]:
-            logger.warning("%s: dropped a line that is no record: %.60s", path, line)
-        elif counters[0] <= iteration:
-            kept += line + "\n"
-    if kept != before:
-        write_whole(path, kept)
-    return kept.count("\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Make a file hold `text`, or leave it as it was."""
-    try:
-        replace_file(path, text, sync=True)
-    except OSError as error:
-        raise unwritable(str(error.filename or path), error) from None
 
 
 # ---- logs
@@ -255,10 +226,9 @@ _handlers: list[logging.Handler] = []  # that `setup_logging` has added
 class _LogFile(logging.StreamHandler):
     """A log that a full disk cuts short without a traceback for every line."""
 
-    def __init__(self, path: Path, level: int, formatter: logging.Formatter) -> None:
+    def __init__(self, path: Path, rank: int) -> None:
         super().__init__(open(path, "a", encoding="utf-8", opener=plain_file))  # noqa: SIM115
-        self.setLevel(level)
-        self.setFormatter(formatter)
+        self.setFormatter(logging.Formatter(LOG_FORMAT.format(rank=rank)))
 
     def close(self) -> None:
         with suppress(OSError):
@@ -268,20 +238,6 @@ class _LogFile(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-class _JsonLine(logging.Formatter):
-    """A log record as an object in one line, for `rl_dist.status`."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    def format(self, record: logging.LogRecord) -> str:
-        error = record.exc_info[1] if record.exc_info else None
-        text = f"{type(error).__name__}: {error}" if error else record.getMessage()
-        found = {"time": self.formatTime(record), "level": record.levelname, "rank": self._rank}
-        return json.dumps(found | {"text": " ".join(text.split())})
 
 
 class _Console(logging.Handler):
@@ -295,19 +251,16 @@ class _Console(logging.Handler):
 def setup_logging(run_dir: str | Path, rank: int) -> None:
     """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
 
-    Warnings and errors go to logs/rank_N.jsonl, too. Replaces what an earlier call set up.
+    Replaces what an earlier call set up.
     """
     close_logging()
-    name = f"logs/rank_{rank}"
-    text = logging.Formatter(f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s")
+    name = f"logs/rank_{rank}.log"
     try:
-        path = path_to_write(run_dir, f"{name}.log")
+        path = path_to_write(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _handlers.append(_LogFile(path, logging.INFO, text))
-        path = path_to_write(run_dir, f"{name}.jsonl")
-        _handlers.append(_LogFile(path, logging.WARNING, _JsonLine(rank)))
+        _handlers.append(_LogFile(path, rank))
     except OSError as error:
-        raise unwritable(f"{run_dir}/{name}.log", error) from None
+        raise unwritable(f"{run_dir}/{name}", error) from None
     if rank == 0:
         _handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()

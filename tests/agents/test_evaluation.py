@@ -14,10 +14,10 @@ from agents.evaluate import evaluation, markets
 from agents.evaluate.evaluation import PolicyController, evaluate_episodes
 from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
 from agents.network.normalize import Normalizer
+from agents.network.seeds import EVALUATION_STREAM, stream_seeds
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout
 from rl_dist.process_group.world import World
-from rl_dist.seeds import EVALUATION_STREAM, stream_seeds
 
 
 class Paths:

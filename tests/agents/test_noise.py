@@ -5,7 +5,7 @@ from gymnasium import spaces
 
 import agents.network.noise
 from agents.network.noise import MASK, action_noise, philox, random_words
-from rl_dist.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
+from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
 
 
 def box(num_actions):

@@ -28,8 +28,8 @@ from agents.evaluate.statistics import interquartile_mean, score_intervals
 from agents.run.saved import load_agent
 from envs import make_vector_env
 from envs.vector.spaces import from_json, to_json
+from rl_dist import status
 from rl_dist.errors import UserError
-from rl_dist.status import command as status
 
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
 TINY |= {"device": "cpu", "eval_episodes": 2, "validate_every": 2}

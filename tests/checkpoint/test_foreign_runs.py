@@ -18,6 +18,7 @@ from agents.pretrain import command as pretrain
 from agents.run import choice
 from agents.run.config import SECTIONS, RunConfig
 from envs.task import GymTask
+from rl_dist import status
 from rl_dist.checkpoint.__main__ import main
 from rl_dist.checkpoint.store import (
     Found,
@@ -31,7 +32,6 @@ from rl_dist.errors import UserError
 from rl_dist.resume_check.comparison import parameter_sha256 as hash_of
 from rl_dist.speedup import command as speedup
 from rl_dist.speedup.job_of_run import flags_of, read_config
-from rl_dist.status import command as status
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)

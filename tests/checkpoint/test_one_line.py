@@ -13,11 +13,11 @@ import train_distributed
 from agents.export import command as export
 from agents.pretrain import command as pretrain
 from envs.trading.market_data import MarketDataError, read_bars
+from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.errors import explained, explains_errors
+from rl_dist.run_dir import RunDir
 from rl_dist.speedup import command as speedup
-from rl_dist.status import command as status
-from rl_dist.telemetry.metrics import truncate_metrics
 
 TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "128"]
 COMMANDS = {
@@ -109,7 +109,7 @@ def test_a_line_of_metrics_that_is_no_record_is_dropped(copy):
     whole = metrics.read_text()
     for line in ({"iteration": 1, "global_step": None}, {"iteration": None}, [], 1):
         metrics.write_text(json.dumps(line) + "\n" + whole)
-        assert truncate_metrics(copy, 9) == 3
+        assert RunDir(copy).cut_records(9) == 3
         assert metrics.read_text() == whole
 
 

@@ -19,10 +19,10 @@ from train_runs import (
 
 from agents.sizes import TrainConfig
 from agents.trainer import Training, train
-from rl_dist.checkpoint.run_lock import hold
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, open_writer
 
 FOREVER = [*RECALL, "--checkpoint_every", 1, "--num_gpus", 2, "--total_steps", 10**9]
@@ -145,7 +145,7 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
     world, tmp_path, replaced, on_save_error
 ):
     run_dir = tmp_path / "run"
-    writer = open_writer(run_dir, world, total=6, unit="episodes")
+    writer = open_writer(RunDir(run_dir), world, total=6, unit="episodes")
 
     def write(record, *, done):
         if record["iteration"] == 3:
@@ -167,10 +167,10 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
 
 
 def test_training_ends_when_its_lock_is_gone_alone(world, tmp_path):
-    with hold(tmp_path / "config.json") as lock:
-        writer = open_writer(tmp_path, world, total=6, unit="episodes", lock=(lock.path, lock.file))
+    with RunDir(tmp_path).hold() as held:
+        writer = open_writer(held, world, total=6, unit="episodes")
         writer.write({"iteration": 1, "global_step": 1}, done=1)
-        lock.path.unlink()
+        held.config_path.unlink()
         with pytest.raises(UserError, match="config.json was deleted or replaced"):
             writer.write({"iteration": 2, "global_step": 2}, done=2)
         writer.close()
@@ -244,7 +244,7 @@ def write(writer, iteration):
 def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
     world, tmp_path, limits, caplog, finish
 ):
-    writer = open_writer(tmp_path, world, total=6, unit="episodes")
+    writer = open_writer(RunDir(tmp_path), world, total=6, unit="episodes")
     writer.flush()  # TensorBoard's thread has begun its file
     for iteration in (1, 2, 3):
         size = (tmp_path / "metrics.jsonl").stat().st_size

@@ -7,52 +7,46 @@ import pytest
 from lock_keeper import keep
 from train_runs import RECALL, only_error, records, start_training, train_here
 
-from rl_dist.checkpoint.run_lock import hold, hold_new
 from rl_dist.errors import UserError
-from rl_dist.files import leads_to
-from rl_dist.status.run_state import is_locked
+from rl_dist.run_dir import RunDir
 
 SMALL = [*RECALL, "--num_steps", 8, "--eval_episodes", 2, "--keep_checkpoints", 50]
 SMALL += ["--checkpoint_every", 1]
 
 
 def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
-    lock = hold(tmp_path / "config.json")
+    lock = RunDir(tmp_path).hold()
     spawn = multiprocessing.get_context("spawn")
     done = spawn.Event()
     child = spawn.Process(target=keep, args=(lock, done))
     child.start()
-    lock.close()
-    assert is_locked(tmp_path)
+    lock.release()
+    assert RunDir(tmp_path).is_locked()
     done.set()
     child.join()
-    assert child.exitcode == 0 and not is_locked(tmp_path)
+    assert child.exitcode == 0 and not RunDir(tmp_path).is_locked()
 
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path):
-    with hold(tmp_path / "config.json"):
+    with RunDir(tmp_path).hold():
         (tmp_path / "config.json").unlink()
-        with hold(tmp_path / "config.json", patience_s=0.0) as lock:
-            assert leads_to(lock.path, lock.file)
+        with RunDir(tmp_path).hold(patience_s=0.0) as lock:
+            assert lock.is_in_place()
 
 
 def test_a_lock_that_is_let_go_before_a_configuration_is_written_leaves_nothing(tmp_path):
-    with hold(tmp_path / "config.json"):
-        assert is_locked(tmp_path)
+    with RunDir(tmp_path).hold():
+        assert RunDir(tmp_path).is_locked()
     assert not list(tmp_path.iterdir())
-    (tmp_path / "config.json").touch()  # somebody else's
-    with hold(tmp_path / "config.json"):
-        pass
-    assert (tmp_path / "config.json").exists()
 
 
 def test_of_two_that_begin_in_one_directory_one_is_refused(tmp_path):
-    with hold_new(tmp_path / "config.json") as lock:
+    with RunDir(tmp_path).hold_new() as lock:
         with pytest.raises(UserError, match="in use"):
-            hold_new(tmp_path / "config.json")
-        lock.path.write_text("{}")
+            RunDir(tmp_path).hold_new()
+        lock.config_path.write_text("{}")
     with pytest.raises(UserError, match="holds a run already"):
-        hold_new(tmp_path / "config.json")
+        RunDir(tmp_path).hold_new()
 
 
 @pytest.mark.slow
@@ -61,12 +55,14 @@ def test_a_training_on_two_ranks_never_lets_its_lock_go(tmp_path):
     locked = False
     free = 0
     while job.poll() is None:
-        locked = locked or is_locked(tmp_path)
+        locked = locked or RunDir(tmp_path).is_locked()
         time.sleep(0.01)
-        free += locked and not is_locked(tmp_path) and not (tmp_path / "summary.json").exists()
+        free += (
+            locked and not RunDir(tmp_path).is_locked() and not (tmp_path / "summary.json").exists()
+        )
     _, stderr = job.communicate()
     assert job.returncode == 0 and locked, stderr
-    assert free == 0 and not is_locked(tmp_path)
+    assert free == 0 and not RunDir(tmp_path).is_locked()
 
 
 @pytest.mark.slow

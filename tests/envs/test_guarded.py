@@ -12,11 +12,11 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
 from envs.vector import faults
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.faults import EnvironmentFaultError
-from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 
 class Ticking(gymnasium.Env):

@@ -8,9 +8,9 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
 
+from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
 from envs.memory_tasks.cartpole_positions import CartPolePositionsEnv, CartPolePositionsVectorEnv
 from envs.memory_tasks.recall import RecallEnv, RecallVectorEnv
-from rl_dist.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
 
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 

@@ -11,11 +11,11 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
 from envs.memory_tasks.cartpole_positions import CartPoleVectorEnv
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.batched import pack_generator, unpack_generator
-from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 
 class ScriptedEnv(gymnasium.Env):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from train_runs import lives, start, wait_until
 
+from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
 from envs.vector.faults import EnvironmentFaultError
 from envs.workers.env import WorkerEnv
-from rl_dist.seeds import ENVIRONMENT_STREAM, stream_seeds
 
 FIRST, NUM_ENVS = 3, 7
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, FIRST, NUM_ENVS)

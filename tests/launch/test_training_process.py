@@ -13,8 +13,8 @@ from train_runs import RECALL, records, train_here
 import rl_dist
 from rl_dist.launch.child import Child, as_flags, launch_distributed_training
 from rl_dist.resume_check.comparison import differences, result_of
-from rl_dist.status.run_state import read_run
-from rl_dist.telemetry.state_file import read_state
+from rl_dist.run_dir import RunDir
+from rl_dist.status import read_status
 
 SHORT = [*RECALL, "--eval_episodes", "4"]
 
@@ -34,7 +34,7 @@ def test_a_training_that_succeeds_has_its_result(trained):
     last = records(trained.run_dir)[-1]
     names = ("loss/policy", "loss/value", "loss/entropy")
     assert trained.final_losses == {name: last[name] for name in names}
-    found = read_run(trained.run_dir)
+    found = read_status(trained.run_dir)
     assert (found.state, found.iteration, found.num_ranks) == ("finished", 8, 1)
 
 
@@ -63,7 +63,7 @@ def test_a_training_that_dies_has_its_error(tmp_path):
         path = tmp_path / "run" / "checkpoints"
         while not any(path.glob("*.pt")):
             time.sleep(0.1)
-        os.kill(read_state(tmp_path / "run").ranks[1].pid, signal.SIGKILL)
+        os.kill(RunDir(tmp_path / "run").state().ranks[1].pid, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     named = {"total_steps": 10**8, "num_gpus": 2, "checkpoint_every": 1}
@@ -85,7 +85,7 @@ def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         launch_distributed_training(SHORT, echo=False, total_steps=10**8, run_dir=tmp_path / "run")
-    found = read_run(tmp_path / "run")
+    found = read_status(tmp_path / "run")
     assert found.state == "stopped" and found.checkpoint == f"iteration_{found.iteration:08d}.pt"
 
 

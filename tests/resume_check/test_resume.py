@@ -17,12 +17,11 @@ from train_runs import RECALL, only_error, records, train_here
 
 from agents.api import rank
 from agents.evaluate import final
-from agents.run.config import fresh_directory
-from rl_dist.checkpoint import run_lock
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.process_group.world import World
 from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import MetricsWriter
 
 TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "256"]
@@ -117,8 +116,8 @@ def test_a_weak_run_goes_on_with_its_totals_on_another_number_of_ranks(run_dir, 
 
 
 def test_two_trainings_never_write_to_one_run_directory(killed, monkeypatch, refusal):
-    monkeypatch.setattr(run_lock.hold, "__defaults__", (0.3,))
-    with run_lock.hold(killed / "config.json"):
+    monkeypatch.setattr(RunDir.hold, "__defaults__", (0.3,))
+    with RunDir(killed).hold():
         assert "is in use by another training" in only_error(refusal(killed))
 
 
@@ -209,7 +208,7 @@ def test_a_finished_run_that_goes_on_no_longer_says_that_it_has_finished(run_dir
 def test_runs_that_start_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda *_: "2026-01-31_12-00-00")
     with ThreadPoolExecutor(16) as pool:
-        made = list(pool.map(fresh_directory, [tmp_path / "runs"] * 64))
+        made = [run.path for run in pool.map(RunDir.fresh, [tmp_path / "runs"] * 64)]
     assert len(set(made)) == 64 and all(path.is_dir() for path in made)
     assert {"2026-01-31_12-00-00", "2026-01-31_12-00-00_10"} < {path.name for path in made}
 

@@ -5,15 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_run_state import Run, message, record
 from train_runs import PATIENCE_S, RECALL, REPO, only_error, records, start_training, wait_until
 
-from rl_dist.checkpoint.run_lock import hold
-from rl_dist.status import command as status
-from rl_dist.status.run_state import read_run
+from rl_dist import status
+from rl_dist.run_dir import RunDir
+from rl_dist.status import read_status
 
 FAST = ["--every", "0.1"]
 
@@ -31,13 +32,13 @@ def test_a_running_one_is_shown_with_all_there_is(run, capsys):
     figures = {"episode/return": 0.5, "episode/count": 1, "valid/sharpe": 1.25}
     run.metrics(record(1), record(2, ranks=[one, {"rank": 1}], **figures))
     run.logs(message(30, 0))
-    with hold(run.path / "config.json"):
+    with RunDir(run.path).hold():
         assert status.main([str(run.path)]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["state"] == "running" and rows["checkpoint"] == "none"
     assert rows["job"] == "Recall-v0, 2 ranks on cpu, strategy ddp"
-    assert rows["progress"] == "2 of 100 episodes (2%), 2 iterations"
-    for words in ("100.0 steps/s", "0.1 s an iteration", "0:00:10 to go"):
+    assert rows["progress"] == "iteration 2, 2 of 100 episodes (2%)"
+    for words in ("100.0 steps/s", "0.1 s an iteration"):
         assert words in rows["speed"]
     assert "return 0.5" in rows["return"] and "valid/sharpe 1.25" in rows["return"]
     for words in ("CPU 99 %", "0.50 GiB", "GPU 87 %", "peak 2.25 GiB", "250 W", "waits 25%"):
@@ -68,7 +69,7 @@ def test_without_a_directory_the_newest_run_is_meant(tmp_path, monkeypatch, caps
     assert "runs/mine" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", ["--every 1", "x --follow --every 0", "x --follow --every nan"])
+@pytest.mark.parametrize("argv", ["x --every 0", "x --follow --every 0", "x --follow --every nan"])
 def test_bad_usage_is_one_line_and_code_2(argv, capsys):
     with pytest.raises(SystemExit) as left:
         status.main(argv.split())
@@ -78,7 +79,7 @@ def test_bad_usage_is_one_line_and_code_2(argv, capsys):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch, terminal):
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    lock = hold(run.path / "config.json")
+    lock = RunDir(run.path).hold()
     run.metrics(record(1))
     left = [2, 3, 4]
 
@@ -87,7 +88,7 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch, ter
         run.metrics(*(record(number) for number in range(1, iteration + 1)))
         if not left:
             run.state("done", 0)
-            lock.close()
+            lock.release()
 
     monkeypatch.setattr("time.sleep", go_on)
     assert status.main([str(run.path), "--follow"]) == 0
@@ -96,8 +97,9 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch, ter
         assert out.count("\x1b[H\x1b[2J") == out.count("state  ") == 4
     else:
         running = [line for line in out.splitlines() if " | running | " in line]
-        assert [line.split(" | ")[2] for line in running] == [f"iteration {n}" for n in (1, 2, 3)]
-        assert "100.0 steps/s" in running[-1] and "0:00:10 to go" in running[-1]
+        shown = [line.split(" | ")[2].partition(",")[0] for line in running]
+        assert shown == [f"iteration {n}" for n in (1, 2, 3)]
+        assert "100.0 steps/s" in running[-1] and "0:00:10 without" in running[-1]
     assert "state       finished" in out
 
 
@@ -111,8 +113,10 @@ def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
         wait_until((run_dir / "state.json").exists, job)
         command = [sys.executable, "-m", "rl_dist.status", run_dir, "--follow", *FAST]
         follower = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
-        wait_until(lambda: read_run(run_dir).iteration >= 6 and read_run(run_dir).checkpoint)
-        found = read_run(run_dir)
+        wait_until(
+            lambda: read_status(run_dir)["iteration"] >= 6 and read_status(run_dir)["checkpoint"]
+        )
+        found = SimpleNamespace(**read_status(run_dir))
         assert (found.state, found.num_ranks, found.device) == ("running", 2, "cpu")
         assert found.strategy == "ddp"
         assert found.eta_s > 0 and found.steps_per_s > 0
@@ -122,7 +126,7 @@ def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
     out, _ = follower.communicate(timeout=PATIENCE_S)
     assert follower.returncode == 1
     assert " | running | iteration " in out and "state       dead: it ended during " in out
-    assert read_run(run_dir).state == "dead"
+    assert read_status(run_dir)["state"] == "dead"
     tags = EventAccumulator(str(run_dir)).Reload().Tags()["scalars"]
     for rank in (0, 1):
         entries = [line["ranks"][rank] for line in records(run_dir)]

@@ -11,13 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import (
     MetricsWriter,
     NullWriter,
     close_logging,
     open_writer,
     setup_logging,
-    truncate_metrics,
 )
 
 
@@ -40,7 +40,7 @@ def scalars(run_dir):
 
 
 def writer_of(run_dir, total=10, unit="steps", **options):
-    return MetricsWriter(run_dir, world_of_rank(0), total, unit, **options)
+    return MetricsWriter(RunDir(run_dir), world_of_rank(0), total, unit, **options)
 
 
 def test_values_that_are_not_finite_become_null_and_each_line_is_on_disk_at_once(tmp_path):
@@ -62,14 +62,14 @@ def test_tensorboard_has_scalars_by_global_step_and_tags_by_rank(tmp_path):
 
 
 def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
-    assert truncate_metrics(tmp_path, 5) == 0  # there are none
+    assert RunDir(tmp_path).cut_records(5) == 0  # there are none
     writer = writer_of(tmp_path)
     for iteration in (1, 2, 3):
         writer.write(record(iteration, x=float(iteration)), done=iteration)
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "glob')  # torn by a kill
-    assert truncate_metrics(tmp_path, 2) == 2
+    assert RunDir(tmp_path).cut_records(2) == 2
     writer = writer_of(tmp_path, start=2, purge_step=201)
     writer.write(record(3, x=30.0), done=3)
     writer.close()
@@ -78,13 +78,13 @@ def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    writer = open_writer(tmp_path, world_of_rank(1), total=10, unit="steps")
+    writer = open_writer(RunDir(tmp_path), world_of_rank(1), total=10, unit="steps")
     writer.write(record(1), done=1)
     writer.say("hello")
     writer.close()
     assert type(writer) is NullWriter
     assert not list(tmp_path.iterdir())
-    assert isinstance(open_writer(tmp_path, world_of_rank(0), 10, "steps"), MetricsWriter)
+    assert isinstance(open_writer(RunDir(tmp_path), world_of_rank(0), 10, "steps"), MetricsWriter)
 
 
 def test_a_run_directory_that_cannot_be_written_is_one_clear_error(tmp_path):

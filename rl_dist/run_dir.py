@@ -1,0 +1,448 @@
+"""The directory of a run: its paths, its lock, and one reader and one writer of each file.
+
+config.json is written in place, because the lock is on it. state.json and summary.json are replaced
+as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. What
+is read may be torn or come from anybody: it is left out, or refused in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import functools
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal, Self
+
+import pydantic
+
+from rl_dist.errors import UserError, printable, unwritable
+from rl_dist.files import (
+    EVENT_FILES,
+    check_in_place,
+    check_layout,
+    leads_to,
+    overwrite,
+    path_to_write,
+    plain_file,
+    read_object,
+    read_plain,
+    read_tail,
+    replace_file,
+    write_whole,
+)
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+CHECKPOINT_DIR = "checkpoints"
+PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
+TAIL_BYTES = 2**20  # of files that grow, if only the last lines are wanted
+LARGE = 1e18  # larger numbers are no metrics
+LONGEST_ERROR = 2000  # characters
+WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
+ENDED = ("done", "stopped", "failed")
+PHASES = ("starting", "restarting", *WORKING, *ENDED)
+LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
+LOGGED = re.compile(
+    r"^(?P<time>[-\d]+ [:,\d]+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: "
+    r"(?P<text>.*)",
+    re.MULTILINE,
+)
+Record = dict[str, Any]
+
+# A terminal shows what is read from state.json: no control characters, no rubbish.
+Count = Annotated[int, pydantic.Field(ge=0, lt=10**18)]
+Real = Annotated[float, pydantic.Field(ge=0, lt=1e18)]
+Text = Annotated[str, pydantic.Field(pattern=r"^[^\p{C}]*$")]
+Phase = Literal[PHASES]  # type: ignore[valid-type]
+
+
+@dataclass(kw_only=True)
+class RankEntry:
+    """One rank."""
+
+    rank: Count
+    pid: Count
+    host: Text
+    device: Text
+    memory_peak_gib: Real | None = None  # of its tensors on a GPU, else of its process
+
+
+@dataclass(kw_only=True)
+class SavedCheckpoint:
+    """The last checkpoint of a run."""
+
+    path: Text  # within the run directory
+    iteration: Count
+
+
+@dataclass(kw_only=True)
+class RunExit:
+    """The end of a run."""
+
+    code: Count
+    signal: Text | None = None  # such as SIGTERM
+    error: Text = ""  # one line
+
+
+@dataclass(kw_only=True)
+class JobState:
+    """The content of state.json: what a run is doing.
+
+    One process writes it at a time: the launcher before its ranks start, between two starts and
+    after their end, the main rank in between.
+    """
+
+    version: Literal[1] = 1
+    launcher_pid: Count = 0
+    host: Text = ""  # of the launcher
+    started: Real = 0.0  # seconds since 1970
+    updated: Real = 0.0  # seconds since 1970
+    restarts: Count = 0  # of all ranks by the launcher, since it started
+    num_ranks: Count
+    ranks: list[RankEntry] = field(default_factory=list)
+    strategy: Text
+    precision: Text
+    phase: Phase = "starting"
+    iteration: Count = 0
+    global_step: Count = 0
+    episodes: Count = 0
+    target: Count
+    unit: Text  # of the target: episodes or steps
+    checkpoint: SavedCheckpoint | None = None
+    gradient_bytes: Count = 0  # that every gradient step reduces over the ranks
+    exit: RunExit | None = None
+
+
+class RunDir(AbstractContextManager["RunDir"]):
+    """A run directory, and the lock on it while this process or one of its ranks holds it.
+
+    One training holds the lock from its choice of a checkpoint to its end: a RunDir that is sent to
+    a new process takes the open file along. The lock is free once all of them have closed it, or
+    are dead.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.state_path = self.path / STATE_FILE
+        self.summary_path = self.path / "summary.json"  # of a finished run, and of no other
+        self.checkpoints = self.path / CHECKPOINT_DIR
+        self.logs = self.path / "logs"
+        self.lock: IO[bytes] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel to a new process with the lock as an inherited descriptor."""
+        return vars(self) | {"lock": self.lock and reduction.DupFd(self.lock.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if state["lock"]:
+            self.lock = os.fdopen(state["lock"].detach(), "r+b")
+
+    # ---- the directory and its lock
+
+    @classmethod
+    def fresh(cls, runs: Path) -> Self:
+        """Make a directory named by the time; no two runs get the same."""
+        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = runs / (f"{stamp}_{number}" if number > 1 else stamp)
+                with suppress(FileExistsError):
+                    path.mkdir()
+                    break
+        except OSError as error:
+            raise unwritable(str(runs), error) from None
+        return cls(path)
+
+    def hold(self, patience_s: float = PATIENCE_S) -> Self:
+        """Take the lock, which makes config.json if it is missing.
+
+        Raises:
+            UserError: another process still holds it after `patience_s`; or the directory cannot be
+                written, or something else lies in the place of one of the run's files.
+        """
+        check_layout(self.path)
+        in_use = f"{self.path} is in use by another training"
+        began_s = time.monotonic()
+        for attempt in itertools.count():
+            if self._try_to_hold():
+                break
+            if time.monotonic() - began_s >= patience_s:
+                raise UserError(f"{in_use}: wait for its end, or stop it")
+            if attempt == 0:
+                print(f"{in_use}: waiting up to {patience_s:g} s", flush=True)
+            time.sleep(0.1)
+        return self
+
+    def hold_new(self) -> Self:
+        """Take the lock of a run that begins, in a directory that holds none."""
+        self.hold(0.0)
+        if self.config_path.stat().st_size:  # another run has begun and ended meanwhile
+            self.release()
+            raise UserError(
+                f"{self.path} holds a run already: continue it with --resume {self.path}, or name "
+                "another directory"
+            )
+        return self
+
+    def _try_to_hold(self) -> bool:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # NFS locks only a file that is open for writing
+            file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if leads_to(self.config_path, file):  # else it was removed meanwhile
+                    self.lock = file
+                    return True
+            file.close()
+        except OSError as error:
+            raise unwritable(str(self.config_path), error) from None
+        return False
+
+    def release(self) -> None:
+        """Let this process's share of the lock go."""
+        if self.lock:
+            with suppress(OSError):  # an environment has closed the descriptor
+                self.lock.close()
+        self.lock = None
+
+    def __exit__(self, *exc_info: object) -> None:
+        with suppress(OSError):
+            if self.lock and self.is_in_place() and not self.config_path.stat().st_size:
+                self.config_path.unlink()  # refused before a configuration was written
+        self.release()
+
+    def is_locked(self) -> bool:
+        """Return whether a training holds the run directory."""
+        try:
+            with open(self.config_path, "rb", opener=plain_file) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False  # closing unlocks; a training that begins just now tries again
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def is_in_place(self) -> bool:
+        """Return False if the directory whose lock is held here was deleted or replaced."""
+        return self.lock is None or leads_to(self.config_path, self.lock)
+
+    def check_in_place(self) -> None:
+        """Raise UserError if the directory whose lock is held here was deleted or replaced."""
+        if self.lock:
+            check_in_place(self.config_path, self.lock)
+
+    def is_unused(self) -> bool:
+        """Return whether a run may begin here: beside logs of a failed one at most."""
+        if not self.path.is_dir():
+            return not self.path.exists()
+        inside = self.logs.iterdir() if self.logs.is_dir() else ()
+        are_logs = all(path.name.startswith("rank_") for path in inside)
+        return are_logs and set(self.path.iterdir()) <= {self.logs}
+
+    def discard_unstarted(self, exit_code: int) -> None:
+        """Remove the files of a run that failed before its first iteration ended.
+
+        The logs hold the traceback; they stay if the exit code is 1.
+        """
+        if not self.path.is_dir() or self.checkpoints.exists() or self.records(last=1):
+            return
+        if exit_code != 1:
+            shutil.rmtree(self.logs, ignore_errors=True)
+        events = self.path.glob(EVENT_FILES)
+        for path in (self.config_path, self.state_path, self.metrics_path, *events):
+            path.unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    # ---- config.json and summary.json
+
+    def config(self) -> dict[str, Any]:
+        """Return the content of config.json; UserError: there is none."""
+        return read_object(self.config_path)
+
+    def write_config(self, content: Mapping[str, Any]) -> None:
+        """Write config.json in place: a training locks it."""
+        overwrite(path_to_write(self.path, "config.json"), json.dumps(content, indent=2) + "\n")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of summary.json; {}: the run has not finished."""
+        return read_object(self.summary_path, iteration=int) if self.summary_path.exists() else {}
+
+    def write_summary(self, content: Mapping[str, Any]) -> None:
+        """Write summary.json, the last file: its presence marks a finished run."""
+        write_whole(self.summary_path, json.dumps(content, indent=2) + "\n")
+
+    # ---- metrics.jsonl
+
+    def records(self, last: int | None = None) -> list[Record]:
+        """Return the records of metrics.jsonl, or the `last` ones; []: it cannot be read.
+
+        "iteration" and "global_step" are integers, other values are numbers or None, and "ranks",
+        if there, is a list of such records. Lines that are torn or foreign are left out.
+        """
+        most = TAIL_BYTES if last else None
+        try:
+            lines = read_tail(self.metrics_path, most).splitlines()
+        except OSError:
+            return []
+        if last:
+            lines = lines[-last - 1 :]  # one may be torn
+        records = [record for line in lines if (record := _parse_record(line))]
+        return records[-last:] if last else records
+
+    def cut_records(self, iteration: int) -> int:
+        """Remove the records of later iterations and torn lines; return how many are left.
+
+        Raises:
+            UserError: the disk is full or cannot be written; what is there stays as it was.
+            OSError: it cannot be read.
+        """
+        if not self.metrics_path.exists():
+            return 0
+        before, kept = read_tail(self.metrics_path, None), []
+        for line in before.splitlines():
+            if not (record := _parse_record(line)):
+                dropped = f"dropped a line that is no record: {line.decode(errors='replace')[:60]}"
+                logger.warning("%s: %s", self.metrics_path, dropped)
+            elif record["iteration"] <= iteration:
+                kept.append(line + b"\n")
+        if (text := b"".join(kept)) != before:
+            write_whole(self.metrics_path, text.decode())
+        return len(kept)
+
+    def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Replace metrics.jsonl by these records."""
+        write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
+
+    # ---- logs
+
+    def messages(self, last: int) -> list[dict[str, str]]:
+        """Return the last warnings and errors of all ranks: time, level, rank, text."""
+        messages = []
+        for path in self.logs.glob("rank_*.log"):
+            with suppress(OSError):
+                text = read_tail(path, TAIL_BYTES).decode(errors="replace")
+                messages += [match.groupdict() for match in LOGGED.finditer(text)]
+        return sorted(messages, key=lambda message: message["time"])[-last:]
+
+    # ---- state.json
+
+    def state(self) -> JobState | None:
+        """Return the content of state.json, or None without the file.
+
+        Raises:
+            UserError: the file is torn, foreign or of a newer version.
+            OSError: it cannot be read.
+        """
+        try:
+            return _state_schema().validate_json(read_plain(self.state_path), strict=True)
+        except FileNotFoundError:
+            return None
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"
+            problem = f"{self.state_path} is torn, foreign or of a newer version"
+            raise UserError(f"{problem}: {what}") from None
+
+    def begin_state(self, **values: Any) -> None:
+        """Write the state of a run that begins; `values` are fields of `JobState`."""
+        state = JobState(launcher_pid=launcher_pid(), host=socket.gethostname(), **values)
+        state.started = time.time()
+        with suppress(OSError):
+            self._write_state(state)
+
+    def update_state(self, **changes: Any) -> None:
+        """Change fields of a valid state.json; never fails."""
+        with suppress(OSError, UserError):
+            state = self.state()
+            if state and self.is_in_place():
+                self._write_state(dataclasses.replace(state, **changes))
+
+    def record_exit(
+        self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
+    ) -> None:
+        """Write how a run ended, unless that is known; its ranks are gone. Never fails.
+
+        Args:
+            pid: the launcher's.
+            signum: the signal that ended it, if the code is not 128 and its number.
+            may_restart: torchrun ended the ranks, and may start them again.
+        """
+        with suppress(OSError, UserError):
+            state = self.state()
+            if not state or state.launcher_pid != pid or state.exit:
+                return
+            # the ranks of a launcher that was killed may have saved and stopped by now
+            stopped = code > 128 or (signum and state.phase == "stopped")
+            phase = "stopped" if stopped else "failed" if code else "done"
+            signum = max(signum, code - 128)
+            names = {member.value: member.name for member in signal.Signals}
+            state.exit = RunExit(
+                code=code,
+                signal=names.get(signum, f"signal {signum}") if signum > 0 else None,
+                error=printable(" ".join(error.split()))[:LONGEST_ERROR] if code else "",
+            )
+            state.phase = "restarting" if may_restart else phase
+            self._write_state(state)
+
+    def _write_state(self, state: JobState) -> None:
+        state.updated = time.time()
+        replace_file(self.state_path, json.dumps(state, default=vars) + "\n")
+
+
+def launcher_pid() -> int:
+    """Return the process that starts the ranks, seen from that of the command."""
+    return os.getppid() if "RANK" in os.environ else os.getpid()
+
+
+def runs_below(folder: Path) -> str:
+    """Return a clause that names the runs in a folder; "": there are none."""
+    runs = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
+    more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
+    return f"it holds runs, name one: {', '.join(runs[:5])}{more}" if runs else ""
+
+
+def _parse_record(line: bytes) -> Record | None:
+    """Return a line of metrics.jsonl as a record; None: it is none."""
+    try:
+        values = json.loads(line)
+        if type(values["iteration"]) is not int or type(values["global_step"]) is not int:
+            return None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    record = _numbers(values)
+    if isinstance(values.get("ranks"), list):
+        record["ranks"] = [_numbers(entry) for entry in values["ranks"] if isinstance(entry, dict)]
+    return record
+
+
+def _numbers(values: Mapping[str, Any]) -> Record:
+    """Replace everything that is no number by None."""
+    return {
+        name: value if type(value) in (int, float) and abs(value) < LARGE else None
+        for name, value in values.items()
+    }
+
+
+@functools.cache
+def _state_schema() -> pydantic.TypeAdapter[JobState]:
+    return pydantic.TypeAdapter(JobState)

@@ -1,1 +1,0 @@
-"""What became of a run, read from its directory."""
