@@ -109,7 +109,7 @@ def read_open(file: IO[bytes], most: int | None) -> bytes:
 
 
 def read_tail(path: Path, most: int | None) -> bytes:
-    """Return the last `most` bytes of a plain file that grows; None: all; raises OSError."""
+    """Return the last `most` bytes of a plain file; None: all; raises OSError."""
     if most is None:
         return read_plain(path, None)
     with open(path, "rb", opener=plain_file) as file:
@@ -158,7 +158,7 @@ def check_in_place(path: Path, file: IO[Any]) -> None:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Write a file in place, as a lock is on it; a full disk leaves its content as it was.
+    """Write a file in place, as a lock is on it; a full disk leaves it as it was.
 
     Raises:
         UserError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The directory of a run: its paths, its lock, and one reader and one writer of each file.
+"""The directory of a run: paths, lock, one reader and one writer of each file.
 
 config.json is written in place, because the lock is on it. state.json and summary.json are replaced
 as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. What
@@ -128,7 +128,7 @@ class JobState:
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """A run directory, and the lock on it while this process or one of its ranks holds it.
+    """A run directory, and the lock on it while this process or a rank holds it.
 
     One training holds the lock from its choice of a checkpoint to its end: a RunDir that is sent to
     a new process takes the open file along. The lock is free once all of them have closed it, or
@@ -242,11 +242,11 @@ class RunDir(AbstractContextManager["RunDir"]):
             return False
 
     def is_in_place(self) -> bool:
-        """Return False if the directory whose lock is held here was deleted or replaced."""
+        """Return False if the directory that is held was deleted or replaced."""
         return self.lock is None or leads_to(self.config_path, self.lock)
 
     def check_in_place(self) -> None:
-        """Raise UserError if the directory whose lock is held here was deleted or replaced."""
+        """Raise UserError if the directory that is held was deleted or replaced."""
         if self.lock:
             check_in_place(self.config_path, self.lock)
 
@@ -310,7 +310,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> int:
-        """Remove the records of later iterations and torn lines; return how many are left.
+        """Remove later iterations and torn lines; return how many records are left.
 
         Raises:
             UserError: the disk is full or cannot be written; what is there stays as it was.

@@ -71,7 +71,7 @@ Status = dict[str, Any]
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return the fields of state.json, and what metrics, logs and the lock add; None: not known.
+    """Return what state.json, metrics, logs and the lock say; None: not known.
 
     Raises:
         UserError: there is no run here, or its state.json is torn or foreign.

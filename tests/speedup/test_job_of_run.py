@@ -63,7 +63,7 @@ def test_what_is_no_run_of_this_version_is_reported_at_once(config, words, tmp_p
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no run directory"):
+    with pytest.raises(UserError, match="config.json"):
         flags_of_run(tmp_path)
 
 
