@@ -74,9 +74,7 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     saved = [f"iteration_{line['iteration']:08d}.pt" for line in records(run_dir)]
     assert names(run_dir / "checkpoints") == ["best.pt", *saved]
     assert set(json.loads((run_dir / "config.json").read_text())) == set(SECTIONS)
-    endings = ("jsonl", "log")
-    logs = [f"rank_{rank}.{ending}" for rank in range(ranks) for ending in endings]
-    assert names(run_dir / "logs") == logs
+    assert names(run_dir / "logs") == [f"rank_{rank}.log" for rank in range(ranks)]
     for rank in range(ranks):
         assert f"INFO rank {rank}" in (run_dir / "logs" / f"rank_{rank}.log").read_text()
 

@@ -158,9 +158,8 @@ def test_a_disk_that_is_full_at_a_resume_costs_one_line_and_no_byte(
     assert train_here(monkeypatch, "--resume", run_dir, "--on_event", note, *changes) == 1
     limits(None)
     assert without_logs(run_dir) == before
-    where = f"{run_dir}/metrics.jsonl" if refuses == "metrics.jsonl" else f"run_dir {run_dir}"
     line = only_error(capsys.readouterr().err)
-    assert line.startswith(f"error: {where} cannot be written: File too large; make room")
+    assert line.startswith(f"error: {run_dir}/{refuses} cannot be written: File too large; make room")
     event = json.loads((tmp_path / "event").read_text())
     assert (event["event"], event["exit_code"]) == ("failed", 1) and event["message"] in line
     assert train_here(monkeypatch, "--resume", run_dir) == 0
@@ -226,7 +225,7 @@ def write(run_dir, iterations, factor=1.0, purge_step=1):
 
 
 def begin(run_dir, iterations, factor=1.0, purge_step=1):
-    writer = MetricsWriter(run_dir, MAIN, total=10, unit="steps", purge_step=purge_step)
+    writer = MetricsWriter(RunDir(run_dir), MAIN, total=10, unit="steps", purge_step=purge_step)
     for iteration in iterations:
         record = {"iteration": iteration, "global_step": 10 * iteration, "x": factor * iteration}
         writer.write(record, done=iteration)
