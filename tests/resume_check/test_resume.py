@@ -159,7 +159,9 @@ def test_a_disk_that_is_full_at_a_resume_costs_one_line_and_no_byte(
     limits(None)
     assert without_logs(run_dir) == before
     line = only_error(capsys.readouterr().err)
-    assert line.startswith(f"error: {run_dir}/{refuses} cannot be written: File too large; make room")
+    assert line.startswith(
+        f"error: {run_dir}/{refuses} cannot be written: File too large; make room"
+    )
     event = json.loads((tmp_path / "event").read_text())
     assert (event["event"], event["exit_code"]) == ("failed", 1) and event["message"] in line
     assert train_here(monkeypatch, "--resume", run_dir) == 0
