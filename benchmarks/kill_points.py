@@ -49,7 +49,7 @@ import train_distributed
 from agents.trainer import Training
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.process_ends import report
-from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of
+from rl_dist.resume_check import differences, parameter_sha256, result_of
 
 ITERATIONS = 20
 FLAGS = [  # of sizes that one to four ranks share

@@ -27,11 +27,10 @@ from agents.run.choice import PRESETS, add_run_flags
 from agents.run.config import SECTIONS
 from agents.run.metric_table import METRICS
 from agents.run.saved import load_agent
-from rl_dist import status
+from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.flags import Declaration, declarations
 from rl_dist.process_group.process_ends import STOP_SIGNALS
-from rl_dist.resume_check import command as resume_check
 from rl_dist.speedup import command as speedup
 
 COMMANDS: dict[str, Callable[[], Any]] = {

@@ -25,7 +25,7 @@ from agents.run.limits import fewer_environments, smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.resume_check.comparison import parameter_sha256
+from rl_dist.resume_check import parameter_sha256
 from rl_dist.strategies.measure import doublings
 
 SCRIPT = Path(__file__).parents[1] / "limited_memory.py"

@@ -28,7 +28,7 @@ from agents.run.config import SECTIONS
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from agents.trainer import Training
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
-from rl_dist.resume_check.comparison import differences, result_of
+from rl_dist.resume_check import differences, result_of
 
 OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]
 FOREVER = "--num_episodes 1000000 --checkpoint_every 1000 --validate_every 0"

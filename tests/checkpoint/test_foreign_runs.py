@@ -29,7 +29,7 @@ from rl_dist.checkpoint.store import (
 )
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError
-from rl_dist.resume_check.comparison import parameter_sha256 as hash_of
+from rl_dist.resume_check import parameter_sha256 as hash_of
 from rl_dist.speedup import command as speedup
 from rl_dist.speedup.job_of_run import flags_of, read_config
 

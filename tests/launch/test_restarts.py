@@ -23,7 +23,7 @@ from train_runs import (
 )
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
-from rl_dist.resume_check.comparison import differences, result_of
+from rl_dist.resume_check import differences, result_of
 
 SIZES = [*RECALL, "--eval_episodes", "2", "--validate_every", "0", "--num_gpus", "2"]
 SIX = [*SIZES, "--total_steps", 6 * 64, "--checkpoint_every", "2", "--keep_checkpoints", "100"]

@@ -12,7 +12,7 @@ from train_runs import RECALL, records, train_here
 
 import rl_dist
 from rl_dist.launch.child import Child, as_flags, launch_distributed_training
-from rl_dist.resume_check.comparison import differences, result_of
+from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import RunDir
 from rl_dist.status import read_status
 

@@ -20,7 +20,7 @@ from agents.evaluate import final
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.process_group.world import World
-from rl_dist.resume_check.comparison import differences, parameter_sha256, result_of
+from rl_dist.resume_check import differences, parameter_sha256, result_of
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import MetricsWriter
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -14,8 +13,7 @@ from tensorboard_readers import seen
 from train_runs import PATIENCE_S, REPO, only_error, output_in, records, start, wait_until
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
-from rl_dist.resume_check.command import ResumePlan, compare, main, training_flags
-from rl_dist.resume_check.comparison import parameter_sha256
+from rl_dist.resume_check import ResumePlan, check, compare, main, parameter_sha256, training_flags
 
 pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
 COMMAND = ["-m", "rl_dist.resume_check", "--device=cpu", "--hidden_size=8", "--num_steps=16"]
@@ -42,16 +40,15 @@ def run(folder, *flags):
 def proof(tmp_path_factory):
     """Three iterations, a kill, three more against six: stdout, and both run directories."""
     folder = tmp_path_factory.mktemp("proof")
-    flags = ["--env", "resume_envs:Drift-v0", "--iterations", "3", "--keep"]
+    flags = [*COMMAND[2:], "--env", "resume_envs:Drift-v0"]
+    flags = training_flags(flags, 3, -1)
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
         patch.setenv("PYTHONPATH", str(REPO / "tests"))
-        patch.setattr(tempfile, "tempdir", str(folder))
-        code = main([*COMMAND[2:], *flags])
+        plan = ResumePlan(iterations=3, num_gpus=-1, resume_on=-1, flags=flags, folder=folder)
+        equal = check(plan)
     out = (folder / "out").read_text()
-    assert code == 0, out + (folder / "err").read_text()
-    (kept,) = folder.glob("resume_check_*")
-    assert f"kept: {kept}" in out
-    return out, kept / "straight", kept / "killed"
+    assert equal, out + (folder / "err").read_text()
+    return out, folder / "straight", folder / "killed"
 
 
 def test_a_killed_run_of_a_users_environment_is_bit_identical_to_a_straight_one(proof):
@@ -139,7 +136,9 @@ def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, tmp_path):
 
 @pytest.mark.slow
 def test_another_number_of_ranks_at_the_resume_is_equal_within_a_tolerance_that_is_said(tmp_path):
-    flags = "--env Recall-v0 --num_gpus 2 --resume_on 1 --iterations 2 --precision fp64"
+    flags = (
+        "--env Recall-v0 --num_gpus 2 --resume_on 1 --iterations 2 --precision fp64 --strategy ddp"
+    )
     code, out, err = run(tmp_path, *flags.split())
     assert code == 0 and "equal within 1e-09, on 2 and then on 1 rank(s)" in out, out + err
 
@@ -162,12 +161,3 @@ def test_a_check_that_is_stopped_leaves_no_process_and_no_file(tmp_path):
     assert job.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(everyone, timeout=PATIENCE_S)[1]
     assert not list(Path(tmp_path).iterdir())
-
-
-def test_one_rank_goes_on_without_the_strategy_of_several(tmp_path):
-    flags = ["--strategy=hybrid", "--gradient_compression", "none", "--env", "Recall-v0"]
-    sizes = {"iterations": 1, "flags": flags, "folder": tmp_path}
-    alone = ResumePlan(num_gpus=2, resume_on=1, **sizes).resume_flags()
-    assert alone[-2:] == ["--strategy=default", "--gradient_compression=none"]
-    same = ResumePlan(num_gpus=2, resume_on=2, **sizes).resume_flags()
-    assert same[-2:] == ["--num_gpus", "2"]

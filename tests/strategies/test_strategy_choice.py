@@ -18,7 +18,7 @@ from rl_dist.flags import parse_flags
 from rl_dist.launch.bench import BenchError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.fallback import resolve_launch, try_ranks
-from rl_dist.resume_check.comparison import differences, result_of
+from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy
 
 RECALL = ["--env", "Recall-v0", *SIZES, "--device", "cpu"]

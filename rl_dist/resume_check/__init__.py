@@ -1,1 +1,0 @@
-"""Whether a killed and resumed run equals an uninterrupted one."""
