@@ -1,6 +1,6 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-TensorBoard is always written. The others are asked for by `--loggers`, and imported only then.
+TensorBoard is always written. `--loggers` names the others, which are imported only then.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
-from rl_dist.files import path_to_write, plain_file, read_plain
+from rl_dist.files import path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
 PROJECT = "clstm-ppo"  # where Weights & Biases and MLflow keep the runs, unless their variables say
+Settings = Mapping[str, Mapping[str, Any]]  # by section and name
 
 
 class Logger:
@@ -25,7 +26,6 @@ class Logger:
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Log numbers by name at an environment step."""
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Put all that was written where it survives this process."""
@@ -38,46 +38,35 @@ class Board(Logger):
     """TensorBoard's record of a folder."""
 
     def __init__(self, folder: str | Path, *, purge_step: int | None, suffix: str = "") -> None:
-        """Open a new event file.
-
-        Args:
-            purge_step: see `MetricsWriter`.
-            suffix: ends the file's name.
-        """
-        # a second to import: the main process only
+        """Open a new event file, whose name ends with `suffix`; see `MetricsWriter`."""
+        # start-up: 1,000 ms, on the main process only
         from torch.utils.tensorboard import SummaryWriter
 
         options: dict[str, Any] = {"purge_step": purge_step, "filename_suffix": suffix}
         # it writes in a thread, every 10 s
         self.board: Any = SummaryWriter(str(folder), flush_secs=10, **options)
+        self.flush = self.board.flush  # type: ignore[method-assign]
+        self.close = self.board.close  # type: ignore[method-assign]
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add scalars at a step."""
         for tag, value in scalars.items():
             self.board.add_scalar(tag, value, step)
 
-    def flush(self) -> None:
-        """Put all that was written on disk."""
-        self.board.flush()
-
-    def close(self) -> None:
-        """Finish the file."""
-        self.board.close()
-
 
 class WandbLogger(Logger):
     """A run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, settings: Settings) -> None:
         import wandb
 
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.resolve().name,
             id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
-            resume="allow",  # a training that goes on stays one run
+            resume="allow",  # a training that is resumed stays one run
             dir=str(run_dir),
-            config=dict(settings),
+            config=_flat(settings),
         )
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
@@ -92,22 +81,22 @@ class WandbLogger(Logger):
 class MlflowLogger(Logger):
     """A run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, settings: Settings) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
         self.client, self.metric = MlflowClient(tracking_uri=place), Metric
-        self.run_id = _kept_id(run_dir, "mlflow", lambda: self._begin(run_dir, settings, Param))
+        params = [Param(key, str(value)[:500]) for key, value in _flat(settings).items()]
+        self.run_id = _kept_id(run_dir, "mlflow", lambda: self._begin(run_dir, params))
         self.client.update_run(self.run_id, status="RUNNING")
 
-    def _begin(self, run_dir: Path, settings: Mapping[str, Any], param: Any) -> str:
-        """Create the run, with the settings as parameters; returns its id."""
+    def _begin(self, run_dir: Path, params: list[Any]) -> str:
+        """Create the run, with the settings as parameters; return its id."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self.client.get_experiment_by_name(name)
-        place = found.experiment_id if found else self.client.create_experiment(name)
+        known = self.client.get_experiment_by_name(name)
+        place = known.experiment_id if known else self.client.create_experiment(name)
         run_id: str = self.client.create_run(place, run_name=run_dir.resolve().name).info.run_id
-        params = [param(key, str(value)[:500]) for key, value in settings.items()]
         for first in range(0, len(params), 100):  # as many as one call may hold
             self.client.log_batch(run_id, params=params[first : first + 100])
         return run_id
@@ -122,14 +111,14 @@ class MlflowLogger(Logger):
         self.client.set_terminated(self.run_id)
 
 
-LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Logger]] = {
+LOGGERS: dict[str, Callable[[Path, Settings], Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
 
 
 class Guarded:
-    """A logger that ends with a warning when it fails: training goes on."""
+    """A logger that ends with a warning when it fails: training continues."""
 
     def __init__(self, name: str, opened: Logger) -> None:
         self.name = name
@@ -137,7 +126,7 @@ class Guarded:
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
         """Log the numbers of a record that holds no NaN and no infinity."""
-        self._call("write", dict(scalars_of(record)), step)
+        self._call("write", dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
         """Put all that was written where it survives this process."""
@@ -167,43 +156,37 @@ def named_loggers(text: str) -> list[str]:
     return names
 
 
-def open_logger(name: str, run_dir: Path, settings: Mapping[str, Any]) -> Logger:
+def open_logger(name: str, run_dir: Path, settings: Settings) -> Guarded:
     """Open a logger by name."""
     try:
-        return LOGGERS[name](run_dir, settings)
+        return Guarded(name, LOGGERS[name](run_dir, settings))
     except ImportError as error:
         raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
     except FOREIGN_ERRORS as error:  # no login, no network, ...
         raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
 
 
-def scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Tags and values of a record's numbers; rank N's stand below rank_N/."""
+def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield tags and values of a record's numbers; rank N's stand below rank_N/."""
     for key, value in record.items():
         if isinstance(value, bool | int | float) and key not in NO_SCALARS:
             yield prefix + key, float(value)
     for rank in record.get("ranks", ()):
-        yield from scalars_of(rank, f"{prefix}rank_{rank.get('rank')}/")
+        yield from _scalars_of(rank, f"rank_{rank.get('rank')}/")
 
 
-def flat_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration as one level of section.field, of simple values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flat_settings(value, f"{prefix}{key}.")
-        else:
-            plain = value is None or isinstance(value, bool | int | float | str)
-            flat[prefix + key] = value if plain else str(value)
-    return flat
+def _flat(settings: Settings) -> dict[str, Any]:
+    """Return settings as section.name."""
+    return {
+        f"{section}.{name}": value
+        for section, values in settings.items()
+        for name, value in values.items()
+    }
 
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
     """Return the id that this run has at a service; made at first, then read from a file."""
     path = path_to_write(run_dir, f"{name}_run_id")
-    if path.exists():
-        return read_plain(path).decode().strip()
-    made = make()
-    with open(path, "w", encoding="utf-8", opener=plain_file) as file:
-        file.write(made)
-    return made
+    if not path.exists():
+        write_whole(path, make())
+    return read_plain(path).decode().strip()

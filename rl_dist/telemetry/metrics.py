@@ -19,8 +19,8 @@ from tqdm import tqdm
 from rl_dist.errors import UserError, did_you_mean, unwritable
 from rl_dist.files import check_in_place, log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import LOG_FORMAT, RunDir
-from rl_dist.telemetry.loggers import Board, Guarded, flat_settings, open_logger
+from rl_dist.run_dir import LOG_FORMAT, RankEntry, RunDir
+from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
 from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -53,14 +53,13 @@ class MetricsWriter(NullWriter):
     def __init__(
         self,
         run: RunDir,
-        world: World,
         total: int,
         unit: str,
         *,
         start: int = 0,
         purge_step: int | None = None,
         loggers: Sequence[str] = (),
-        config: Mapping[str, Any] | None = None,
+        config: Settings | None = None,
     ) -> None:
         """Open the files of a run, and append to metrics.jsonl.
 
@@ -74,25 +73,22 @@ class MetricsWriter(NullWriter):
             loggers: others to log to beside TensorBoard, see `loggers.LOGGERS`.
             config: the run's settings by section, which loggers show beside its metrics.
         """
-        assert world.is_main_process
-        settings = flat_settings(config or {})
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
             board = Board(run.path, purge_step=purge_step)
         except OSError as error:
             raise unwritable(f"run_dir {run.path}", error) from None
-        self._loggers = [Guarded("TensorBoard", board)]
-        for name in loggers:
-            self._loggers.append(Guarded(name, open_logger(name, run.path, settings)))
+        opened = [open_logger(name, run.path, config or {}) for name in loggers]
+        self._loggers = [Guarded("TensorBoard", board), *opened]
         self._progress = Progress(total, unit, start)
         self._run = run
         self._state_s = -math.inf  # when state.json was last written for a record
         self._unwritten: dict[str, Any] = {}  # changes of the state
-        state = None
+        self._ranks: dict[int, RankEntry] = {}
         with suppress(OSError, UserError):  # foreign: it stays as it is
-            state = run.state()
-        self._ranks = {entry.rank: entry for entry in state.ranks} if state else {}
+            if state := run.state():
+                self._ranks = {entry.rank: entry for entry in state.ranks}
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration.
@@ -110,19 +106,12 @@ class MetricsWriter(NullWriter):
             self._run.check_in_place()
             self._lines.write(json.dumps(plain, allow_nan=False))
         except UserError:
-            for open_one in self._loggers:
-                open_one.logger = None  # it would write into another folder
+            self._loggers.clear()  # they would write into another folder
             raise
-        for open_one in self._loggers:
-            open_one.write(plain, plain["global_step"])
+        for guarded in self._loggers:
+            guarded.write(plain, plain["global_step"])
         self._progress.show(plain, done)
         self._note(plain)
-
-    def update_state(self, **changes: Any) -> None:
-        """Write changes to state.json."""
-        self._run.update_state(**self._unwritten | changes)
-        self._unwritten = {}
-        self._state_s = -math.inf  # the next record is written at once: the phase changes
 
     def _note(self, record: Mapping[str, Any]) -> None:
         """Bring counters and peaks of a record into state.json, at most once a second."""
@@ -142,6 +131,12 @@ class MetricsWriter(NullWriter):
             self.update_state()
             self._state_s = now_s
 
+    def update_state(self, **changes: Any) -> None:
+        """Write changes to state.json, and the next record, too: the phase changes."""
+        self._run.update_state(**self._unwritten | changes)
+        self._unwritten = {}
+        self._state_s = -math.inf
+
     def say(self, text: str) -> None:
         """Print a line without tearing the progress bar."""
         tqdm.write(text, file=sys.stdout)
@@ -150,8 +145,8 @@ class MetricsWriter(NullWriter):
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
         self._lines.flush()
-        for open_one in self._loggers:
-            open_one.flush()
+        for guarded in self._loggers:
+            guarded.flush()
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
@@ -159,15 +154,13 @@ class MetricsWriter(NullWriter):
             self.update_state()
         self._progress.close()
         self._lines.close()
-        for open_one in self._loggers:
-            open_one.close()
+        for guarded in self._loggers:
+            guarded.close()
 
 
 def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any) -> NullWriter:
     """Return a `MetricsWriter` on the main process, a writer of nothing elsewhere."""
-    if not world.is_main_process:
-        return NullWriter()
-    return MetricsWriter(run, world, total, unit, **options)
+    return MetricsWriter(run, total, unit, **options) if world.is_main_process else NullWriter()
 
 
 class _LineFile:
@@ -223,23 +216,6 @@ def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
 _handlers: list[logging.Handler] = []  # that `setup_logging` has added
 
 
-class _LogFile(logging.StreamHandler):
-    """A log that a full disk cuts short without a traceback for every line."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(open(path, "a", encoding="utf-8", opener=plain_file))  # noqa: SIM115
-        self.setFormatter(logging.Formatter(LOG_FORMAT.format(rank=rank)))
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.stream.close()
-        super().close()
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-
 class _Console(logging.Handler):
     """Warnings for the user, above the progress bar; `launch` prints failures itself, once."""
 
@@ -258,9 +234,11 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     try:
         path = path_to_write(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _handlers.append(_LogFile(path, rank))
+        stream = open(path, "a", encoding="utf-8", opener=plain_file)  # noqa: SIM115
     except OSError as error:
         raise unwritable(f"{run_dir}/{name}", error) from None
+    _handlers.append(logging.StreamHandler(stream))
+    _handlers[0].setFormatter(logging.Formatter(LOG_FORMAT.format(rank=rank)))
     if rank == 0:
         _handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()
@@ -268,6 +246,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk cuts a log short, without a traceback per line
     threading.excepthook = _log_end_of_thread
 
 
@@ -285,9 +264,12 @@ def close_logging() -> None:
     """Undo `setup_logging`."""
     for handler in _handlers:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        if isinstance(handler, logging.StreamHandler):
+            with suppress(OSError):
+                handler.stream.close()
     _handlers.clear()
     logging.captureWarnings(False)
+    logging.raiseExceptions = True
     threading.excepthook = threading.__excepthook__
 
 

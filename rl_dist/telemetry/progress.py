@@ -23,45 +23,50 @@ LATEST = 9  # iterations: the throughput of a single one jumps, so their median 
 
 
 class Progress:
-    """How far a training is, with the figures of its latest iterations."""
+    """The progress of a training, with the figures of its latest iterations."""
 
     def __init__(self, total: int, unit: str, start: int) -> None:
         """Begin at `start`, above 0 on resume."""
         self._rates: deque[float] = deque(maxlen=LATEST)
         self._figures: dict[str, str] = {}
         self._printed_s = -math.inf
-        self._pending = ""  # a line that is not printed yet
+        self._line = ""  # not printed yet
         self._on_terminal = sys.stderr.isatty()
-        options: dict[str, Any] = {"dynamic_ncols": True, "smoothing": 0.05}
-        if not self._on_terminal:  # the bar only makes the text of lines
-            options = {"bar_format": LINE, "file": io.StringIO(), "mininterval": math.inf}
-        self._bar = tqdm(total=total, unit=f" {unit}", initial=min(start, total), **options)
+        # without a terminal, the bar only makes the text of lines
+        plain: dict[str, Any] = {"bar_format": LINE, "file": io.StringIO(), "mininterval": math.inf}
+        self._bar = tqdm(
+            total=total,
+            unit=f" {unit}",
+            initial=min(start, total),
+            dynamic_ncols=self._on_terminal,
+            smoothing=0.05,
+            **({} if self._on_terminal else plain),
+        )
 
     def show(self, record: dict[str, Any], done: int) -> None:
         """Take an iteration's metrics."""
         if record.get("time/sps") is not None:
             self._rates.append(record["time/sps"])
             self._figures["steps/s"] = _short(statistics.median(self._rates))
-        if record.get("episode/return") is not None:
-            self._figures["return"] = _short(record["episode/return"])
-        for name in ("valid/sharpe", "valid/return"):
+        for name in ("episode/return", "valid/sharpe", "valid/return"):
             if record.get(name) is not None:
-                self._figures[name] = f"{_short(record[name])} (iteration {record['iteration']})"
-        self._bar.set_postfix(self._figures, refresh=False)
-        # the last iteration goes beyond the budget
+                when = f" (iteration {record['iteration']})" if name.startswith("valid") else ""
+                self._figures[name.removeprefix("episode/")] = _short(record[name]) + when
+        self._bar.set_postfix(self._figures, refresh=self._on_terminal)
+        # the last iteration exceeds the budget
         self._bar.update(min(done, self._bar.total) - self._bar.n)
         if self._on_terminal:
             self._bar.refresh()
             return
-        self._pending = f"iteration {record['iteration']} | {self._bar}"
+        self._line = f"iteration {record['iteration']} | {self._bar}"
         if time.monotonic() - self._printed_s >= PLAIN_LINE_EVERY_S:
             self._printed_s = time.monotonic()
             self._print()
 
     def _print(self) -> None:
-        if self._pending:
-            print(self._pending, file=sys.stderr, flush=True)
-        self._pending = ""
+        if self._line:
+            print(self._line, file=sys.stderr, flush=True)
+        self._line = ""
 
     def close(self) -> None:
         """End the display; the last line is printed in any case."""

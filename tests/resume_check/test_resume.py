@@ -227,7 +227,7 @@ def write(run_dir, iterations, factor=1.0, purge_step=1):
 
 
 def begin(run_dir, iterations, factor=1.0, purge_step=1):
-    writer = MetricsWriter(RunDir(run_dir), MAIN, total=10, unit="steps", purge_step=purge_step)
+    writer = MetricsWriter(RunDir(run_dir), total=10, unit="steps", purge_step=purge_step)
     for iteration in iterations:
         record = {"iteration": iteration, "global_step": 10 * iteration, "x": factor * iteration}
         writer.write(record, done=iteration)

@@ -8,14 +8,9 @@ from test_rl_dist_metrics import record, writer_of
 
 from rl_dist.errors import UserError
 from rl_dist.telemetry import loggers
-from rl_dist.telemetry.loggers import Guarded, flat_settings, named_loggers
+from rl_dist.telemetry.loggers import Guarded, named_loggers
 
 CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
-
-
-def test_nested_settings_become_one_level_of_simple_values():
-    assert flat_settings(CONFIG)["ppo.shape"] == "[1, 2]"
-    assert flat_settings({"a": {"b": {"c": None}}}) == {"a.b.c": None}
 
 
 def test_a_logger_that_fails_ends_with_one_warning_and_the_others_go_on(caplog):

@@ -40,7 +40,7 @@ def scalars(run_dir):
 
 
 def writer_of(run_dir, total=10, unit="steps", **options):
-    return MetricsWriter(RunDir(run_dir), world_of_rank(0), total, unit, **options)
+    return MetricsWriter(RunDir(run_dir), total, unit, **options)
 
 
 def test_values_that_are_not_finite_become_null_and_each_line_is_on_disk_at_once(tmp_path):

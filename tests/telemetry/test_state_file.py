@@ -36,7 +36,7 @@ def test_a_run_that_begins_says_who_where_and_what(run_dir):
 
 
 def test_each_iteration_updates_counters_and_peaks(run_dir, cpu_world):
-    writer = MetricsWriter(RunDir(run_dir), cpu_world, 100, "steps")
+    writer = MetricsWriter(RunDir(run_dir), 100, "steps")
     record = {"iteration": 3, "global_step": 30, "episode/total": 5}
     for used in (2.0, 1.0, None):
         ranks = [{"rank": 0, "ram/used_gib": used}, {"rank": 1, "gpu/memory_peak_gib": 3.0}]
@@ -53,7 +53,7 @@ def cpu_world():
 
 
 def test_records_are_written_to_it_now_and_then_and_the_last_one_at_the_end(run_dir, cpu_world):
-    writer = MetricsWriter(RunDir(run_dir), cpu_world, 100, "steps")
+    writer = MetricsWriter(RunDir(run_dir), 100, "steps")
     writer.update_state(phase="validation")
     seen = set()
     for iteration in range(1, 101):
