@@ -141,7 +141,9 @@ def randomness_warning(run_dir: Path) -> str:
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
     """Write the learning curve and summary.json, and print the result."""
-    from agents.evaluate.plots import plot_learning_curve  # matplotlib: half a second, needed here
+    from agents.evaluate.pictures import (
+        plot_learning_curve,  # matplotlib: half a second, needed here
+    )
 
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"

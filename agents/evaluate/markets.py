@@ -1,4 +1,4 @@
-"""Policies and rules over whole markets, on all ranks: what trading is judged by."""
+"""Policies and rules over whole markets, on all ranks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
-from agents.evaluate.comparison import EQUAL_WEIGHT, ZEROED, summarize, text_table
-from agents.evaluate.daily import write_daily
 from agents.evaluate.evaluation import Controller, PolicyController, shard
-from agents.evaluate.statistics import Record, performance
+from agents.evaluate.statistics import (
+    EQUAL_WEIGHT,
+    ZEROED,
+    Record,
+    performance,
+    summarize,
+    text_table,
+)
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
 from envs.trading.baselines import MemorylessRule, ReferencePolicy, buy_equal_weight
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
-from rl_dist.files import path_to_write
+from rl_dist.files import path_to_write, write_whole
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
@@ -36,7 +42,7 @@ class DiaryController(PolicyController):
 def run_markets(
     env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None
 ) -> Record:
-    """One pass over all markets; one that ruins the policy stays at the value it had."""
+    """Make one pass over all markets; one that ruins the policy stays at the value it had."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
@@ -95,13 +101,6 @@ def run(
     return evaluate_markets(markets, make_env, controllers, world)
 
 
-def equal_weight(
-    task: TradingTask, markets: Sequence[Market], span: Span, world: World
-) -> dict[str, Record]:
-    """Equal weight, bought at once and held."""
-    return run(task, markets, span, {EQUAL_WEIGHT: buy_equal_weight}, world, held=True)
-
-
 def open_spans(task: TradingTask) -> dict[str, Span]:
     """Return the spans that are open: on real prices all but the test span."""
     if task.real is None:
@@ -134,15 +133,14 @@ def report(
             daily["reference"] = ReferencePolicy(task.simulated)
             daily["memoryless rule"] = MemorylessRule()
         records = run(task, markets, span, daily, world)
-        records |= equal_weight(task, markets, span, world)
+        records |= run(task, markets, span, {EQUAL_WEIGHT: buy_equal_weight}, world, held=True)
         dates = markets[0].dates[span.first : span.last + 1]
         summaries[name] = summarize(records, dates)
         records.pop(ZEROED, None)  # an ablation, and no strategy
         if world.is_main_process:
-            from agents.evaluate.plots import plot_equity  # matplotlib: half a second
+            from agents.evaluate.pictures import plot_equity  # matplotlib: half a second
 
-            names = [market.name for market in markets]
-            write_daily(path, records, names, markets[0].tickers, dates)
+            write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, span=name, simulated=task.real is None)
     text = (
         f"{text_table(summaries, simulated=task.real is None)}\n\n"
@@ -159,6 +157,34 @@ def report(
     return summaries, text
 
 
+def write_daily(
+    path: Path,
+    records: dict[str, Record],
+    markets: Sequence[Market],
+    dates: np.ndarray,  # [D + 1] of the values
+) -> None:
+    """Write one row per strategy, market and date, from the second date on.
+
+    Columns: "strategy", "market" and "date"; "return", simple, from the close before to this one;
+    and of policies for every ticker "weight:", the share of the portfolio's value in this stock at
+    this close (the rest is cash), and "usd:", what was bought of it since the close before in USD,
+    without fees, negative where sold.
+    """
+    names = [market.name for market in markets]
+    index = pd.MultiIndex.from_product([names, dates[1:]], names=["market", "date"])
+    heads = [f"{kind}:{ticker}" for kind in ("weight", "usd") for ticker in markets[0].tickers]
+    tables = {}
+    for name, record in records.items():
+        columns = {"return": record.returns.ravel()}
+        if record.stocks.size:
+            rows = record.stocks.reshape(len(index), -1).T + 0.0  # no -0
+            columns |= dict(zip(heads, rows, strict=True))
+        tables[name] = pd.DataFrame(columns, index)
+    text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
+
+
 def market_validation(
     task: TradingTask, world: World
 ) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
@@ -168,13 +194,14 @@ def market_validation(
         return None
     markets = task.markets("valid")
     # the same at every validation
-    held = performance(equal_weight(task, markets, span, world)[EQUAL_WEIGHT])
+    held = run(task, markets, span, {EQUAL_WEIGHT: buy_equal_weight}, world, held=True)
+    base = performance(held[EQUAL_WEIGHT])["sharpe"]
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
         policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
         own = performance(run(task, markets, span, policies, world)["policy"])
         figures = {name: own[name] for name in ("sharpe", "annual_return", "exposure")}
-        figures["equal_weight_sharpe"] = held["sharpe"]
+        figures["equal_weight_sharpe"] = base
         return {f"valid/{name}": float(each.mean()) for name, each in figures.items()}
 
     return validate

@@ -1,8 +1,9 @@
-"""Trading evaluations: figures of one pass, intervals over worlds or days."""
+"""Figures of trading: of one pass over markets, with intervals, side by side in a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,31 @@ TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # fewer days say nothing about a year
 BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility's short memory
 RESAMPLES = 2000
+EQUAL_WEIGHT = "equal weight"  # bought at once: the baseline of every comparison
+ZEROED = "ablation: policy, state zeroed"
+WIDTH = 34  # of the column of names
+COLUMNS = {  # column head: (statistic, format, factor)
+    "gap closed %": ("gap_closed", "{:.0f}", 100),
+    "Sharpe": ("sharpe", "{:.2f}", 1),
+    "return %": ("cumulative_return", "{:.1f}", 100),
+    "annual %": ("annual_return", "{:.1f}", 100),
+    "vol %": ("annual_volatility", "{:.1f}", 100),
+    "Sortino": ("sortino", "{:.2f}", 1),
+    "max DD %": ("max_drawdown", "{:.1f}", 100),
+    "turnover": ("turnover", "{:.1f}", 1),
+    "trades": ("num_trades", "{:.0f}", 1),
+    "fees $": ("fees_usd", "{:.0f}", 1),
+    "exposure %": ("exposure", "{:.0f}", 100),
+}
+# simulated returns are planted: they are no results in percent and dollars
+OF_THE_BENCHMARK = ("gap closed %", "Sharpe", "max DD %", "turnover", "exposure %")
+HEADINGS = {
+    "train": "training span, in sample: the policy has learned from these days",
+    "valid": "validation span: choose on these days",
+    "test": "test span",
+    "days": "days asked for: held out only if the policy was neither trained nor chosen on them",
+}
+Interval = tuple[float, float, float]  # a value, and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -43,8 +69,7 @@ def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
 
 
 def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
-    riskless = risk < 1e-12
-    return np.where(riskless, 0.0, gain / np.where(riskless, 1.0, risk))
+    return np.divide(gain, risk, out=np.zeros_like(gain), where=risk >= 1e-12)
 
 
 def _deviation(returns: np.ndarray) -> np.ndarray:
@@ -52,75 +77,81 @@ def _deviation(returns: np.ndarray) -> np.ndarray:
 
 
 def annual_growth(returns: np.ndarray) -> np.ndarray:
-    """Compound return per period of daily returns along the last axis."""
+    """Return the compound return per period of daily returns along the last axis."""
     growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
     num_days = returns.shape[-1]
     return growth ** (period_days(num_days) / num_days) - 1.0
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Figures of each market, each [M]; turnover is per period of the mean value.
+    """Return figures of each market, each [M]; turnover is per period of the mean value.
 
     A period is a year, or the whole span where that is too short to be annualised.
     """
     returns, values = record.returns, record.values
     period = period_days(returns.shape[1])
-    periods = returns.shape[1] / period
-    growth = values[:, -1] / values[:, 0]
     downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * period)
     peaks = np.maximum.accumulate(values, axis=1)
     return {
-        "cumulative_return": growth - 1.0,
-        "annual_return": np.maximum(growth, 0.0) ** (1.0 / periods) - 1.0,
+        "cumulative_return": values[:, -1] / values[:, 0] - 1.0,
+        "annual_return": annual_growth(returns),
         "annual_volatility": _deviation(returns) * np.sqrt(period),
         "sharpe": sharpe_ratio(returns),
         "sortino": _ratio(returns.mean(1) * period, downside),
         "max_drawdown": (1.0 - values / peaks).max(1),
-        "turnover": record.traded_usd.sum(1) / values.mean(1) / periods,
+        "turnover": record.traded_usd.mean(1) * period / values.mean(1),
         "num_trades": record.num_trades.sum(1),
         "fees_usd": record.fees_usd.sum(1),
         "exposure": record.exposure.mean(1),
     }
 
 
-def mean_interval(samples: np.ndarray) -> tuple[float, float, float]:
-    """Mean of independent samples [M] and its 95 % interval (normal approximation)."""
-    half = 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
-    return float(samples.mean()), float(samples.mean() - half), float(samples.mean() + half)
+# ---- intervals
+
+
+def mean_interval(samples: np.ndarray) -> Interval:
+    """Return the mean of independent samples [M] and its interval (normal approximation)."""
+    mean, half = samples.mean(), 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
+    return float(mean), float(mean - half), float(mean + half)
+
+
+def _quantiles(value: np.ndarray, draws: np.ndarray) -> Interval:
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(value), float(low), float(high)
 
 
 def bootstrap_interval(
     returns: np.ndarray,  # [D] daily returns of the policy
     baseline: np.ndarray,  # [D] of the baseline on the same days
     seed: int = 0,
-) -> dict[str, tuple[float, float, float]]:
-    """Differences to the baseline on one market, with 95 % intervals.
+) -> dict[str, Interval]:
+    """Return differences to the baseline on one market, from resampled blocks of days.
 
-    Returns (estimate, low, high) of "sharpe" and of "annual_return" (compound), from resampled
-    blocks of days. Source: circular block bootstrap, Politis and Romano (1992).
+    They are those of "sharpe" and of "annual_return" (compound). Source: circular block bootstrap,
+    Politis and Romano (1992).
     """
     days = len(returns)
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS)))
     index = ((starts[:, :, None] + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
-    found = {}
-    for name, figure in (("sharpe", sharpe_ratio), ("annual_return", annual_growth)):
-        draws = figure(returns[index]) - figure(baseline[index])
-        low, high = np.quantile(draws, [0.025, 0.975])
-        found[name] = (float(figure(returns) - figure(baseline)), float(low), float(high))
-    return found
+    return {
+        name: _quantiles(
+            figure(returns) - figure(baseline), figure(returns[index]) - figure(baseline[index])
+        )
+        for name, figure in (("sharpe", sharpe_ratio), ("annual_return", annual_growth))
+    }
 
 
 @dataclass(frozen=True)
 class ScoreIntervals:
-    """Aggregates over runs and tasks: value, and the ends of its 95 % interval."""
+    """Aggregates over runs and tasks."""
 
-    mean: tuple[float, float, float]
-    interquartile_mean: tuple[float, float, float]
+    mean: Interval
+    interquartile_mean: Interval
 
 
 def interquartile_mean(scores: np.ndarray) -> np.ndarray:
-    """Mean of the middle half of the last axis; parts of scores count in parts."""
+    """Return the mean of the middle half of the last axis; parts of scores count in parts."""
     ordered = np.sort(scores, axis=-1)
     count = scores.shape[-1]
     ends = np.clip(np.arange(count + 1), count / 4, 3 * count / 4)  # of each score's share
@@ -140,8 +171,81 @@ def score_intervals(
     runs, tasks = scores.shape
     picks = np.random.default_rng(seed).integers(0, runs, (resamples, runs, tasks))
     drawn = scores[picks, np.arange(tasks)].reshape(resamples, -1)  # [N, R * T]
-    found = []
-    for figure in (lambda values: values.mean(-1), interquartile_mean):
-        low, high = np.quantile(figure(drawn), [0.025, 0.975])
-        found.append((float(figure(scores.ravel())), float(low), float(high)))
-    return ScoreIntervals(*found)
+    return ScoreIntervals(
+        _quantiles(scores.mean(), drawn.mean(-1)),
+        _quantiles(interquartile_mean(scores.ravel()), interquartile_mean(drawn)),
+    )
+
+
+# ---- side by side
+
+
+def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
+    """Return mean figures of each record; differences to equal weight with intervals."""
+    figures = {name: performance(record) for name, record in records.items()}
+    base = figures[EQUAL_WEIGHT]
+    num_markets = len(base["sharpe"])
+    policies: dict[str, dict[str, Any]] = {}
+    for name, own in figures.items():
+        entry = policies[name] = {key: float(value.mean()) for key, value in own.items()}
+        if name == EQUAL_WEIGHT:
+            continue
+        # over pairs of markets, or over resampled blocks of days of one market
+        if num_markets > 1:
+            keys = ("sharpe", "annual_return")
+            differences = {key: mean_interval(own[key] - base[key]) for key in keys}
+        else:
+            both = (records[which].returns[0] for which in (name, EQUAL_WEIGHT))
+            differences = bootstrap_interval(*both)
+        entry["against_equal_weight"] = {key: list(value) for key, value in differences.items()}
+
+    # share of the gap to the reference that each closes, if there is one beyond chance
+    if reference := policies.get("reference"):
+        sharpe = policies[EQUAL_WEIGHT]["sharpe"]
+        gap = reference["sharpe"] - sharpe
+        is_gap = reference["against_equal_weight"]["sharpe"][1] > 0.1
+        for entry in policies.values():
+            entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if is_gap else None
+    return {
+        "markets": num_markets,
+        "days": [str(dates[0]), str(dates[-1])],
+        "num_days": len(dates) - 1,  # with a return
+        "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
+        "policies": policies,
+    }
+
+
+def text_table(summaries: dict[str, dict[str, Any]], *, simulated: bool) -> str:
+    """Return the summaries of spans as one table, with ablations below it."""
+    heads = OF_THE_BENCHMARK if simulated else tuple(COLUMNS)[1:]
+    lines = [f"{'':{WIDTH}}" + "".join(f"{head:>13}" for head in heads)]
+    below = []
+    for span, summary in summaries.items():
+        heading, num_days, markets = HEADINGS[span], summary["num_days"], summary["markets"]
+        how = f"mean over {markets} markets" if markets > 1 else "blocks of days resampled"
+        if simulated:
+            heading = f"memory benchmark, {markets} SIMULATED markets never trained on"
+        lines.append(f"{heading} ({' to '.join(summary['days'])}, {num_days} days)")
+        below.append(f"\n{span}, against equal weight bought at once ({how}, 95 % interval):")
+        for name, entry in summary["policies"].items():
+            cells = "".join(f"{_cell(entry, head):>13}" for head in heads)
+            lines.append(f"  {name:<{WIDTH - 2}}{cells}")
+        for name, entry in (summary["policies"] | summary["ablation"]).items():
+            if against := entry.get("against_equal_weight"):
+                text = "Sharpe {:+.2f} [{:+.2f}, {:+.2f}]   ".format(*against["sharpe"])
+                if simulated:
+                    text += f"gap closed: {_cell(entry, 'gap closed %')}%"
+                else:
+                    annual = against["annual_return"]
+                    text += "annual return {:+.1%} [{:+.1%}, {:+.1%}]".format(*annual)
+                below.append(f"  {name:<{WIDTH - 2}}{text}")
+        if num_days < MIN_ANNUAL_DAYS:
+            few = f"  fewer than {MIN_ANNUAL_DAYS} days: nothing is annualised"
+            below.append(f"{few}, all figures are those of the {num_days} days")
+    return "\n".join(lines + below)
+
+
+def _cell(entry: dict[str, Any], head: str) -> str:
+    statistic, form, factor = COLUMNS[head]
+    value = entry.get(statistic)
+    return "-" if value is None else form.format(value * factor)

@@ -239,7 +239,7 @@ REFUSED = [
     ("walk", "--compare {}/csv", "trained on observations of parts"),
     ("csv", "--num_gpus 0", "num_gpus must be 1..1024"),
     ("nothing", "", "does not exist"),
-    ("bars5.csv", "", "damaged or no checkpoint"),
+    ("bars5.csv", "", "no checkpoint"),
 ]
 
 
