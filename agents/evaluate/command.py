@@ -118,42 +118,37 @@ def _days_of(task: TradingTask, asked: EvaluateConfig, elsewhere: bool) -> dict[
     return {"days": span}
 
 
-def _evaluate(
+def _evaluate_episodes(
     agents: dict[str, LoadedAgent], asked: EvaluateConfig, world: World
-) -> tuple[dict, str]:
-    """Evaluate all agents on the task of the first; a summary and its text."""
+) -> tuple[dict[str, Any], str]:
+    """Evaluate all agents over episodes of the first one's environment."""
     first = agents["policy"]
-    own = first.config.task
-    if own.is_trading:
-        return _evaluate_trading(agents, asked, world)
-
-    # episodes of a Gymnasium task
-    if asked.env not in ("", own.env):
-        raise UserError(f"--env {asked.env} differs from the run's, {own.env}: leave it out")
-    saved = {"env": own.env, "env_kwargs": own.env_kwargs}
+    config = first.config
+    if asked.env not in ("", config.task.env):
+        raise UserError(f"--env {asked.env} differs from the run's, {config.task.env}: drop it")
+    saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(first.run_dir, "task", saved, asked.env)
-    task_config = replace(own, eval_episodes=asked.episodes or own.eval_episodes)
-    train = first.config.train
-    if asked.seed >= 0:
-        train = replace(train, seed=asked.seed)
-    config = replace(first.config, task=task_config, train=train)
+    task_config = replace(config.task, eval_episodes=asked.episodes or config.task.eval_episodes)
+    train = replace(config.train, seed=asked.seed if asked.seed >= 0 else config.train.seed)
+    config = replace(config, task=task_config, train=train)
     task = GymTask(task_config, end_rank, world.heartbeat)
     lines = []
     if asked.video:  # first: not every environment draws itself
         from agents.evaluate.video import film
 
         lines.append(film(first, task, Path(asked.video), train.seed, world))
-    found = {
+    figures = {
         name: episode_figures(task, config, agent.policy, agent.normalizer, world, sampled=True)
         for name, agent in agents.items()
     }
-    lines += [f"{name}: {episode_text(value)}" for name, value in found.items()]
-    return found, "\n".join(lines)
+    lines += [f"{name}: {episode_text(values)}" for name, values in figures.items()]
+    return figures, "\n".join(lines)
 
 
 def _evaluate_trading(
     agents: dict[str, LoadedAgent], asked: EvaluateConfig, world: World
-) -> tuple[dict, str]:
+) -> tuple[dict[str, Any], str]:
+    """Evaluate all agents on markets; a look at closed days is recorded."""
     from agents.evaluate.markets import report
     from envs.trading.task import prepare_task
 
@@ -180,32 +175,30 @@ def _evaluate_trading(
     pairs = {name: (agent.policy, agent.normalizer) for name, agent in agents.items()}
     if not (task.real and asked.open_test and world.is_main_process):
         return report(task, markets, spans, pairs, world, run_dir, plot)
+
+    # days that are closed
     (span,) = spans.values()
-    days = [str(markets[0].dates[day]) for day in (span.first, span.last)]
     for agent in agents.values():
         _append_look(agent.run_dir, "")  # before the days are seen: it may not be writable
-    sharpe: dict[str, float] = {}
+    results: dict[str, Any] = {}
+    text = ""
     try:
         results, text = report(task, markets, spans, pairs, world, run_dir, plot)
-        (result,) = results.values()
-        sharpe = {name: result["policies"][name]["sharpe"] for name in agents}
     finally:  # an interrupted look may have left figures
         for name, agent in agents.items():
             saved = json.dumps(agent.config.to_dict(), sort_keys=True).encode()
+            sharpes = [result["policies"][name]["sharpe"] for result in results.values()]
             look = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "data_digest": data_digest(data),
-                "span": days,
+                "span": [str(markets[0].dates[day]) for day in (span.first, span.last)],
                 "config_digest": hashlib.sha256(saved).hexdigest()[:16],
                 "iteration": agent.iteration,
-                "sharpe": sharpe.get(name),
+                "sharpe": next(iter(sharpes), None),
             }
             _append_look(agent.run_dir, json.dumps(look) + "\n")
     looks = len(read_plain(run_dir / LOOKS).splitlines())
-    return (
-        results,
-        f"{text}\nlook number {looks} at closed days of this run: {run_dir / LOOKS}",
-    )
+    return results, f"{text}\nlook number {looks} at closed days of this run: {run_dir / LOOKS}"
 
 
 def _append_look(run_dir: Path, line: str) -> None:
@@ -227,7 +220,8 @@ def _rank_main(path: str, others: list[str], asked: EvaluateConfig) -> int:
             agents = {"policy": first} | {other: load(other) for other in others}
             if world.is_main_process:
                 print(f"{first.path}, iteration {first.iteration}{first.chosen_by}")
-            figures, text = _evaluate(agents, asked, world)
+            evaluate = _evaluate_trading if first.config.task.is_trading else _evaluate_episodes
+            figures, text = evaluate(agents, asked, world)
             if world.is_main_process:
                 print(text, flush=True)
                 if asked.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +86,12 @@ def evaluate_markets(
     return {name: Record(*map(np.concatenate, of_ranks)) for name, of_ranks in columns.items()}
 
 
-def run(
-    task: TradingTask,
-    markets: Sequence[Market],
-    span: Span,
-    controllers: dict[str, Controller],
-    world: World,
-    held: bool = False,
+def equal_weight(
+    task: TradingTask, markets: Sequence[Market], span: Span, world: World
 ) -> dict[str, Record]:
-    """Run controllers over markets and days; ranks share the work."""
-
-    def make_env(own: Sequence[Market]) -> Any:
-        return task.evaluation_env(own, span, device=world.device, held=held)
-
-    return evaluate_markets(markets, make_env, controllers, world)
+    """Buy equal weight at once and hold it."""
+    make_env = partial(task.evaluation_env, span=span, device=world.device, held=True)
+    return evaluate_markets(markets, make_env, {EQUAL_WEIGHT: buy_equal_weight}, world)
 
 
 def open_spans(task: TradingTask) -> dict[str, Span]:
@@ -132,8 +125,9 @@ def report(
         if task.real is None and task.trading.order_unit == "value":
             daily["reference"] = ReferencePolicy(task.simulated)
             daily["memoryless rule"] = MemorylessRule()
-        records = run(task, markets, span, daily, world)
-        records |= run(task, markets, span, {EQUAL_WEIGHT: buy_equal_weight}, world, held=True)
+        make_env = partial(task.evaluation_env, span=span, device=world.device)
+        records = evaluate_markets(markets, make_env, daily, world)
+        records |= equal_weight(task, markets, span, world)
         dates = markets[0].dates[span.first : span.last + 1]
         summaries[name] = summarize(records, dates)
         records.pop(ZEROED, None)  # an ablation, and no strategy
@@ -193,13 +187,13 @@ def market_validation(
     if span is None:
         return None
     markets = task.markets("valid")
+    make_env = partial(task.evaluation_env, span=span, device=world.device)
     # the same at every validation
-    held = run(task, markets, span, {EQUAL_WEIGHT: buy_equal_weight}, world, held=True)
-    base = performance(held[EQUAL_WEIGHT])["sharpe"]
+    base = performance(equal_weight(task, markets, span, world)[EQUAL_WEIGHT])["sharpe"]
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
         policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
-        own = performance(run(task, markets, span, policies, world)["policy"])
+        own = performance(evaluate_markets(markets, make_env, policies, world)["policy"])
         figures = {name: own[name] for name in ("sharpe", "annual_return", "exposure")}
         figures["equal_weight_sharpe"] = base
         return {f"valid/{name}": float(each.mean()) for name, each in figures.items()}
