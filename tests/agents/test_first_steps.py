@@ -207,7 +207,8 @@ def test_a_policy_is_called_random_by_the_entropy_of_the_allowed_actions(
     entropy, most, warns, tmp_path
 ):
     """4 x 3 choices have 2.48 nats; 0: masks leave one action at every step."""
-    line = {"loss/entropy": entropy, "loss/entropy_max": most}
+    line = {"iteration": 1, "global_step": 1, "loss/entropy": entropy}
+    line["loss/entropy_max"] = most
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     said = randomness_warning(tmp_path)
     assert (f"(entropy {entropy:.2f} of at most {most:.2f} nats)" in said) == warns
