@@ -43,7 +43,7 @@ class DiaryController(PolicyController):
 def run_markets(
     env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None
 ) -> Record:
-    """Make one pass over all markets; one that ruins the policy stays at the value it had."""
+    """Make one pass over all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()

@@ -1,4 +1,4 @@
-"""Figures of trading: of one pass over markets, with intervals, side by side in a table."""
+"""Figures of trading over markets, with intervals, side by side in a table."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def annual_growth(returns: np.ndarray) -> np.ndarray:
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Return figures of each market, each [M]; turnover is per period of the mean value.
+    """Return figures of each market, each [M].
 
-    A period is a year, or the whole span where that is too short to be annualised.
+    Turnover is per period, relative to the mean value. A period is a year, or the whole span where that is too short to be annualised.
     """
     returns, values = record.returns, record.values
     period = period_days(returns.shape[1])
@@ -110,7 +110,7 @@ def performance(record: Record) -> dict[str, np.ndarray]:
 
 
 def mean_interval(samples: np.ndarray) -> Interval:
-    """Return the mean of independent samples [M] and its interval (normal approximation)."""
+    """Return the mean of independent samples [M] and its normal interval."""
     mean, half = samples.mean(), 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
     return float(mean), float(mean - half), float(mean + half)
 
@@ -125,7 +125,7 @@ def bootstrap_interval(
     baseline: np.ndarray,  # [D] of the baseline on the same days
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Return differences to the baseline on one market, from resampled blocks of days.
+    """Return differences to the baseline on one market, by resampled blocks.
 
     They are those of "sharpe" and of "annual_return" (compound). Source: circular block bootstrap,
     Politis and Romano (1992).
@@ -151,7 +151,7 @@ class ScoreIntervals:
 
 
 def interquartile_mean(scores: np.ndarray) -> np.ndarray:
-    """Return the mean of the middle half of the last axis; parts of scores count in parts."""
+    """Return the mean of the middle half; parts of scores count in parts."""
     ordered = np.sort(scores, axis=-1)
     count = scores.shape[-1]
     ends = np.clip(np.arange(count + 1), count / 4, 3 * count / 4)  # of each score's share
