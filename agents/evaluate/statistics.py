@@ -86,7 +86,8 @@ def annual_growth(returns: np.ndarray) -> np.ndarray:
 def performance(record: Record) -> dict[str, np.ndarray]:
     """Return figures of each market, each [M].
 
-    Turnover is per period, relative to the mean value. A period is a year, or the whole span where that is too short to be annualised.
+    Turnover is per period, relative to the mean value. A period is a year, or the whole span where
+    that is too short to be annualised.
     """
     returns, values = record.returns, record.values
     period = period_days(returns.shape[1])
