@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 FOLDER = "profile"
 WINDOW = 5  # iterations
 TIMED = (2, 3)  # of them
-GRADIENTS = "waiting for gradients of other ranks"
-WAITING = "waiting for other ranks elsewhere"
-INSIDE = (GRADIENTS, WAITING)  # not sections, but within them
+WHOLE = "whole iteration"
+GRADIENTS = "waiting for gradients of other ranks"  # within sections
+WAITING = "waiting for other ranks elsewhere"  # within sections
+TOTALS = (WHOLE, GRADIENTS, WAITING)
 NUM_OPERATORS = 12  # that are shown; the trace holds all
 Say = Callable[[str], None]
 Explain = Callable[[Mapping[str, float]], str]
@@ -61,12 +62,12 @@ class SectionTimes:
     def __call__(self, name: str) -> Iterator[None]:
         """Time one section."""
         outer = self._path
-        self._path = f"{outer}/{name}".lstrip("/")
-        started = self.now()
+        path = self._path = f"{outer}/{name}".lstrip("/")
+        started_s = self.now()
         try:
             yield
         finally:
-            self.seconds[self._path] = self.seconds.get(self._path, 0.0) + self.now() - started
+            self.seconds[path] = self.seconds.get(path, 0.0) + self.now() - started_s
             self._path = outer
 
     def now(self) -> float:
@@ -77,21 +78,20 @@ class SectionTimes:
 
 
 class Profiler:
-    """Measures one window of iterations of this rank, then reports what it found."""
+    """Measures one window of iterations of this rank, then reports it."""
 
     def __init__(self, run_dir: Path, world: World, explain: Explain) -> None:
         """Prepare a window; `explain` makes a sentence of seconds by section."""
-        self._folder = run_dir / FOLDER
-        self._world, self._explain = world, explain
+        self._run_dir, self._world, self._explain = run_dir, world, explain
         self._number = 0  # of the iteration within the window
-        self._first = 0  # iteration of the window
         self._times = SectionTimes(world.device)
-        self._totals = dict.fromkeys(("whole", GRADIENTS, WAITING), 0.0)  # seconds, if timed
-        self._on_gpu = world.device.type == "cuda"
+        self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds of TIMED
+        on_gpu = world.device.type == "cuda"
+        self._sort_by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
         # else it writes to stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
             schedule=schedule(wait=WINDOW - 2, warmup=1, active=1, repeat=1),
             acc_events=True,  # else torch 2.11 warns of a second window
         )
@@ -99,12 +99,10 @@ class Profiler:
     def begin(self, iteration: int) -> None:
         """Begin an iteration, before its work."""
         self._number += 1
-        if self._number > WINDOW:
-            return
         if self._number == 1:
             self._first = iteration
             self._trace.start()
-        else:
+        elif self._number <= WINDOW:
             self._trace.step()
         if self._number in TIMED:
             listen(self._times)
@@ -113,7 +111,7 @@ class Profiler:
             listen(record_function)
 
     def end(self, say: Say) -> None:
-        """End an iteration; at the end of the window, `say` gets the findings."""
+        """End an iteration; at the end of the window, `say` gets the report."""
         listen(None)
         if self._number in TIMED:
             self._add_clocks(+1)
@@ -127,67 +125,44 @@ class Profiler:
             say(f"no profile: {self._number} iteration(s), and --profile needs {WINDOW}")
 
     def _add_clocks(self, sign: int) -> None:
-        self._totals["whole"] += sign * self._times.now()
+        self._totals[WHOLE] += sign * self._times.now()
         self._totals[GRADIENTS] += sign * self._world.gradient_seconds
         self._totals[WAITING] += sign * self._world.sync_seconds
 
     def _report(self) -> str:
-        """Write this rank's files; returns the text for the user."""
-        # seconds of one iteration by section
-        spent = self._times.seconds
-        if self._world.size > 1:
-            spent = spent | {name: self._totals[name] for name in (GRADIENTS, WAITING)}
-        seconds = {name: total_s / len(TIMED) for name, total_s in spent.items()}
-        name = f"rank_{self._world.rank}"
-        timed = [self._first + number - 1 for number in TIMED]
-        kind = "device" if self._on_gpu else "cpu"
+        """Write this rank's files; return the text for the user."""
+        totals = self._times.seconds | self._totals
+        seconds = {name: total_s / len(TIMED) for name, total_s in totals.items()}
         operators = self._trace.key_averages().table(
-            sort_by=f"self_{kind}_time_total", row_limit=NUM_OPERATORS, max_name_column_width=48
+            sort_by=self._sort_by, row_limit=NUM_OPERATORS, max_name_column_width=48
         )
+        rank, first = self._world.rank, self._first
         text = (
-            f"profile of rank {self._world.rank}, mean of iterations {timed[0]} to {timed[-1]}\n"
-            f"{section_table(seconds, self._totals['whole'] / len(TIMED))}\n"
-            f"operators of iteration {self._first + WINDOW - 1} by their own time, "
-            f"tracing included\n{operators}\n"
-            f"{self._explain(seconds)}"
+            f"profile of rank {rank}, mean of iterations {first + 1} to {first + 2}\n"
+            f"{section_table(seconds)}\n"
+            f"operators of iteration {first + WINDOW - 1} by their own time, tracing included\n"
+            f"{operators}\n{self._explain(seconds)}"
         )
+        folder = self._run_dir / FOLDER
         try:
-            path = path_to_write(self._folder.parent, f"{FOLDER}/{name}.txt")
+            path = path_to_write(self._run_dir, f"{FOLDER}/rank_{rank}.txt")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n", encoding="utf-8")
-            tensorboard_trace_handler(str(self._folder), name, use_gzip=True)(self._trace)
+            tensorboard_trace_handler(str(folder), f"rank_{rank}", use_gzip=True)(self._trace)
         except OSError as error:  # training is worth more than its profile
             why = error.strerror or error
-            logger.warning("the profile cannot be written to %s: %s", self._folder, why)
+            logger.warning("the profile cannot be written to %s: %s", folder, why)
             return text
         self._world.heartbeat()
         opened = "chrome://tracing, ui.perfetto.dev or TensorBoard with torch-tb-profiler"
-        return f"{text}\nprofile: {self._folder} (rank_N.txt; traces for {opened})"
+        return f"{text}\nprofile: {folder} (rank_N.txt; traces for {opened})"
 
 
-def section_table(seconds: Mapping[str, float], total_s: float) -> str:
-    """Return sections as a tree with their shares of an iteration.
-
-    Args:
-        seconds: of one iteration, by path; what a section does outside its own parts is its `rest`.
-        total_s: of the whole iteration.
-    """
+def section_table(seconds: Mapping[str, float]) -> str:
+    """Return a table of sections by path, with their shares of the whole iteration."""
     lines = [f"  {'section':<44}{'seconds':>10}{'share':>8}"]
-
-    def add(name: str, depth: int, spent: float) -> None:
-        lines.append(f"  {'  ' * depth + name:<44}{spent:>10.4f}{spent / total_s:>8.1%}")
-
-    def branch(path: str, depth: int, whole_s: float) -> None:
-        inner = [p for p in seconds if p not in INSIDE and p.rpartition("/")[0] == path]
-        for child in inner:
-            add(child.rpartition("/")[2], depth, seconds[child])
-            branch(child, depth + 1, seconds[child])
-        if inner:
-            add("rest", depth, max(0.0, whole_s - sum(seconds[child] for child in inner)))
-
-    branch("", 0, total_s)
-    add("whole", 0, total_s)
-    for name in INSIDE:
-        if name in seconds:
-            add(f"in it {name}", 0, seconds[name])
+    lines += [
+        f"  {name:<44}{spent:>10.4f}{spent / seconds[WHOLE]:>8.1%}"
+        for name, spent in sorted(seconds.items(), key=lambda item: (item[0] in TOTALS, item[0]))
+    ]
     return "\n".join(lines)
