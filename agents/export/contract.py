@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from agents.export.step import INPUTS, OUTPUTS, ExportedStep
+from agents.export.step import ExportedStep
 from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import categories_of, image_axes, image_scale, leaves, named
@@ -26,41 +26,43 @@ MEANINGS = {
 def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
     """Return all that a program needs to feed the exported step; plain data."""
     policy = agent.policy
-    batch = ["batch"]
-    state = {"shape": [*batch, step.state_size], "type": "float32"}
-    action_type = "int64" if policy.discrete else "float32"
-    descriptions = {
-        "obs": "row of the observation's parts, not normalised",
-        "state": "zeros before the first step, then next_state of the step before",
-        "episode_start": "true forgets the state first: obs is the first of its episode",
-        "action": "most likely action, in the environment's units and within its bounds",
-        "next_state": "state for the next step",
+    discrete = policy.discrete
+
+    def entry(name: str, description: str, type_name: str, *shape: int) -> dict[str, Any]:
+        return {
+            "name": name,
+            "description": description,
+            "type": type_name,
+            "shape": ["batch", *shape],
+        }
+
+    before = "zeros before the first step, then next_state of the step before"
+    forgets = "true forgets the state first: obs is the first of its episode"
+    row = "row of the observation's parts, not normalised"
+    obs = entry("obs", row, "float32", policy.num_obs)
+    likely = "most likely action, in the environment's units and within its bounds"
+    action = entry("action", likely, "int64" if discrete else "float32", *step.action_shape)
+    action |= {
+        "parts": _action_parts(agent),
+        "choices": step.decoder.sizes.tolist(),
+        "start": step.start.tolist() if discrete else [],
+        "stretch": [] if discrete else step.stretch.tolist(),
+        "offset": [] if discrete else step.offset.tolist(),
     }
-    shapes: dict[str, dict[str, Any]] = {
-        "obs": {"shape": [*batch, policy.num_obs], "type": "float32", "parts": _parts(agent)},
-        "state": state,
-        "episode_start": {"shape": batch, "type": "bool"},
-        "action": {"shape": [*batch, *step.action_shape], "type": action_type}
-        | {"parts": _action_parts(agent)}
-        | {
-            "choices": step.decoder.sizes.tolist(),
-            "start": step.start.tolist() if policy.discrete else [],
-            "stretch": [] if policy.discrete else step.stretch.tolist(),
-            "offset": [] if policy.discrete else step.offset.tolist(),
-        },
-        "next_state": state,
-    }
-    entries = {
-        name: {"name": name, "description": text} | shapes[name]
-        for name, text in descriptions.items()
-    }
-    spaces_json = json.loads(agent.spaces_json) if agent.spaces_json else [None, None]
+    saved_spaces = json.loads(agent.spaces_json) if agent.spaces_json else [None, None]
     return {
         "contract_version": CONTRACT_VERSION,
         "env": {"id": agent.config.task.env, "kwargs": _env_kwargs(agent.config)},
-        "spaces": dict(zip(("observation", "action"), _strict(spaces_json), strict=True)),
-        "inputs": [entries[name] for name in INPUTS],
-        "outputs": [entries[name] for name in OUTPUTS],
+        "spaces": dict(zip(("observation", "action"), _strict(saved_spaces), strict=True)),
+        "inputs": [
+            obs | {"parts": _parts(agent)},
+            entry("state", before, "float32", step.state_size),
+            entry("episode_start", forgets, "bool"),
+        ],
+        "outputs": [
+            action,
+            entry("next_state", "state for the next step", "float32", step.state_size),
+        ],
         "checkpoint": {
             "file": agent.path.name,
             "sha256": file_hash(agent.path),

@@ -91,13 +91,10 @@ def _advice(train: TrainConfig, phase: str, run_dir: Path, world: World) -> str:
     if phase == EVALUATING:
         command = f"python -m agents.evaluate {run_dir}"
         return f"training is saved: {command} evaluates it, on less with --num_worlds or --episodes"
-    smaller = smaller_parts(train, world.size) if phase == "update" else ""
-    if smaller:
+    advice = "a fresh run needs less with a smaller --num_envs, --num_steps or --hidden_size"
+    if phase == "update" and (smaller := smaller_parts(train, world.size)):
         resumed = f"--resume {run_dir} " if latest_checkpoint(run_dir) else ""
         advice = f"the same gradient steps in less memory: {resumed}{smaller}"
-    else:
-        fewer = fewer_environments(train, world.size) or "a smaller --hidden_size"
-        advice = f"a fresh run fits with less: {fewer}"
     return f"{advice}; {last_checkpoint(run_dir)}"
 
 
@@ -109,21 +106,4 @@ def smaller_parts(train: TrainConfig, num_ranks: int) -> str:
         smaller = replace(train, batch_size=batch_size, grad_accumulation=accumulation)
         if train.batch_size % parts == 0 and shares_out(smaller, num_ranks):
             return f"--batch_size {batch_size} --grad_accumulation {accumulation}"
-    return ""
-
-
-def fewer_environments(train: TrainConfig, num_ranks: int) -> str:
-    """Return flags for half as many environments or fewer; "": none divide."""
-    # not yet measured, or a run begun on other ranks
-    if not shares_out(train, num_ranks):
-        return f"--num_envs {train.num_envs // 2}" if train.num_envs > 1 else ""
-    total = shard_sizes(train, 0, num_ranks).global_num_envs
-    now = total // num_ranks if train.scaling == "weak" else total
-    for parts in range(2, now + 1):
-        num_envs = now // parts
-        if shares_out(replace(train, num_envs=num_envs), num_ranks):
-            return f"--num_envs {num_envs}"
-        batch_size = train.batch_size // parts
-        if shares_out(replace(train, num_envs=num_envs, batch_size=batch_size), num_ranks):
-            return f"--num_envs {num_envs} --batch_size {batch_size}"
     return ""
