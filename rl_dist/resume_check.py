@@ -28,16 +28,8 @@ from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.run_dir import RunDir
 
 # Small sizes unless others are given, and no evaluation, which has no part in the proof.
-DEFAULTS = {
-    "num_envs": 8,
-    "num_steps": 32,
-    "bptt_steps": 8,
-    "batch_size": 8,
-    "validate_every": 0,
-    "eval_episodes": 2,
-}
-CHOSEN = ["run_dir", "resume", "total_steps", "num_episodes"]
-CHOSEN += ["checkpoint_every", "keep_checkpoints"]
+SIZES = {"num_envs": 8, "num_steps": 32}
+OTHERS = {"bptt_steps": "8", "batch_size": "8", "validate_every": "0", "eval_episodes": "2"}
 TRADING = "StockTrading-v0"  # evaluated on all of its days: it takes no --eval_episodes
 # on another number of ranks, sums are rounded differently
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -145,51 +137,17 @@ class ResumePlan:
 
     def start(self, name: str) -> Child:
         """Start a run from the beginning."""
-        run_dir = str(self.folder / name)
-        return self._start(name, [*self.flags, f"--num_gpus={self.num_gpus}", "--run_dir", run_dir])
+        flags = [*self.flags, f"--num_gpus={self.num_gpus}", f"--run_dir={self.folder / name}"]
+        return self._start(name, flags)
 
     def resume(self) -> Child:
-        """Continue the killed run; one rank takes no strategy of several."""
-        flags = ["--resume", str(self.folder / "killed"), f"--num_gpus={self.resume_on}"]
-        if self.resume_on == 1 != self.num_gpus:
-            defaults = {"strategy": "default", "gradient_compression": "none"}
-            given = _given(self.flags)
-            flags += [f"--{name}={value}" for name, value in defaults.items() if name in given]
-        return self._start("resumed", flags)
+        """Continue the killed run."""
+        run_dir = self.folder / "killed"
+        return self._start("resumed", [f"--resume={run_dir}", f"--num_gpus={self.resume_on}"])
 
     def _start(self, name: str, flags: list[str]) -> Child:
         variables = {"TMPDIR": str(self.folder)}
         return Child([SCRIPT, *flags], self.folder, name, variables=variables)
-
-
-def training_flags(flags: Sequence[str], iterations: int, num_gpus: int) -> list[str]:
-    """Return the flags of a fresh run: those given, small sizes and the budget."""
-    given = _given(flags)
-    for name in CHOSEN:
-        if name in given:
-            raise UserError(f"--{name} is chosen by resume_check: leave it out")
-    sizes = DEFAULTS | given
-    steps = 2 * iterations * max(1, num_gpus) ** (given.get("scaling") == "weak")
-    for name in ("num_envs", "num_steps"):
-        value = str(sizes[name])
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"--{name} {value}: resume_check needs a number from 1")
-        steps *= int(value)
-    added = [f"--{name}={value}" for name, value in DEFAULTS.items() if name not in given]
-    if given.get("env", TRADING) == TRADING:
-        added = [flag for flag in added if not flag.startswith("--eval_episodes")]
-    budget = [f"--total_steps={steps}", f"--checkpoint_every={iterations}", "--keep_checkpoints=3"]
-    return [*flags, *added, *budget]
-
-
-def _given(flags: Sequence[str]) -> dict[str, str]:
-    """Return flags by their name with underscores; a value may follow an equals sign."""
-    values = {}
-    for word, following in zip(flags, [*flags[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            values[name.replace("-", "_")] = value if equals else following
-    return values
 
 
 def _finish(run: Child) -> None:
@@ -273,42 +231,49 @@ def _say(text: str) -> None:
 # ---- the command
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return our own flags, and those for the training script."""
+def plan_of(argv: Sequence[str] | None, folder: Path) -> ResumePlan:
+    """Return the runs that a command line means; their budget follows from the sizes."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    add = parser.add_argument
-    what = "before the kill and after it (default: 5)"
-    add("--iterations", type=int, default=5, metavar="K", help=what)
-    what = "as in training (default: -1)"
-    add("--num_gpus", "--num-gpus", type=int, default=-1, metavar="N", help=what)
-    what = "ranks of the resumed run (default: as many as before)"
-    add("--resume_on", "--resume-on", type=int, metavar="M", help=what)
+
+    def add(name: str, default: Any, what: str = argparse.SUPPRESS, **options: Any) -> None:
+        dashed = "--" + name.replace("_", "-")
+        parser.add_argument(f"--{name}", dashed, default=default, help=what, **options)
+
+    add("iterations", 5, "before the kill and after it (default: 5)", type=int, metavar="K")
+    add("num_gpus", -1, "as in training (default: -1)", type=int, metavar="N")
+    add("resume_on", None, "ranks of the resumed run (default: as before)", type=int, metavar="M")
+    for name, default in {**SIZES, **OTHERS, "env": TRADING, "scaling": "strong"}.items():
+        add(name, default, type=type(default))
     args, flags = parser.parse_known_args(argv)
-    if not 1 <= args.iterations <= 10**6:
-        raise UserError(f"--iterations must be 1..1000000, got {args.iterations}")
-    return args, flags
+    for name in ("iterations", *SIZES):
+        if not 1 <= getattr(args, name) <= 10**6:
+            raise UserError(f"--{name} must be 1..1000000, got {getattr(args, name)}")
+    copies = max(1, args.num_gpus) if args.scaling == "weak" else 1
+    steps = 2 * args.iterations * args.num_envs * args.num_steps * copies
+    chosen = {name: getattr(args, name) for name in ("env", "scaling", *SIZES, *OTHERS)}
+    chosen |= {"total_steps": steps, "checkpoint_every": args.iterations, "keep_checkpoints": 3}
+    if args.env == TRADING:
+        del chosen["eval_episodes"]
+    return ResumePlan(
+        iterations=args.iterations,
+        num_gpus=args.num_gpus,
+        resume_on=args.num_gpus if args.resume_on is None else args.resume_on,
+        flags=[*flags, *(f"--{name}={value}" for name, value in chosen.items())],
+        folder=folder,
+    )
 
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    args, given = _parse(argv)
-    flags = training_flags(given, args.iterations, args.num_gpus)
     leave_at_signals()
     with tempfile.TemporaryDirectory(prefix="resume_check_", ignore_cleanup_errors=True) as folder:
-        plan = ResumePlan(
-            iterations=args.iterations,
-            num_gpus=args.num_gpus,
-            resume_on=args.num_gpus if args.resume_on is None else args.resume_on,
-            flags=flags,
-            folder=Path(folder),
-        )
-        return 0 if check(plan) else 1
+        return 0 if check(plan_of(argv, Path(folder))) else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tensorboard_readers import seen
 from train_runs import PATIENCE_S, REPO, only_error, output_in, records, start, wait_until
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
-from rl_dist.resume_check import ResumePlan, check, compare, main, parameter_sha256, training_flags
+from rl_dist.resume_check import check, compare, main, parameter_sha256, plan_of
 
 pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
 COMMAND = ["-m", "rl_dist.resume_check", "--device=cpu", "--hidden_size=8", "--num_steps=16"]
@@ -40,12 +40,10 @@ def run(folder, *flags):
 def proof(tmp_path_factory):
     """Three iterations, a kill, three more against six: stdout, and both run directories."""
     folder = tmp_path_factory.mktemp("proof")
-    flags = [*COMMAND[2:], "--env", "resume_envs:Drift-v0"]
-    flags = training_flags(flags, 3, -1)
+    flags = [*COMMAND[2:], "--env", "resume_envs:Drift-v0", "--iterations", "3"]
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
         patch.setenv("PYTHONPATH", str(REPO / "tests"))
-        plan = ResumePlan(iterations=3, num_gpus=-1, resume_on=-1, flags=flags, folder=folder)
-        equal = check(plan)
+        equal = check(plan_of(flags, folder))
     out = (folder / "out").read_text()
     assert equal, out + (folder / "err").read_text()
     return out, folder / "straight", folder / "killed"
@@ -77,7 +75,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named_with_its_difference(
     _, straight, killed = proof
     (tmp_path / "straight").symlink_to(straight)
     run_dir = shutil.copytree(killed, tmp_path / "killed")
-    plan = ResumePlan(iterations=3, num_gpus=1, resume_on=1, flags=[], folder=tmp_path)
+    plan = plan_of([], tmp_path)
     lines = records(killed)
     lines[4]["loss/value"] += 1.0
     lines[5]["time/sps"] += 1.0  # a time is no difference
@@ -96,8 +94,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named_with_its_difference(
     ("flags", "expected"),
     [
         (["--iterations", "0"], "--iterations must be 1..1000000, got 0"),
-        (["--total-steps=100"], "--total_steps is chosen by resume_check: leave it out"),
-        (["--num_envs", "0"], "--num_envs 0: resume_check needs a number from 1"),
+        (["--num_envs", "0"], "--num_envs must be 1..1000000, got 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -107,14 +104,14 @@ def test_bad_usage_is_one_line(flags, expected, capsys):
     assert line.startswith("error: ") and expected in line
 
 
-def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in():
-    given = ["--env", "CartPole-v1", "--num-steps=64", "--scaling", "weak"]
-    flags = training_flags(given, 3, num_gpus=2)
-    assert flags[:5] == given
+def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in(tmp_path):
+    given = ["--env", "CartPole-v1", "--num-steps=64", "--scaling", "weak", "--gamma", "0.5"]
+    flags = plan_of([*given, "--iterations=3", "--num_gpus=2"], tmp_path).flags
+    assert flags[:2] == ["--gamma", "0.5"]
     assert {"--num_envs=8", "--eval_episodes=2", "--checkpoint_every=3"} <= set(flags)
     assert f"--total_steps={2 * 3 * 8 * 64 * 2}" in flags
-    trading = training_flags(["--num_steps", "32"], 3, num_gpus=1)
-    assert not any("eval_episodes" in word or word.startswith("--num_steps=") for word in trading)
+    trading = plan_of(["--num_steps", "32"], tmp_path).flags
+    assert not any("eval_episodes" in word for word in trading)
 
 
 @pytest.mark.slow
