@@ -29,8 +29,7 @@ from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.short_run import SideBySide
 from rl_dist.machine import available_cores
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.model import Communication, predict
-from rl_dist.speedup.rank_cost import rank_cost_of, share_flags
+from rl_dist.speedup.model import predict, rank_cost
 
 # The copies find benchmarks.slow_env wherever this was started.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -59,8 +58,8 @@ def say(text: str) -> None:
 def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, Any]:
     """Errors of predicted against measured steps/s, by round."""
     flags, sizes = JOBS[name], SIZES[name]
-    share, problem = share_flags(sizes["num_envs"], sizes["batch_size"], RANKS, scaling)
-    assert not problem, problem
+    divisor = RANKS if scaling == "strong" else 1
+    share = [f"--{size}={value // divisor}" for size, value in sizes.items()]
     threads = threads_per_rank(RANKS)
     alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
     together = SideBySide([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
@@ -75,14 +74,16 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
         iterations = max(3, round(turn_s / seconds_of(first)))
         num_bytes = alone.running[0].gradient_bytes()
         talk = time_reductions(RANKS, [num_bytes])
-        communication = Communication(gradient_s=talk.gradients_s[num_bytes], small_s=talk.small_s)
+        reduction_s = talk.gradients_s[num_bytes]
         for _ in range(rounds):
             records = {}
             for side in (alone, together) if len(found) % 2 else (together, alone):
                 side.go_on()
                 records[side] = side.measure(iterations)
                 side.halt()
-            prediction = predict(rank_cost_of(records[alone]), RANKS, communication)
+            work = rank_cost([record for copy in records[alone] for record in copy])
+            talk_s = work.gradient_steps * reduction_s + talk.small_s
+            prediction = predict(work, RANKS, talk_s)
             # steps over time
             measured = harmonic_mean([record["time/sps"] for record in records[together][0]])
             error = prediction.steps_per_s / measured - 1
@@ -91,7 +92,7 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
             )
             say(
                 f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured "
-                f"{measured:,.0f} ({error:+.1%}); {split(prediction.shares)}; "
+                f"{measured:,.0f} ({error:+.1%}); {split(prediction.parts_s)}; "
                 f"{own(records[together][0])}"
             )
     errors = [entry["error"] for entry in found]
@@ -101,8 +102,8 @@ def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, An
         "errors": [round(error, 4) for error in errors],
         "predicted": round(median(entry["predicted"] for entry in found)),
         "measured": round(median(entry["measured"] for entry in found)),
-        "gradient_bytes": num_bytes, "reduction_s": round(communication.gradient_s, 6),
-        "small_s": round(communication.small_s, 6),
+        "gradient_bytes": num_bytes, "reduction_s": round(reduction_s, 6),
+        "small_s": round(talk.small_s, 6),
     }  # fmt: skip
 
 
@@ -111,9 +112,9 @@ def seconds_of(record: dict[str, Any]) -> float:
     return record["global_step"] / record["iteration"] / record["time/sps"]
 
 
-def split(shares: dict[str, float]) -> str:
+def split(parts_s: dict[str, float]) -> str:
     """Parts of the predicted time."""
-    return "predicted " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return "predicted " + ", ".join(f"{name} {s:.3g} s" for name, s in parts_s.items())
 
 
 def own(records: list[dict[str, Any]]) -> str:

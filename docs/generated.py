@@ -31,7 +31,7 @@ from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.flags import Declaration, declarations
 from rl_dist.process_group.process_ends import STOP_SIGNALS
-from rl_dist.speedup import command as speedup
+from rl_dist.speedup import __main__ as speedup
 
 COMMANDS: dict[str, Callable[[], Any]] = {
     "python check_gpu_setup.py": check_gpu_setup.main,

@@ -32,7 +32,7 @@ COMMANDS = {  # parts of agents that may import envs
 }
 PRINTERS = {  # parts of rl_dist that may print
     *("errors", "checkpoint/__main__", "machine", "run_dir", "setup_check"),
-    *("launch/ranks", "launch/supervisor", "resume_check", "speedup/command"),
+    *("launch/ranks", "launch/supervisor", "resume_check", "speedup/__main__", "speedup/estimate"),
     *("status", "telemetry/progress"),
 }
 # units, imports between them, layers

@@ -154,9 +154,9 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     found = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     scaling = None
     if training.ppo.strategy.mode == "ddp" and training.world.size > 1:
-        from rl_dist.speedup.outcome import describe, outcome_of
+        from rl_dist.speedup.audit import audit, describe
 
-        if scaling := outcome_of(run_dir):
+        if scaling := audit(run_dir):
             found["scaling"] = scaling
     RunDir(run_dir).write_summary(found)
     print(f"\n{text}\n")

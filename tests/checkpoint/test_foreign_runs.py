@@ -30,7 +30,7 @@ from rl_dist.checkpoint.store import (
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError
 from rl_dist.resume_check import parameter_sha256 as hash_of
-from rl_dist.speedup import command as speedup
+from rl_dist.speedup import __main__ as speedup
 from rl_dist.speedup.job_of_run import flags_of, read_config
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
@@ -115,7 +115,7 @@ def commands(run_dir, monkeypatch, *flags):
     def measure(*_, **__):
         raise UserError("measures")
 
-    monkeypatch.setattr(speedup, "calibrate", measure)
+    monkeypatch.setattr("rl_dist.speedup.measure.Measurements.measure", measure)
     return [
         train_here(monkeypatch, "--resume", run_dir, *flags),
         evaluate_here(monkeypatch, run_dir, *flags),

@@ -17,7 +17,7 @@ from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.errors import explained, explains_errors
 from rl_dist.run_dir import RunDir
-from rl_dist.speedup import command as speedup
+from rl_dist.speedup import __main__ as speedup
 
 TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "128"]
 COMMANDS = {
