@@ -21,7 +21,9 @@ WARM_UP, LATEST = 2, 200  # iterations that are skipped at first, and at most co
 
 
 def audit(run_dir: Path) -> dict[str, Any] | None:
-    """Return predicted and measured steps/s of a run; None: one rank, or few iterations.
+    """Compare predicted and measured steps/s of a run.
+
+    None: one rank, or few iterations.
 
     Never fails: an unreadable file is logged.
     """

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import UserError
-from rl_dist.files import read_object
 from rl_dist.flags import declarations
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.run_dir import RunDir
@@ -26,15 +25,15 @@ def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: names the file and what is wrong with it.
     """
-    path = RunDir(run_dir).config_path
-    config = read_object(path, task=dict, train=dict)
-    train, env = config["train"], config["task"].get("env")
+    run = RunDir(run_dir)
+    config = run.config()
+    sections = isinstance(config, dict) and all(isinstance(part, dict) for part in config.values())
+    train, task = (config.get(name, {}) if sections else {} for name in ("train", "task"))
     lengths = [train.get(name, 0) for name in ("num_episodes", "total_steps")]
-    numbers = all(isinstance(length, int) and length >= 0 for length in lengths)
-    sections = all(isinstance(section, dict) for section in config.values())
-    if not (numbers and sections and isinstance(env, str)):
+    numbers = train and all(isinstance(length, int) and length >= 0 for length in lengths)
+    if not numbers or not isinstance(task.get("env"), str):
         problem = "is no configuration of a run with an env and a length"
-        raise UserError(f"{path} {problem}; give flags of training instead")
+        raise UserError(f"{run.config_path} {problem}; give flags of training instead")
     return config
 
 

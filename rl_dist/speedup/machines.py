@@ -82,7 +82,7 @@ def find(name: str, known: Mapping[str, T], flag: str) -> T:
 
 
 def gpu_named(device_name: str) -> GpuModel | None:
-    """Return the card that torch calls this, or None for PCIe boards and cards not listed."""
+    """Return the card that torch calls this; None: a PCIe board, or not listed."""
     if "PCIE" not in device_name.upper():
         for gpu in GPUS.values():
             if all(word in device_name for word in gpu.name.replace("SXM", "").split()):
@@ -91,6 +91,6 @@ def gpu_named(device_name: str) -> GpuModel | None:
 
 
 def link_of_gpu(device_name: str) -> Link:
-    """Return the link between cards that torch calls this; PCIe if they are not listed."""
+    """Return the link between cards that torch calls this, by default PCIe."""
     gpu = gpu_named(device_name)
     return LINKS[gpu.link if gpu else "PCIe 4"]

@@ -1,4 +1,4 @@
-"""Predict the duration of an iteration on N ranks. The model itself measures nothing.
+"""Predict the duration of an iteration on N ranks, without measuring anything.
 
     iteration = rollouts + update + reductions of gradients + small collectives
                 + expected wait for the slowest rank
@@ -158,7 +158,7 @@ class Network:
     ranks_per_machine: int
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of a sum within each machine, then of each share between machines."""
+        """Return the seconds of sums within machines, then of shares between them."""
         here = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         through_port = num_bytes if self.between.shared else num_bytes / here

@@ -145,7 +145,10 @@ def _time(
 
 
 def table(report: SpeedupReport) -> str:
-    """Return title, table, fixes and notes: at most 25 lines for 4 numbers of GPUs and a card."""
+    """Return title, table, fixes and notes.
+
+    At most 25 lines for 4 numbers of GPUs and a card.
+    """
     # One rank is the same job for all ways of scaling.
     rows = [
         row for row in report.rows if row["gpus"] > 1 or row["scaling"] == report.rows[0]["scaling"]
