@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-
-from benchmarks import source_tree
-from benchmarks.source_tree import PACKAGES, import_targets, length, read_sources
+import source_tree
+from source_tree import PACKAGES, import_targets, length, read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {"rl_dist": {"rl_dist"}, "envs": {"envs"}, "agents": {"agents", "rl_dist"}}

@@ -7,11 +7,11 @@ import pickle
 import random
 import subprocess
 
+import damaged_files
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import corruptions
 from rl_dist.checkpoint.store import (
     FORMAT_VERSION,
     CheckpointError,
@@ -207,17 +207,17 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monk
     path = save(tmp_path, 1)
     marker = tmp_path / "marker"
     good = path.read_bytes()
-    pickle.loads(corruptions.calling("posix", "system", f"touch {marker}"))
+    pickle.loads(damaged_files.calling("posix", "system", f"touch {marker}"))
     assert marker.exists()  # so it does harm where it is trusted
     marker.unlink()
-    for what, harm in corruptions.hostile(marker).items():
-        path.write_bytes(corruptions.with_pickle(good, lambda _, harm=harm: harm))
+    for what, harm in damaged_files.hostile(marker).items():
+        path.write_bytes(damaged_files.with_pickle(good, lambda _, harm=harm: harm))
         name = what.split(".")[-1]
         expected = f"{path} .* it wants to run .*{name}; nothing was run"
         with pytest.raises(CheckpointError, match=expected) as error:
             load_checkpoint(path)
         assert str(error.value).isprintable() and not marker.exists()
-    path.write_bytes(corruptions.with_pickle(good, lambda content: content))
+    path.write_bytes(damaged_files.with_pickle(good, lambda content: content))
     # rebuilding the archive is not what was refused
     assert load_checkpoint(path) == {"iteration": 1}
 
@@ -247,7 +247,7 @@ def test_a_torchscript_archive_is_refused_without_a_warning(tmp_path, recwarn):
 def test_other_contents_with_a_right_checksum_are_one_clear_line(tmp_path, content, cause):
     path = save(tmp_path, 1)
     if isinstance(content, bytes):
-        path.write_bytes(corruptions.with_pickle(path.read_bytes(), lambda _: content))
+        path.write_bytes(damaged_files.with_pickle(path.read_bytes(), lambda _: content))
     else:
         path.write_bytes(seal(archive_of(content)))
     with pytest.raises(CheckpointError, match=cause) as error:
@@ -262,7 +262,7 @@ def test_damage_of_all_kinds_is_refused_runs_nothing_and_the_older_checkpoint_is
         for iteration in (1, 2)
     )
     data = newest.read_bytes()
-    damaged = [content for _, content in corruptions.random_damage(data, 60, seed=0)]
+    damaged = [content for _, content in damaged_files.random_damage(data, 60, seed=0)]
     # a bit of bytes all over the file, and of each of its end
     for at in [*range(0, len(data) - 200, 50), *range(len(data) - 200, len(data))]:
         changed = bytearray(data)
