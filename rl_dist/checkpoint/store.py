@@ -320,7 +320,7 @@ class Best:
         """Take in these metrics; True if they beat all before. All ranks must call."""
         self.measured = {}
         name = next((name for name in self.names if name in metrics), "")
-        value = all_gather_json(metrics.get(name), self.world)[0]
+        value = all_gather_json(metrics[name], self.world)[0] if name else None
         if not isinstance(value, int | float | None):
             raise UserError(f"keep_best {name} is no number: name a metric that is one")
         # None: no episode has ended, for example
