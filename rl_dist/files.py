@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,8 @@ WRITTEN = {
     "profile": ("*",),
     "wandb": (),
 }
+LARGE = 1e18  # larger numbers are no metrics
+Record = dict[str, Any]
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFDIR: "a directory",
@@ -136,6 +139,32 @@ def read_object(path: Path, **types: type) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged or foreign: {one_line(error)}; move it away") from None
     return values
+
+
+def parse_record(line: bytes) -> Record | None:
+    """Return a line of metrics.jsonl; None: it is no record.
+
+    "iteration" and "global_step" are integers, other values are numbers or None, and "ranks", if
+    there, is a list of such records.
+    """
+    try:
+        values = json.loads(line)
+        if type(values["iteration"]) is not int or type(values["global_step"]) is not int:
+            return None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    record = _numbers(values)
+    if isinstance(values.get("ranks"), list):
+        record["ranks"] = [_numbers(entry) for entry in values["ranks"] if isinstance(entry, dict)]
+    return record
+
+
+def _numbers(values: Mapping[str, Any]) -> Record:
+    """Replace everything that is no number by None."""
+    return {
+        name: value if type(value) in (int, float) and abs(value) < LARGE else None
+        for name, value in values.items()
+    }
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:

@@ -31,10 +31,12 @@ import pydantic
 from rl_dist.errors import UserError, printable, unwritable
 from rl_dist.files import (
     EVENT_FILES,
+    Record,
     check_in_place,
     check_layout,
     leads_to,
     overwrite,
+    parse_record,
     path_to_write,
     plain_file,
     read_object,
@@ -50,18 +52,15 @@ STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
 TAIL_BYTES = 2**20  # of files that grow, if only the last lines are wanted
-LARGE = 1e18  # larger numbers are no metrics
 LONGEST_ERROR = 2000  # characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 LOGGED = re.compile(
-    r"^(?P<time>[-\d]+ [:,\d]+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: "
-    r"(?P<text>.*)",
+    r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
     re.MULTILINE,
 )
-Record = dict[str, Any]
 
 # A terminal shows what is read from state.json: no control characters, no rubbish.
 Count = Annotated[int, pydantic.Field(ge=0, lt=10**18)]
@@ -100,11 +99,7 @@ class RunExit:
 
 @dataclass(kw_only=True)
 class JobState:
-    """The content of state.json: what a run is doing.
-
-    One process writes it at a time: the launcher before its ranks start, between two starts and
-    after their end, the main rank in between.
-    """
+    """The content of state.json; written by the main rank while there is one, else the launcher."""
 
     version: Literal[1] = 1
     launcher_pid: Count = 0
@@ -296,8 +291,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def records(self, last: int | None = None) -> list[Record]:
         """Return the records of metrics.jsonl, or the `last` ones; []: it cannot be read.
 
-        "iteration" and "global_step" are integers, other values are numbers or None, and "ranks",
-        if there, is a list of such records. Lines that are torn or foreign are left out.
+        Lines that are torn or foreign are left out; see `rl_dist.files.parse_record`.
         """
         most = TAIL_BYTES if last else None
         try:
@@ -306,21 +300,21 @@ class RunDir(AbstractContextManager["RunDir"]):
             return []
         if last:
             lines = lines[-last - 1 :]  # one may be torn
-        records = [record for line in lines if (record := _parse_record(line))]
+        records = [record for line in lines if (record := parse_record(line))]
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> int:
         """Remove later iterations and torn lines; return how many records are left.
 
         Raises:
-            UserError: the disk is full or cannot be written; what is there stays as it was.
+            UserError: it cannot be written, and stays as it was.
             OSError: it cannot be read.
         """
         if not self.metrics_path.exists():
             return 0
         before, kept = read_tail(self.metrics_path, None), []
         for line in before.splitlines():
-            if not (record := _parse_record(line)):
+            if not (record := parse_record(line)):
                 dropped = f"dropped a line that is no record: {line.decode(errors='replace')[:60]}"
                 logger.warning("%s: %s", self.metrics_path, dropped)
             elif record["iteration"] <= iteration:
@@ -333,16 +327,14 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Replace metrics.jsonl by these records."""
         write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
 
-    # ---- logs
-
-    def messages(self, last: int) -> list[dict[str, str]]:
-        """Return the last warnings and errors of all ranks: time, level, rank, text."""
-        messages = []
+    def messages(self) -> list[dict[str, str]]:
+        """Return warnings and errors of the ranks' logs: time, level, rank, text."""
+        text = ""
         for path in self.logs.glob("rank_*.log"):
             with suppress(OSError):
-                text = read_tail(path, TAIL_BYTES).decode(errors="replace")
-                messages += [match.groupdict() for match in LOGGED.finditer(text)]
-        return sorted(messages, key=lambda message: message["time"])[-last:]
+                text += read_tail(path, TAIL_BYTES).decode(errors="replace")
+        messages = [match.groupdict() for match in LOGGED.finditer(text)]
+        return sorted(messages, key=lambda message: message["time"])
 
     # ---- state.json
 
@@ -419,28 +411,6 @@ def runs_below(folder: Path) -> str:
     runs = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
     more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
     return f"it holds runs, name one: {', '.join(runs[:5])}{more}" if runs else ""
-
-
-def _parse_record(line: bytes) -> Record | None:
-    """Return a line of metrics.jsonl as a record; None: it is none."""
-    try:
-        values = json.loads(line)
-        if type(values["iteration"]) is not int or type(values["global_step"]) is not int:
-            return None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    record = _numbers(values)
-    if isinstance(values.get("ranks"), list):
-        record["ranks"] = [_numbers(entry) for entry in values["ranks"] if isinstance(entry, dict)]
-    return record
-
-
-def _numbers(values: Mapping[str, Any]) -> Record:
-    """Replace everything that is no number by None."""
-    return {
-        name: value if type(value) in (int, float) and abs(value) < LARGE else None
-        for name, value in values.items()
-    }
 
 
 @functools.cache

@@ -108,7 +108,7 @@ def read_status(run_dir: Path) -> Status:
             {"rank": rank} | _latest(_entries(records, rank), tuple(USE))
             for rank in sorted({rank.rank for rank in job.ranks})
         ],
-        "messages": run.messages(NUM_MESSAGES),  # warnings and errors of all ranks
+        "messages": run.messages()[-NUM_MESSAGES:],  # warnings and errors of all ranks
     }
     found |= _pace(records, counter, job.target)
     state, reason = _state_of(run, job, found)

@@ -28,7 +28,7 @@ LONGEST_MESSAGE = 4000  # characters
 
 
 def configure(command: str, run_dir: str | Path) -> None:
-    """Have `command` called for events of the run in `run_dir`; "": none is."""
+    """Call `command` for events of the run in `run_dir`; "": none."""
     global _messenger
     if _messenger and (_messenger.command, _messenger.run_dir) == (command, str(run_dir)):
         return
@@ -50,8 +50,8 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
     if _messenger is None:
         return
     event = {"event": kind, "message": message[:LONGEST_MESSAGE], "run_dir": _messenger.run_dir}
-    where_and_when = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()}
-    _messenger.send(event | where_and_when | facts)
+    event |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()}
+    _messenger.send(event | facts)
 
 
 def close(wait_s: float = LIMIT_S) -> None:
@@ -85,26 +85,23 @@ class _Messenger:
     def _deliver(self, event: dict[str, Any]) -> None:
         try:
             problem = self._call(event)
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # whatever it is, the run continues
             problem = f"could not be called: {error}"
         if problem:
             logger.warning("on_event: the command for %s %s", event["event"], problem)
 
     def _call(self, event: dict[str, Any]) -> str:
-        """Run the command to its end; returns what went wrong."""
-        variables = {
-            f"RL_{name.upper()}": str(value).replace("\0", " ")
-            for name, value in event.items()
-            if isinstance(value, str | int | float)
-        }
-        with tempfile.TemporaryFile("w+") as complaints:
+        """Run the command to its end; return the problem, if any."""
+        plain = {k: v for k, v in event.items() if isinstance(v, str | int | float)}
+        variables = {f"RL_{k.upper()}": str(v).replace("\0", " ") for k, v in plain.items()}
+        with tempfile.TemporaryFile("w+") as stderr:
             self.running = process = subprocess.Popen(
                 self.command,
-                shell=True,  # it is the user's own; what happened is in stdin and variables only
+                shell=True,  # it is the user's own; events are in stdin and variables only
                 env=os.environ | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=complaints,
+                stderr=stderr,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the run
             )
@@ -114,10 +111,11 @@ class _Messenger:
                 self._kill()
             if self.running is None:  # killed, here or by `close`
                 return f"was ended: it took too long (at most {LIMIT_S:g} s)"
-            code, self.running = process.returncode, None
-            complaints.seek(0)
-            words = " ".join(complaints.read(10_000).split())[-200:]
-        return f"failed with code {code}: {words}".rstrip(": ") if code else ""
+            self.running = None
+            stderr.seek(0)
+            last_words = " ".join(stderr.read(10_000).split())[-200:]
+        code = process.returncode
+        return f"failed with code {code}: {last_words}".rstrip(": ") if code else ""
 
     def _kill(self) -> None:
         running, self.running = self.running, None
