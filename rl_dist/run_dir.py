@@ -99,7 +99,7 @@ class RunExit:
 
 @dataclass(kw_only=True)
 class JobState:
-    """The content of state.json: the main rank writes it, or the launcher without one."""
+    """The content of state.json, which the main rank or the launcher writes."""
 
     version: Literal[1] = 1
     launcher_pid: Count = 0
