@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_runs import only_error, records, start, train_here
+from train_runs import only_error, start, train_here
 
-import agents.run.start
 import agents.trainer
 import train_distributed
 from agents.api import rank
@@ -20,12 +19,12 @@ from agents.evaluate import final
 from agents.ppo import PPO
 from agents.run import auto, limits
 from agents.run.auto import allowed_batch_sizes
-from agents.run.config import RunConfig, save_config
+from agents.run.config import RunConfig
 from agents.run.limits import smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.resume_check import parameter_sha256
+from rl_dist.resume_check import differences, parameter_sha256, result_of
 from rl_dist.strategies.measure import doublings
 
 SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
@@ -34,6 +33,7 @@ TINY = shlex.split(
     "--validate_every 0 --update_epochs 1 --checkpoint_every 1"
 )
 SIZES = ["--num_envs", "16", "--total_steps", "768"]  # 32 slots; 3 iterations
+SLOW = "--env benchmarks.slow_env:Waiting-v0"
 
 
 def train(monkeypatch, run_dir, flags):
@@ -78,57 +78,51 @@ def test_what_no_batch_divides_is_refused_and_so_is_auto_where_nothing_is_measur
         shard_sizes(TrainConfig(batch_size=0), 0, 1)
 
 
-def test_auto_trains_as_its_number_would_writes_it_down_and_resumes_with_it(
-    tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("flag", "field", "allowed", "others"),
+    [
+        ("batch_size", "train.batch_size", (8, 16, 32), ""),
+        ("precision", "launch.precision", ("fp32", "bf16"), "--batch_size 16"),
+        ("strategy", "launch.chosen_strategy", ("none", "ddp"), "--batch_size 16"),
+        ("env_workers", "task.env_workers", (0,), "--batch_size 16"),
+        ("env_workers", "task.env_workers", (2, 8), "--batch_size 8 " + SLOW),
+    ],
+)
+def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
+    flag, field, allowed, others, tmp_path, monkeypatch, capsys
 ):
-    assert train(monkeypatch, tmp_path / "auto", "--batch_size auto") == 0
-    out = capsys.readouterr().out
-    chosen = chosen_in(tmp_path / "auto")
-    assert chosen in (8, 16, 32) and f"batch_size auto: {chosen} " in out
-    assert f"minibatch, sequences of 8 steps{chosen:>15}" in out and "--learning_rate" in out
-    assert train(monkeypatch, tmp_path / "number", f"--batch_size {chosen}") == 0
-    assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "number")
+    section, name = field.split(".")
+    monkeypatch.setattr(auto, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(auto, "available_cores", lambda: 2)
+    monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))  # on one rank
+    run_dir = tmp_path / "auto"
+
+    def chosen():
+        return json.loads((run_dir / "config.json").read_text())[section][name]
+
+    assert train(monkeypatch, run_dir, f"{others} --{flag} auto") == 0
+    value = chosen()
+    assert value in allowed and f"{flag} auto: {value} " in capsys.readouterr().out
+    assert train(monkeypatch, tmp_path / "named", f"{others} --{flag} {value}") == 0
+    assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
+    if flag == "precision":
+        assert json.loads((run_dir / "state.json").read_text())["precision"] == value
+    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # workers may change
     capsys.readouterr()
-    # the same command again
-    flags = ["--resume", tmp_path / "auto", "--batch_size", "auto", "--total_steps", "1024"]
-    assert train_here(monkeypatch, *flags) == 0
-    assert "batch_size auto" not in capsys.readouterr().out and len(records(tmp_path / "auto")) == 4
-    assert chosen_in(tmp_path / "auto") == chosen
+    assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0
+    assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value
 
 
-@pytest.mark.parametrize(("units", "chosen"), [(True, None), (False, "fp32")])
-def test_precision_auto_measures_where_a_cpu_has_bf16_units_and_resumes_with_its_choice(
-    units, chosen, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize(("units", "chosen"), [(True, "bf16"), (False, None)])
+def test_bf16_is_tried_where_a_cpu_has_units_for_it(units, chosen, tmp_path, monkeypatch, capsys):
+    def fp32_fails(precision):
+        return torch.bfloat16 if precision == "bf16" else fail()
+
     monkeypatch.setattr(auto, "cpu_has_bf16", lambda: units)
-    if not chosen:  # fp32 fails
-        monkeypatch.setattr(auto, "autocast_dtype", fail_in_fp32)
-        chosen = "bf16"
-    assert train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto") == 0
-    out = capsys.readouterr().out
-    assert f"precision auto: {chosen} " in out and ("bf16: " in out) == units
-    assert train(monkeypatch, tmp_path / "same", f"--batch_size 16 --precision {chosen}") == 0
-    assert parameter_sha256(tmp_path / "auto") == parameter_sha256(tmp_path / "same")
-    flags = ["--resume", tmp_path / "auto", "--precision", "auto", "--total_steps", "1024"]
-    assert train_here(monkeypatch, *flags) == 0
-    state = load_checkpoint(latest_checkpoint(tmp_path / "auto"))
-    assert json.loads(state["config"])["launch"]["precision"] == chosen
-    assert json.loads((tmp_path / "auto/state.json").read_text())["precision"] == chosen
-
-
-def test_a_start_after_the_choice_takes_the_number_from_the_run_directory(
-    tmp_path, monkeypatch, capsys
-):
-    """As ranks do that start again before there is a checkpoint."""
-
-    def chosen_before(config, run_dir):
-        save_config(replace(config, train=replace(config.train, batch_size=16)), run_dir)
-
-    monkeypatch.setattr(agents.run.start, "save_config", chosen_before)
-    assert train(monkeypatch, tmp_path / "run", "--batch_size auto") == 0
-    state = load_checkpoint(latest_checkpoint(tmp_path / "run"))
-    assert json.loads(state["config"])["train"]["batch_size"] == 16
-    assert "batch_size auto:" not in capsys.readouterr().out
+    monkeypatch.setattr(auto, "autocast_dtype", fp32_fails)
+    code = train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto")
+    assert code == (0 if chosen else 1)
+    assert (f"precision auto: {chosen} " in capsys.readouterr().out) == bool(chosen)
 
 
 def test_auto_avoids_sizes_that_do_not_fit(tmp_path, monkeypatch, capsys):
@@ -150,21 +144,6 @@ def test_on_a_cpu_sizes_are_refused_before_linux_ends_the_process(tmp_path, monk
     monkeypatch.setattr(auto, "free_for_each_rank", lambda *_: 50_000)
     assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
     assert "GiB are free" in only_error(capsys.readouterr().err)
-
-
-def test_workers_are_chosen_by_the_pace_of_real_steps(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(auto, "available_cores", lambda: 2)
-    slow = "--env benchmarks.slow_env:Waiting-v0 --num_envs 16 --batch_size 8 --total_steps 1"
-    for flags, chosen in (("--batch_size 16", (0,)), (f"{slow}", (2, 8))):
-        run_dir = tmp_path / str(chosen)
-        assert train(monkeypatch, run_dir, f"--env_workers auto {flags}") == 0
-        workers = json.loads((run_dir / "config.json").read_text())["task"]["env_workers"]
-        assert workers in chosen
-        assert f"env_workers auto: {workers} " in capsys.readouterr().out
-
-
-def fail_in_fp32(precision):
-    return torch.bfloat16 if precision == "bf16" else fail()
 
 
 def fail():

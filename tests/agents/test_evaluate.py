@@ -192,12 +192,12 @@ def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path,
     copy = tmp_path / "elsewhere" / "best.pt"
     copy.parent.mkdir()
     shutil.copy(latest_checkpoint(runs / "csv"), copy)
-    assert evaluated(copy)[1] == evaluated("csv")[1]
-    assert (copy.parent / "plots" / "evaluation.png").exists()
-    text = evaluated(copy, "--plot", tmp_path / "own.png")[0]
-    assert str(tmp_path / "own.png") in text and (tmp_path / "own.png").exists()
-    (copy.parent / "plots").rename(tmp_path / "kept")
-    (copy.parent / "plots").symlink_to(tmp_path / "kept")
+    plots = copy.parent / "plots"
+    assert evaluated(copy)[1] == evaluated("csv")[1] and (plots / "evaluation.png").exists()
+    evaluated(copy, "--plot", tmp_path / "own.png")
+    assert (tmp_path / "own.png").exists()
+    plots.rename(tmp_path / "kept")
+    plots.symlink_to(tmp_path / "kept")
     assert evaluate_here(monkeypatch, copy) == 2  # nothing is drawn through a link
 
 

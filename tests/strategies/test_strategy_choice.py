@@ -12,13 +12,13 @@ from agents.run import auto
 from agents.run.auto import choose
 from agents.run.config import SECTIONS, RunConfig, save_config
 from agents.run.resumed import resumed_config
+from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.flags import parse_flags
 from rl_dist.launch.bench import BenchError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.fallback import resolve_launch, try_ranks
-from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy
 
 RECALL = ["--env", "Recall-v0", *SIZES, "--device", "cpu"]
@@ -67,28 +67,6 @@ def test_what_cannot_work_is_refused(options, hardware, field):
 # ---- auto
 
 
-def test_a_run_with_auto_is_bit_for_bit_the_one_with_the_strategy_it_chose(
-    tmp_path, monkeypatch, capfd
-):
-    # both can be on one rank
-    monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))
-    common = [*RECALL, "--checkpoint_every", "1"]
-    auto_run = [*common, "--strategy", "auto", "--run_dir", tmp_path / "auto"]
-    assert train_here(monkeypatch, *auto_run) == 0
-    kept = json.loads((tmp_path / "auto/config.json").read_text())["launch"]
-    assert kept["strategy"] == "auto" and kept["chosen_on"] == "1 rank on cpu"
-    assert capfd.readouterr().out.count(f"strategy auto: {kept['chosen_strategy']} ") == 1
-    monkeypatch.undo()
-    named = ["--strategy", kept["chosen_strategy"], "--run_dir", tmp_path / "named"]
-    assert train_here(monkeypatch, *common, *named) == 0
-    assert differences(result_of(tmp_path / "named"), result_of(tmp_path / "auto")) == []
-    more = ["--resume", tmp_path / "auto", "--num_episodes", "12"]
-    capfd.readouterr()
-    assert train_here(monkeypatch, *more) == 0
-    assert "strategy auto" not in capfd.readouterr().out  # it stands
-    assert json.loads((tmp_path / "auto/config.json").read_text())["launch"] == kept
-
-
 def test_what_was_chosen_stands_on_the_same_ranks_only():
     config, resolved, _ = resolve_launch(CHOSEN)
     assert config.strategy_config.mode == "ddp" and resolved.num_ranks == 2
@@ -115,12 +93,16 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(
     config = RunConfig(
         launch=LaunchConfig(device="cpu", strategy="auto", precision="auto"),
         task=TaskConfig(env="Recall-v0", env_workers=-1),
+        train=TrainConfig(batch_size=0),
     )
     launch = dataclasses.replace(
         config.launch, chosen_strategy="ddp", chosen_on="1 rank on cpu", precision="bf16"
     )
     chosen = dataclasses.replace(
-        config, launch=launch, task=dataclasses.replace(config.task, env_workers=3)
+        config,
+        launch=launch,
+        task=dataclasses.replace(config.task, env_workers=3),
+        train=TrainConfig(batch_size=16),
     )
     save_config(chosen, tmp_path)
     task = config.prepare_task()
