@@ -15,36 +15,31 @@ SMALL += ["--checkpoint_every", 1]
 
 
 def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
-    lock = RunDir(tmp_path).hold()
+    run = RunDir(tmp_path).hold()
     spawn = multiprocessing.get_context("spawn")
     done = spawn.Event()
-    child = spawn.Process(target=keep, args=(lock, done))
+    child = spawn.Process(target=keep, args=(run, done))
     child.start()
-    lock.release()
-    assert RunDir(tmp_path).is_locked()
+    run.release()
+    assert run.is_locked()
     done.set()
     child.join()
-    assert child.exitcode == 0 and not RunDir(tmp_path).is_locked()
+    assert child.exitcode == 0 and not run.is_locked()
 
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path):
-    with RunDir(tmp_path).hold():
-        (tmp_path / "config.json").unlink()
-        with RunDir(tmp_path).hold(patience_s=0.0) as lock:
-            assert lock.is_in_place()
+    with RunDir(tmp_path).hold() as first:
+        first.config_path.unlink()
+        with RunDir(tmp_path).hold(patience_s=0.0) as second:
+            assert second.is_in_place() and not first.is_in_place()
 
 
-def test_a_lock_that_is_let_go_before_a_configuration_is_written_leaves_nothing(tmp_path):
-    with RunDir(tmp_path).hold():
-        assert RunDir(tmp_path).is_locked()
-    assert not list(tmp_path.iterdir())
-
-
-def test_of_two_that_begin_in_one_directory_one_is_refused(tmp_path):
-    with RunDir(tmp_path).hold_new() as lock:
-        with pytest.raises(UserError, match="in use"):
-            RunDir(tmp_path).hold_new()
-        lock.config_path.write_text("{}")
+def test_two_runs_never_begin_in_one_directory(tmp_path):
+    with RunDir(tmp_path).hold_new() as run, pytest.raises(UserError, match="in use"):
+        RunDir(tmp_path).hold_new()
+    assert not list(tmp_path.iterdir())  # let go before a configuration was written
+    with RunDir(tmp_path).hold_new() as run:
+        run.write_config({})
     with pytest.raises(UserError, match="holds a run already"):
         RunDir(tmp_path).hold_new()
 
@@ -52,17 +47,13 @@ def test_of_two_that_begin_in_one_directory_one_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_training_on_two_ranks_never_lets_its_lock_go(tmp_path):
     job = start_training(*SMALL, "--num_gpus", 2, "--total_steps", 96, "--run_dir", tmp_path)
-    locked = False
-    free = 0
+    run, locked, free = RunDir(tmp_path), False, 0
     while job.poll() is None:
-        locked = locked or RunDir(tmp_path).is_locked()
+        locked = locked or run.is_locked()
         time.sleep(0.01)
-        free += (
-            locked and not RunDir(tmp_path).is_locked() and not (tmp_path / "summary.json").exists()
-        )
+        free += locked and not run.is_locked() and not run.summary()
     _, stderr = job.communicate()
-    assert job.returncode == 0 and locked, stderr
-    assert free == 0 and not RunDir(tmp_path).is_locked()
+    assert job.returncode == 0 and locked and free == 0 and not run.is_locked(), stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,189 @@
+"""state.json: written whole, read with care, right however a run continues or ends."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from train_runs import PATIENCE_S, RECALL, start_training, train_here, wait_until
+
+from rl_dist import run_dir
+from rl_dist.errors import UserError
+from rl_dist.run_dir import WORKING, RankEntry, RunDir
+from rl_dist.telemetry.metrics import MetricsWriter
+
+BEGUN = {"num_ranks": 2, "strategy": "ddp", "precision": "fp32", "target": 100, "unit": "steps"}
+TINY = [*RECALL, "--eval_episodes", 2, "--no-anneal_lr", "--checkpoint_every", 2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path)
+    run.begin_state(**BEGUN)
+    places = [{"rank": rank, "pid": 7 + rank, "host": "h", "device": "cpu"} for rank in range(2)]
+    run.update_state(ranks=[RankEntry(**place) for place in places])
+    return run
+
+
+def test_a_run_that_begins_says_who_where_and_what(run):
+    state = run.state()
+    assert {name: getattr(state, name) for name in BEGUN} == BEGUN
+    assert (state.phase, state.exit, state.checkpoint) == ("starting", None, None)
+    assert state.launcher_pid == os.getpid() and abs(state.started - time.time()) < 60
+    assert [rank.pid for rank in state.ranks] == [7, 8]
+
+
+def test_records_update_counters_and_peaks_now_and_then_and_at_the_end(run):
+    writer = MetricsWriter(run, 100, "steps")
+    writer.update_state(phase="validation")
+    seen = set()
+    for iteration in range(1, 101):
+        used = {1: 2.0, 2: 1.0}.get(iteration)
+        ranks = [{"rank": 0, "ram/used_gib": used}, {"rank": 1, "gpu/memory_peak_gib": 3.0}]
+        counters = {"iteration": iteration, "global_step": iteration, "episode/total": 5}
+        writer.write(counters | {"ranks": ranks}, done=iteration)
+        seen.add(run.state().iteration)
+    assert 1 in seen and len(seen) < 20  # the first record ends the validation
+    writer.close()
+    state = run.state()
+    assert (state.phase, state.iteration, state.global_step) == ("training", 100, 100)
+    assert [rank.memory_peak_gib for rank in state.ranks] == [2.0, 3.0] and state.episodes == 5
+
+
+def test_a_disk_that_refuses_it_ends_no_training(run):
+    (run.path / "state.json.tmp").mkdir()
+    lost = RunDir(run.path / "nowhere")
+    lost.begin_state(**BEGUN)
+    for refused in (run, lost):
+        refused.update_state(iteration=3)
+        refused.record_exit(os.getpid(), 1)
+    assert run.state().iteration == 0  # the last that was whole
+
+
+def test_a_directory_that_took_the_place_of_the_run_is_left_alone(run):
+    with run.hold() as held:
+        held.config_path.unlink()
+        held.update_state(iteration=5)
+    assert run.state().iteration == 0
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_it_is_never_written_through_what_lies_in_its_place(tmp_path, kind):
+    for name in ("state.json", "state.json.tmp"):
+        kind(tmp_path / name)
+    run = RunDir(tmp_path)
+    run.begin_state(**BEGUN)
+    assert run.state().num_ranks == 2 and not run.state_path.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "signum", "phase", "name"),
+    [
+        ("training", 0, 0, "done", None),
+        ("training", 143, 0, "stopped", "SIGTERM"),
+        ("training", 1, signal.SIGKILL, "failed", "SIGKILL"),
+        # ranks that have stopped before the death of their launcher is seen stay stopped
+        ("stopped", 1, signal.SIGKILL, "stopped", "SIGKILL"),
+    ],
+)
+def test_the_exit_is_recorded_once(run, before, code, signum, phase, name):
+    run.update_state(phase=before)
+    run.record_exit(os.getpid() + 1, 1)  # of another launcher
+    run.record_exit(os.getpid(), code, "first\n\x1b[31mline", signum)
+    run.record_exit(os.getpid(), 2, "second")
+    state = run.state()
+    assert (state.phase, state.exit.code, state.exit.signal) == (phase, code, name)
+    assert state.exit.error == (r"first \x1b[31mline" if code else "")
+
+
+DAMAGED = {
+    "iteration": ["x", -1, 1e300, None, True],
+    "phase": ["flying", "\x1b[2J", 5],
+    "host": ["\x1b[2J"],
+    "ranks": [{}, [1], [{"rank": 0}]],
+    "checkpoint": [5, {"path": 1}],
+    "version": [2, "1"],
+    "exit": [[], {"code": 1, "signal": 9, "error": ""}],
+}
+
+
+def test_a_torn_or_hostile_file_is_one_clear_line(run):
+    whole = run.state_path.read_text()
+    contents = [whole[:100].encode(), b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}"]
+    for name, values in DAMAGED.items():
+        contents += [json.dumps(json.loads(whole) | {name: value}).encode() for value in values]
+    for content in contents:
+        run.state_path.write_bytes(content)
+        run.update_state(iteration=1)  # leaves it as it is
+        with pytest.raises(UserError, match=r"state\.json") as raised:
+            run.state()
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
+    run.state_path.unlink()
+    assert run.state() is None
+
+
+# ---- real runs
+
+
+def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
+    run, phases, replace_file = RunDir(tmp_path / "run"), [], run_dir.replace_file
+
+    def watch(path, text):
+        phases.append(json.loads(text)["phase"])
+        replace_file(path, text)
+
+    monkeypatch.setattr(run_dir, "replace_file", watch)
+    flags = [*TINY, "--validate_every", 2, "--total_steps", 256, "--run_dir", run.path]
+    assert train_here(monkeypatch, *flags) == 0
+    first = run.state()
+    assert (first.phase, first.exit.code, first.iteration, first.target) == ("done", 0, 4, 256)
+    assert first.checkpoint.iteration == 4 and (run.path / first.checkpoint.path).exists()
+    assert first.strategy == "none" and first.precision == "fp32" and first.gradient_bytes > 0
+    expected = ["starting", "warm_up", "validation", "training", "saving", "evaluation", "done"]
+    assert set(phases) == set(expected) and phases[0] == "starting" and phases[-1] == "done"
+    phases.clear()
+    assert train_here(monkeypatch, "--resume", run.path, "--total_steps", 384) == 0
+    state = run.state()
+    assert (state.iteration, state.target, state.exit.code) == (6, 384, 0)
+    assert state.started > first.started and phases[0] == "starting" and "warm_up" not in phases
+    # a start that fails leaves nothing
+    assert train_here(monkeypatch, *TINY, "--hidden_size", 0, "--run_dir", tmp_path / "x") == 2
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [
+        ("rank", "failed"),
+        ("launcher", "stopped"),  # its ranks still save
+        ("stopped", "stopped"),
+        ("all", None),
+    ],
+)
+@pytest.mark.slow
+def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim, phase):
+    run = RunDir(tmp_path / "run")
+    job = start_training(*TINY, "--num_gpus", 2, "--total_steps", 10**8, "--run_dir", run.path)
+    try:
+        wait_until(lambda: (state := run.state()) and state.checkpoint)
+        state = run.state()
+        assert len({rank.pid for rank in state.ranks}) == 2 and state.phase in WORKING
+        if victim == "all":
+            os.killpg(job.pid, signal.SIGKILL)
+        else:
+            pid = state.ranks[1].pid if victim == "rank" else state.launcher_pid
+            os.kill(pid, signal.SIGTERM if victim == "stopped" else signal.SIGKILL)
+        job.communicate(timeout=PATIENCE_S)
+        wait_until(lambda: phase in (None, run.state().phase))
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    ended = run.state()
+    if victim == "all":
+        assert ended.phase in WORKING and ended.exit is None
+    elif victim == "rank":
+        assert ended.exit.code == 1 and "SIGKILL" in ended.exit.error
+    elif victim == "stopped":
+        assert (ended.exit.code, ended.exit.signal) == (143, "SIGTERM")
+        assert ended.checkpoint.iteration == ended.iteration
