@@ -159,13 +159,12 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
             raise UserError(
                 f"an export needs the package {name}: pip install 'clstm-ppo[export]'"
             ) from None
-    program = _traced(step)
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # of the exporter's own progress
     try:
         with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
             model = torch.onnx.export(
-                program,
+                _traced(step),
                 input_names=list(INPUTS),
                 output_names=list(OUTPUTS),
                 dynamic_shapes=BATCH_AXIS,  # for its name

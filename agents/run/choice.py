@@ -227,7 +227,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 def _refuse_batch_of_steps(train: TrainConfig) -> None:
     """Refuse a batch that makes an iteration longer than the whole run: it may mean steps."""
     batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
-    if train.num_envs or not total or bptt == 1 or batch % bptt:
+    if not batch or train.num_envs or not total or bptt == 1 or batch % bptt:  # 0: auto
         return
     steps = shard_sizes(train, 0, 1).global_num_envs * train.num_steps
     if steps > total >= steps // bptt:

@@ -82,6 +82,7 @@ def test_what_no_batch_divides_is_refused_and_so_is_auto_where_nothing_is_measur
     ("flag", "field", "allowed", "others"),
     [
         ("batch_size", "train.batch_size", (8, 16, 32), ""),
+        ("batch_size", "train.batch_size", [8 << n for n in range(17)], "--num_envs 0"),
         ("precision", "launch.precision", ("fp32", "bf16"), "--batch_size 16"),
         ("strategy", "launch.chosen_strategy", ("none", "ddp"), "--batch_size 16"),
         ("env_workers", "task.env_workers", (0,), "--batch_size 16"),
