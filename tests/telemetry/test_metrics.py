@@ -1,0 +1,188 @@
+"""The files, loggers and progress display of the main process."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_runs import records
+
+from rl_dist.errors import UserError
+from rl_dist.process_group.world import World
+from rl_dist.run_dir import RunDir
+from rl_dist.telemetry import loggers
+from rl_dist.telemetry.loggers import Guarded, Logger, named_loggers
+from rl_dist.telemetry.metrics import (
+    MetricsWriter,
+    NullWriter,
+    close_logging,
+    open_writer,
+    setup_logging,
+)
+from rl_dist.telemetry.progress import Progress
+
+CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
+
+
+def world_of_rank(rank):
+    return World(rank=rank, local_rank=rank, size=2, device=torch.device("cpu"), backend="gloo")
+
+
+def record(iteration, **values):
+    return {"iteration": iteration, "global_step": 100 * iteration, **values}
+
+
+def write(run_dir, *lines, **options):
+    """What a writer leaves of some records."""
+    writer = MetricsWriter(RunDir(run_dir), 10, "steps", **options)
+    for line in lines:
+        writer.write(line, done=line["iteration"])
+        assert records(run_dir)[-1]["iteration"] == line["iteration"]  # on disk before the end
+    for _ in range(2):
+        writer.close()
+    return records(run_dir)
+
+
+def scalars(run_dir):
+    board = EventAccumulator(str(run_dir)).Reload()
+    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+
+
+def test_records_and_scalars_hold_finite_numbers_by_global_step_and_rank(tmp_path):
+    values = {"a": math.nan, "b": torch.tensor(2.5), "c": np.float32(1.5), "d": [math.inf, None]}
+    ranks = [{"rank": 0, "x": 1.0}, {"rank": 1, "x": None}]
+    found = write(tmp_path, record(1, **values, ranks=ranks))
+    assert found == [record(1, a=None, b=2.5, c=1.5, d=[None, None], ranks=ranks)]
+    assert scalars(tmp_path) == {"b": [(100, 2.5)], "c": [(100, 1.5)], "rank_0/x": [(100, 1.0)]}
+
+
+def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
+    run = RunDir(tmp_path)
+    assert run.cut_records(5) == 0  # there are none
+    write(tmp_path, *(record(n, x=float(n)) for n in (1, 2, 3)))
+    with run.metrics_path.open("a") as file:
+        file.write('{"iteration": 4, "glob')  # torn by a kill
+    assert [line["iteration"] for line in run.records(last=2)] == [2, 3]
+    assert run.cut_records(2) == 2
+    found = write(tmp_path, record(3, x=30.0), start=2, purge_step=201)
+    assert [(line["iteration"], line["x"]) for line in found] == [(1, 1), (2, 2), (3, 30)]
+    assert sorted(scalars(tmp_path)["x"]) == [(100, 1.0), (200, 2.0), (300, 30.0)]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    run = RunDir(tmp_path)
+    writer = open_writer(run, world_of_rank(1), total=10, unit="steps")
+    writer.write(record(1), done=1)
+    writer.say("hello")
+    writer.close()
+    assert type(writer) is NullWriter and not list(tmp_path.iterdir())
+    assert isinstance(open_writer(run, world_of_rank(0), 10, "steps"), MetricsWriter)
+
+
+@pytest.mark.parametrize("act", [write, lambda folder: setup_logging(folder, rank=0)])
+def test_a_run_directory_that_cannot_be_written_is_one_clear_error(act, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file.* cannot be written"):
+        act(tmp_path / "file" / "run")
+
+
+def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(tmp_path, capsys):
+    try:
+        for rank in (0, 1):
+            setup_logging(tmp_path, rank)
+            logging.getLogger("some.module").info("a detail of %d", rank)
+            logging.getLogger("some.module").warning("a warning of %d", rank)
+            lines = (tmp_path / f"logs/rank_{rank}.log").read_text().splitlines()
+            assert [line.split(" ", 2)[2] for line in lines] == [
+                f"INFO rank {rank} some.module: a detail of {rank}",
+                f"WARNING rank {rank} some.module: a warning of {rank}",
+            ]
+    finally:
+        close_logging()
+    assert capsys.readouterr().err == "warning: a warning of 0\n"
+    assert {m["text"] for m in RunDir(tmp_path).messages()} == {"a warning of 0", "a warning of 1"}
+
+
+# ---- loggers
+
+
+def test_a_logger_that_fails_ends_with_one_warning(caplog):
+    class Failing(Logger):
+        def write(self, scalars, step):
+            raise ConnectionError("no network")
+
+    guarded = Guarded("wandb", Failing())
+    for iteration in (1, 2):
+        guarded.write(record(iteration, x=1.0), 100)
+    guarded.close()
+    (message,) = caplog.messages
+    assert "wandb" in message and "ConnectionError: no network" in message
+
+
+def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="loggers neptune .*wandb"):
+        named_loggers("wandb, neptune")
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", lambda *args: __import__("no_such_package"))
+    with pytest.raises(UserError, match=r"pip install 'clstm-ppo\[wandb\]'"):
+        write(tmp_path, loggers=["wandb"])
+
+
+def test_mlflow_keeps_settings_and_metrics_in_the_run_directory_and_goes_on(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    for iteration in (1, 2):  # the second writer continues
+        line = record(iteration, ranks=[{"rank": 0, "time/sps": 5.0}], x=7.0)
+        write(tmp_path, line, loggers=["mlflow"], config=CONFIG)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name(loggers.PROJECT)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.data.params["train.seed"]) == ("FINISHED", "3")
+    history = client.get_metric_history(run.info.run_id, "x")
+    assert [(m.step, m.value) for m in history] == [(100, 7.0), (200, 7.0)]
+    assert run.data.metrics["rank_0/time/sps"] == 5.0
+
+
+def test_wandb_works_offline_and_goes_on_under_the_same_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for iteration in (1, 2):
+        found = write(tmp_path, record(iteration, x=7.0), loggers=["wandb"], config=CONFIG)
+    name = (tmp_path / "wandb_run_id").read_text()
+    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{name}"))
+    assert folders and all(list(folder.glob(f"run-{name}.wandb")) for folder in folders)
+    assert [line["iteration"] for line in found] == [1, 2]
+
+
+# ---- progress
+
+
+def show(rates, total=96, start=0):
+    display = Progress(total, "episodes", start)
+    for iteration, rate in enumerate(rates, 1):
+        figures = {"episode/return": 0.25, "valid/return": 0.5} if iteration == 1 else {}
+        display.show(record(iteration, **figures, **{"time/sps": rate}), start + 33 * iteration)
+    display.close()
+
+
+def test_without_a_terminal_there_are_a_few_plain_lines(capsys):
+    show([7123.4] * 3)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("iteration 1 | 33/96 episodes (34%)")
+    # 99 episodes have ended
+    assert last.startswith("iteration 3 | 96/96 episodes (100%)") and last.endswith("ETA 00:00")
+    for figure in ("steps/s=7,123", "return=0.25", "valid/return=0.5 (iteration 1)", "ETA "):
+        assert figure in first and figure in last
+
+
+def test_on_a_terminal_there_is_one_bar(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    show([50.0], total=40, start=5)
+    err = capsys.readouterr().err
+    assert "38/40" in err and "return=0.25" in err and err.count("\n") == 1
+
+
+def test_the_throughput_shown_is_the_median_of_the_latest_iterations(capsys):
+    show([9000.0, *[100.0] * 3, 900.0, 110.0, 120.0, 130.0, 95.0, 5000.0, None])
+    # of nine; the first has been forgotten
+    assert "steps/s=110," in capsys.readouterr().err.splitlines()[-1]
