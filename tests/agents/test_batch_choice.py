@@ -24,7 +24,7 @@ from agents.run.limits import smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.resume_check import differences, parameter_sha256, result_of
+from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.measure import doublings
 
 SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
@@ -39,10 +39,6 @@ SLOW = "--env benchmarks.slow_env:Waiting-v0"
 def train(monkeypatch, run_dir, flags):
     """Train with small sizes; return the exit code."""
     return train_here(monkeypatch, *TINY, *SIZES, *flags.split(), "--run_dir", run_dir)
-
-
-def chosen_in(run_dir):
-    return json.loads((run_dir / "config.json").read_text())["train"]["batch_size"]
 
 
 def proposed(error):
@@ -149,21 +145,6 @@ def test_on_a_cpu_sizes_are_refused_before_linux_ends_the_process(tmp_path, monk
 
 def fail():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-
-@pytest.mark.slow
-def test_auto_on_two_ranks_trains_as_its_number_would(tmp_path):
-    def trained(batch_size, run_dir):
-        flags = [*TINY, *SIZES, "--num_gpus", "2", "--batch_size", batch_size]
-        run = start("train_distributed.py", *flags, "--run_dir", run_dir)
-        out, err = run.communicate(timeout=300)
-        assert run.returncode == 0, err
-        return out, parameter_sha256(run_dir)
-
-    out, parameters = trained("auto", tmp_path / "auto")
-    chosen = chosen_in(tmp_path / "auto")
-    assert f"batch_size auto: {chosen} " in out
-    assert trained(chosen, tmp_path / "number")[1] == parameters
 
 
 # ---- out of memory

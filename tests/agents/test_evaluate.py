@@ -62,17 +62,15 @@ def row(text, name):
 def test_the_table_shows_the_policy_beside_equal_weight_on_worlds_never_seen(runs, evaluated):
     text, figures = evaluated("simulated", "--num_worlds", "3")
     figures = figures["test"]
-    assert text.count("\ndata: SIMULATED") == 1 and "mean over 3 markets, 95 % interval" in text
     assert figures["markets"] == 3 and figures["days"][0] == "2019-06-03"
-    assert set(figures["policies"]) == {*ROWS, "reference", "memoryless rule"}
-    for name, found in figures["policies"].items():
+    policies = figures["policies"]
+    assert set(policies) == {*ROWS, "reference", "memoryless rule"}
+    for name, found in policies.items():
         assert row(text, name)[:2] == [f"{100 * found['gap_closed']:.0f}", f"{found['sharpe']:.2f}"]
-        assert 0 <= found["max_drawdown"] < 1 and 0 <= found["exposure"] <= 1
-    assert figures["policies"]["equal weight"]["exposure"] > 0.9
-    assert figures["policies"]["reference"]["gap_closed"] == pytest.approx(1.0)
-    assert "$" not in text and "annual" not in text
-    (zeroed,) = figures["ablation"]
-    assert text.index("against equal weight") < text.index(zeroed)
+    assert policies["equal weight"]["exposure"] > 0.9
+    assert policies["reference"]["gap_closed"] == pytest.approx(1.0)
+    assert "SIMULATED" in text and "$" not in text and "annual" not in text
+    assert len(figures["ablation"]) == 1 and min(figures["ablation"]) in text
     assert (runs / "simulated" / "plots" / "evaluation.png").stat().st_size > 1000
 
 
@@ -96,11 +94,15 @@ def test_the_test_span_of_real_prices_is_opened_by_name_and_every_look_is_kept(r
         assert f"look number {number} " in text and list(figures) == ["test"]
     looks = [json.loads(line) for line in (runs / "csv" / LOOKS).read_text().splitlines()]
     config = json.loads((runs / "csv" / "config.json").read_text())
-    assert len(looks) == 2 and len({look["config_digest"] for look in looks}) == 1
-    for look in looks:
-        assert look["sharpe"] == figures["test"]["policies"]["policy"]["sharpe"]
-        assert look["span"] == figures["test"]["days"] and look["iteration"] > 1
-        assert look["data_digest"] == config["data"]["data_digest"] and look["time"][:2] == "20"
+    expected = {
+        "sharpe": figures["test"]["policies"]["policy"]["sharpe"],
+        "span": figures["test"]["days"],
+        "data_digest": config["data"]["data_digest"],
+        "config_digest": looks[0]["config_digest"],
+        "iteration": looks[0]["iteration"],
+    }
+    assert [look | expected for look in looks] == looks and len(looks) == 2
+    assert all(look["time"][:2] == "20" for look in looks)
 
 
 def test_an_interrupted_look_is_recorded_and_one_that_cannot_be_does_not_begin(
@@ -146,16 +148,14 @@ def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(run
     days = ["--start", "2019-04-01", "--end", "2019-07-01"]
     text, figures = evaluated("csv", *days, "--open_test")
     figures = figures["days"]
-    assert "SIMULATED" not in text and "reference" not in figures["policies"]
-    assert "10 bps" in text and "risk-free rate 0" in text and "at the next open" in text
-    assert figures["days"] == days[1::2] and figures["markets"] == 1
+    assert figures["days"] == days[1::2] and figures["markets"] == 1 and "SIMULATED" not in text
+    assert set(figures["policies"]) == set(ROWS)
     bars = pd.read_csv(runs / "bars5.csv")
     bars = bars[(bars["date"] > days[1]) & (bars["date"] <= days[3])].groupby("tic")
     expected = (bars["close"].last() / bars["open"].first()).mean() / 1.001 - 1
     equal_weight = figures["policies"]["equal weight"]
     assert equal_weight["cumulative_return"] == pytest.approx(expected, abs=1e-3)
     assert equal_weight["num_trades"] == 5
-    assert len(figures["policies"]["policy"]["against_equal_weight"]["sharpe"]) == 3
 
 
 def test_a_run_does_not_go_on_with_prices_that_have_changed(runs, monkeypatch, capsys):
@@ -186,6 +186,7 @@ def test_policies_are_compared_in_one_table(runs, evaluated):
     figures = evaluated("csv", "--compare", mlp, same)[1]["valid"]["policies"]
     assert set(figures) == {*ROWS, mlp, same}
     assert figures[same] == figures["policy"] != figures[mlp]
+    assert len(figures["policy"]["against_equal_weight"]["sharpe"]) == 3
 
 
 def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path, monkeypatch):
