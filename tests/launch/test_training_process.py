@@ -32,10 +32,10 @@ def test_a_training_that_succeeds_has_its_result(trained):
     assert trained.success and trained.exit_code == 0 and trained.error == ""
     assert trained.run_dir.is_absolute() and trained.iterations == 8 and 0 < trained.seconds < 600
     last = records(trained.run_dir)[-1]
-    names = ("loss/policy", "loss/value", "loss/entropy")
-    assert trained.final_losses == {name: last[name] for name in names}
+    assert {"loss/policy", "loss/value", "loss/entropy"} <= trained.final_losses.keys()
+    assert trained.final_losses.items() <= last.items()
     found = read_status(trained.run_dir)
-    assert (found.state, found.iteration, found.num_ranks) == ("finished", 8, 1)
+    assert [found[name] for name in ("state", "iteration", "num_ranks")] == ["finished", 8, 1]
 
 
 @pytest.mark.slow
@@ -86,7 +86,8 @@ def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         launch_distributed_training(SHORT, echo=False, total_steps=10**8, run_dir=tmp_path / "run")
     found = read_status(tmp_path / "run")
-    assert found.state == "stopped" and found.checkpoint == f"iteration_{found.iteration:08d}.pt"
+    assert found["state"] == "stopped"
+    assert found["checkpoint"] == f"iteration_{found['iteration']:08d}.pt"
 
 
 def test_keywords_become_flags():
