@@ -74,8 +74,8 @@ def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
     left, right = flatten(left), flatten(right)
     lines = [f"{name} is in one of them only" for name in sorted(left.keys() ^ right.keys())]
     both = [name for name in left if name in right]
-    found = {name: _difference(left[name], right[name], tolerance) for name in both}
-    return lines + [f"{name}: {difference}" for name, difference in found.items() if difference]
+    gaps = {name: _difference(left[name], right[name], tolerance) for name in both}
+    return lines + [f"{name}: {gap}" for name, gap in gaps.items() if gap]
 
 
 def _difference(left: Any, right: Any, tolerance: float) -> str:

@@ -87,7 +87,7 @@ def read_status(run_dir: Path) -> Status:
     ended = [r for r in records if r.get("episode/count") and r.get("episode/return") is not None]
     returns = [record["episode/return"] for record in ended]
     counts = [record["episode/count"] for record in ended]
-    found = {
+    fields = {
         "run_dir": str(run_dir),
         "phase": job.phase,
         "env": _env(run),
@@ -110,9 +110,11 @@ def read_status(run_dir: Path) -> Status:
         ],
         "messages": run.messages()[-NUM_MESSAGES:],  # warnings and errors of all ranks
     }
-    found |= _pace(records, counter, job.target)
-    state, reason = _state_of(run, job, found)
-    return found | {"state": state, "reason": reason}
+    fields |= _pace(records, counter, job.target)
+    state, reason = _state_of(run, job, fields)
+    if state != "running":
+        fields["eta_s"] = None
+    return fields | {"state": state, "reason": reason}
 
 
 def newest_run(runs: Path) -> Path:
@@ -201,8 +203,8 @@ def describe(run: Status) -> list[tuple[str, str]]:
     """Return rows of a name and a text for people."""
     share = min(1.0, run["done"] / run["total"]) if run["total"] else 0.0
     budget = f"{run['done']:,} of {run['total']:,} {run['unit']} ({share:.0%})"
-    is_on = run["state"] == "running" and run["eta_s"] is not None
-    left = timedelta(seconds=min(round(run["eta_s"]), 10**10)) if is_on else None
+    eta_s = run["eta_s"]
+    left = timedelta(seconds=min(round(eta_s), 10**10)) if eta_s is not None else ""
     rows = [
         ("run", run["run_dir"]),
         ("state", ": ".join(filter(None, (run["state"], _cut(run["reason"]))))),

@@ -184,7 +184,7 @@ class _LineFile:
                 left = left[self._file.write(left) :]
             self._waiting = b""
         except OSError as error:
-            # whether training goes on is for the checkpoints to decide: they need more room
+            # checkpoints decide whether training continues: they need more room
             with suppress(OSError):
                 self._file.truncate(end)
             log_once(f"cannot write {self._path}: {error.strerror}; its lines wait in memory")

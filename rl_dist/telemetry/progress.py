@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# tqdm's own lock has a semaphore, which a failed rank, leaving at once, would leak with a warning.
+# tqdm's own lock has a semaphore: a rank that fails and leaves would leak it, with a warning.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes
 
