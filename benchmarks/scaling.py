@@ -9,6 +9,7 @@ of them. Speedups are relative to one rank with strategy none. Prints one JSON l
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
 
 import torch
-from main_job import command_line
 
 from rl_dist.errors import UserError
 from rl_dist.launch.short_run import ShortRunError, SideBySide, without
@@ -104,9 +104,7 @@ def row_of(which: Combination, records: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "gpus": ranks,
         "scaling": scaling,
-        "machine": strategy,
-        "estimate": False,
-        "problem": None,
+        "strategy": strategy,
         "steps_per_s": median(record["time/sps"] for record in records),
         "iteration_s": iteration_s,
         "iterations": len(records),
@@ -116,7 +114,9 @@ def row_of(which: Combination, records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and print."""
-    parser = command_line(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--strategies", nargs="+", default=["none", "ddp"])
     parser.add_argument("--rounds", type=int, default=3)

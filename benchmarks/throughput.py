@@ -32,12 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 import torch
 from against_peers import Trainer, median_interval
 from machine import KIND, describe, product_gflops
-from main_job import trading_task
 from turns import NUM_ENVS, TASKS, Task
 
 from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
-from envs.trading.task import TradingTask
-from envs.trading_config import TradingConfig
+from envs.trading.task import TradingTask, prepare_task
+from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 
 ENV_STEPS_PER_WINDOW = 300
 LETTERS = {"A": "cartpole", "B": "stocks", "C": "main"}
@@ -101,7 +100,9 @@ def environment_rows(num_windows: int) -> Iterator[dict[str, Any]]:
     """One row for each kind of rewards."""
     kinds = {"plain": TradingConfig(reward="plain", risk_aversion=0.0), "training": TradingConfig()}
     for name, trading in kinds.items():
-        rates = list(environment_rates(trading_task(trading=trading), num_windows))
+        market = SimulatedMarketConfig(num_stocks=30, num_worlds=16)
+        task = prepare_task(DataConfig(), market, trading)
+        rates = list(environment_rates(task, num_windows))
         yield {
             "work": f"trading environment alone, {name} rewards",
             "steps_per_s": middle((rate for rate, _ in rates), 0),

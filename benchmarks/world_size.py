@@ -1,6 +1,6 @@
-"""The same short job on 1, 2 and 4 CPU ranks: learning curves, and differences of parameters.
+"""The same short job on 1, 2 and 4 CPU ranks: differences of parameters and returns.
 
-    python benchmarks/world_size.py [--env CartPole-v1] [--iterations 60] [--out PICTURE]
+    python benchmarks/world_size.py [--env CartPole-v1] [--iterations 60]
 
 Rounding differs with the number of ranks, and training amplifies it. How much is shown by the
 control: one rank again, with one weight of the untrained policy moved by one rounding step. Prints
@@ -16,12 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
-from main_job import command_line
 
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
@@ -35,7 +30,6 @@ from rl_dist.telemetry.metrics import NullWriter
 RANKS = (1, 2, 4)
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32}
 CONTROL = "1 rank, one weight one rounding step off"
-COLORS = {"1 rank": "#1f5fbf", "2 ranks": "#d2691e", "4 ranks": "#2e8b57", CONTROL: "#999999"}
 
 
 class Recorder(NullWriter):
@@ -113,41 +107,11 @@ def differences(records: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.
     }
 
 
-def draw(records: dict[str, dict[str, dict[str, torch.Tensor]]], path: Path, title: str) -> None:
-    """Learning curves above, differences below, a column per precision."""
-    shape: dict[str, Any] = {"figsize": (11, 7), "layout": "constrained", "sharex": True}
-    figure, axes = plt.subplots(2, len(records), **shape)
-    for column, (precision, runs) in enumerate(records.items()):
-        curves, gaps = axes[0, column], axes[1, column]
-        for number, (name, record) in enumerate(runs.items()):
-            ended = ~record["returns"].isnan()  # without iterations in which no episode ended
-            style: dict[str, Any] = {"color": COLORS[name], "label": name}
-            curves.plot(
-                1 + ended.nonzero()[:, 0],
-                record["returns"][ended],
-                linestyle=("-", "--", ":", "-.")[number],
-                linewidth=3.5 - 0.8 * number,
-                **style,
-            )
-        for name, gap in differences(runs).items():
-            style = {"color": COLORS[name], "label": name}
-            width = 3.0 if name == CONTROL else 1.5
-            gaps.plot(range(1, len(gap) + 1), gap.clamp(min=1e-17), linewidth=width, **style)
-        curves.set(title=f"{title}, {precision}", ylabel="return of training episodes")
-        gaps.set(xlabel="iteration", ylabel="largest parameter difference from 1 rank")
-        gaps.set(yscale="log", ylim=(1e-17, 10))
-        for axis in (curves, gaps):
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
-    """Train, print, draw."""
-    parser = command_line(__doc__)
+    """Train and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--policy", default="mlp", choices=("clstm", "mlp"))
     parser.add_argument("--iterations", type=int, default=60)
@@ -155,7 +119,6 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default="runs/world_size.png")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         records = record_all(args, directory)
@@ -173,8 +136,6 @@ def main() -> None:
                 "mean_return": [round(mean, 2) for mean in means],
             }
             print(json.dumps(line), flush=True)
-    draw(records, Path(args.out), f"{args.env}, {args.policy}")
-    print(f"picture: {args.out}")
 
 
 if __name__ == "__main__":

@@ -158,7 +158,8 @@ def table(report: SpeedupReport) -> str:
     lines = [f"| {' | '.join(map(str.rjust, row, widths))} |" for row in cells]
     lines.insert(1, f"|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
     fixes = dict.fromkeys(row["fix"] for row in rows if row["fix"])
-    notes = [f"to lose less: {fix}" for fix in fixes] + [f"note: {note}" for note in report.notes]
+    notes = [f"to lose less: {'; '.join(fixes)}"] if fixes else []
+    notes += [f"note: {note}" for note in report.notes]
     return "\n".join([report.title, "", *lines, "", *notes])
 
 
