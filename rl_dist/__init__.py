@@ -25,12 +25,12 @@ _HOMES = {
     "print_training_speedup_estimates": "speedup.estimate",
     "launch_distributed_training": "launch.child",
     "fastest_batch_size": "strategies.measure",
-    "check_loader": "supervised.loader_check",
+    "check_loader": "supervised.batches",
     "Strategy": "strategies.strategy",
     "StrategyConfig": "strategies.config",
     "FitConfig": "supervised.fit",
-    "accuracy": "supervised.fit",
-    "evaluate": "supervised.fit",
+    "accuracy": "supervised.evaluation",
+    "evaluate": "supervised.evaluation",
     "fit": "supervised.fit",
 }
 __all__ = list(_HOMES)

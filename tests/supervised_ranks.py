@@ -15,7 +15,9 @@ from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.fit import BatchError, FitConfig, accuracy, evaluate, fit
+from rl_dist.supervised.batches import BatchError
+from rl_dist.supervised.evaluation import accuracy, evaluate
+from rl_dist.supervised.fit import FitConfig, fit
 
 FEATURES, CLASSES = 6, 3
 METRICS = {"accuracy": accuracy}

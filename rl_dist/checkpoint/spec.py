@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 RUN = "train_distributed.py"
-FIT = "rl_dist.fit"
+FIT = "rl_dist.supervised.fit"
 LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 # entries that show which program wrote a checkpoint

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils.data import DataLoader
 
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
@@ -45,7 +44,6 @@ from rl_dist.strategies.config import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_dist.strategies.loaders import SharedLoader
     from rl_dist.strategies.sharding import Shards
 
 logger = logging.getLogger(__name__)
@@ -280,21 +278,6 @@ class Strategy:
         else:
             self.bare.load_state_dict(weights)
             optimizer.load_state_dict(optimizer_state)
-
-    def loader(self, loader: DataLoader, *, training: bool = True, seed: int = 0) -> SharedLoader:
-        """Return this rank's share of a DataLoader whose batch size is a total.
-
-        Training: shuffled if `loader` shuffles, by `seed` and the number given to `set_epoch`;
-        batch k holds the same samples on any number of ranks, and the incomplete last one is left
-        out. Evaluation: in order, every sample once, without padding. Memory is pinned for CUDA;
-        worker processes persist.
-
-        Raises:
-            UserError: no dataset length, a sampler of its own, or a batch that does not divide.
-        """
-        from rl_dist.strategies.loaders import shared_loader
-
-        return shared_loader(loader, self.world, training=training, seed=seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the loss scale of fp16."""

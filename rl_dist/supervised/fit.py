@@ -9,7 +9,7 @@
 
 Batches are pairs of inputs and targets; the module maps inputs to outputs, the criterion outputs
 and targets to their mean loss. Batch sizes are totals over ranks, figures count every sample of all
-ranks once, and all ranks call together. A criterion whose mean is not over samples alike (class
+ranks once, and all ranks call together. A criterion whose mean weights samples differently (class
 weights, ignore_index) divides by the weights of a rank's share of a batch: gradients and losses are
 then means of such means, and depend on the number of ranks and the batch size.
 """
@@ -17,11 +17,11 @@ then means of such means, and depend on the number of ranks and the batch size.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,25 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.flags import configuration, setting
-from rl_dist.process_group.collectives import all_reduce_max, all_reduce_sum
+from rl_dist.process_group.collectives import (
+    all_gather_json,
+    all_reduce_max,
+    all_reduce_sum,
+    check_in_sync,
+)
 from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
-from rl_dist.strategies.loaders import SharedLoader, epoch_seed, pair_of, to_device
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.state import FitState, open_board, restore, save
+from rl_dist.supervised.batches import SharedLoader, epoch_seed, iterate, named
+from rl_dist.supervised.evaluation import Criterion, Judge, Metric, Sums
+from rl_dist.telemetry.loggers import Board, Guarded
+from rl_dist.telemetry.metrics import without_nan
 
-__all__ = ["BatchError", "FitConfig", "FitResult", "accuracy", "evaluate", "fit"]
-
-Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
-Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss of the batch
 STOP_EVERY = 10  # batches between two looks for a stop signal on any rank
 logger = logging.getLogger(__name__)
-
-
-class BatchError(RuntimeError):
-    """A batch could not be loaded or used; names epoch, batch and rank."""
 
 
 @configuration
@@ -83,53 +84,113 @@ class FitResult:
     signum: int = 0  # of the signal that ended it early
 
 
-class Sums:
-    """Loss and metrics summed over samples, in float64, on the device."""
+@dataclass
+class FitState:
+    """The state of a fit between epochs, which a checkpoint holds."""
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        if taken := sorted({"loss", "samples"} & set(metrics)):
-            raise UserError(f"no metric can be called {taken[0]}, which is reported anyway")
-        self.metrics = metrics
-        self.counts: dict[str, int] = dict.fromkeys(("loss", *metrics), 0)
-        self.totals: dict[str, Any] = dict.fromkeys(self.counts, 0.0)
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    extra: dict[str, Any]  # of the caller
+    facts: dict[str, Any]  # of the job: a resumed one must have the same
+    epoch: int = 0
+    best_epoch: int = 0
+    best_loss: float = math.inf
+    bad_in_a_row: int = 0  # steps skipped since the last good one
+    history: list[dict[str, float]] = field(default_factory=list)
+    best_weights: dict[str, Tensor] | None = None
 
-    @torch.no_grad()
-    def add(self, loss: Tensor, outputs: Any, targets: Any, count: int) -> None:
-        """Take the mean loss and the outputs of a batch of `count` samples."""
-        self.totals["loss"] = self.totals["loss"] + loss.double().reshape(()) * count
-        self.counts["loss"] += count
-        for name, metric in self.metrics.items():
-            values = metric(outputs, targets)
-            # a mean would count small batches as large ones
-            if not isinstance(values, Tensor) or not values.ndim:
-                raise UserError(
-                    f"metric {name} must return a tensor of at least one value for each sample"
-                )
-            self.totals[name] = self.totals[name] + values.sum(dtype=torch.float64)
-            self.counts[name] += values.numel()
+    def add(self, record: dict[str, float]) -> bool:
+        """Take an epoch's record; return True if it is the best; all ranks must call."""
+        self.epoch += 1
+        self.history.append(record)
+        improved = record.get("valid/loss", math.inf) < self.best_loss
+        if improved:
+            self.best_epoch = self.epoch
+            self.best_loss = record["valid/loss"]
+            weights = self.strategy.module_state().items()
+            self.best_weights = {name: value.detach().cpu().clone() for name, value in weights}
+        return improved
 
-    def means(self, world: World) -> dict[str, float]:
-        """Average over all samples of all ranks; all of them call."""
-        counts = {f"count of {name}": float(count) for name, count in self.counts.items()}
-        reduced = all_reduce_sum(self.totals | counts, world)
-        means = {name: float(reduced[name] / reduced[f"count of {name}"]) for name in self.totals}
-        return means | {"samples": float(reduced["count of loss"])}
+    def count_bad(self, stepped: bool, most: int, place: str) -> None:
+        """Count steps skipped in a row; raises UserError if there are more than `most`."""
+        self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
+        bad = f"loss or gradient is NaN or inf ({self.bad_in_a_row} in a row, at most {most})"
+        if not stepped and self.strategy.world.is_main_process:
+            logger.warning("%s: %s: the step is skipped", place, bad)
+        if self.bad_in_a_row > most:
+            raise UserError(f"{bad}: lower the learning rate, or raise max_bad_steps", exit_code=1)
 
+    def save(self, run: RunDir, *, keep: int, best: bool) -> None:
+        """Write the records so far and a checkpoint; all ranks call and fail together."""
+        world = self.strategy.world
+        module = self.strategy.module_state()
+        optimizer = self.strategy.optimizer_state(self.optimizer)
+        check_in_sync(module, world)
+        state: dict[str, Any] | None = None
+        if world.is_main_process:
+            names = (
+                "epoch",
+                "best_epoch",
+                "best_loss",
+                "bad_in_a_row",
+                "history",
+                "facts",
+                "extra",
+            )
+            state = {name: getattr(self, name) for name in names}
+            state |= {"module": module, "optimizer": optimizer}
+            state["strategy"] = self.strategy.state_dict()
+            state["scheduler"] = self.scheduler and self.scheduler.state_dict()
+            run.write_records(without_nan(self.history))
+        measured = {"valid/loss": self.best_loss} if best else {}
+        options: dict[str, Any] = {"keep": keep, "measured": measured, "best": best}
+        _, problem = save_agreed(run.path, state, world, iteration=self.epoch, **options)
+        if problem:
+            raise UserError(problem, exit_code=1)
 
-def check_loss(loss: Any) -> Tensor:
-    """Return what a criterion returned, if it is one number; else raise a UserError."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise UserError(f"the criterion must return the mean loss of a batch as one number, got {got}")
+    def restore(self, run: RunDir, resume: bool) -> None:
+        """Continue from the newest valid checkpoint, if any; all ranks must call."""
+        newest, problem = "", ""
+        if self.strategy.world.is_main_process:
+            newest = str(latest_checkpoint(run.path) or "") if resume else ""
+            if not newest and any(run.checkpoints.glob("*.pt")):
+                fix = "they are damaged: move them away" if resume else "resume it"
+                problem = f"{run.path} holds checkpoints already: {fix}, or name another run_dir"
+        newest, problem = all_gather_json([newest, problem], self.strategy.world)[0]
+        if problem:
+            raise UserError(problem)
+        if newest:
+            self.load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
+            logger.info("continuing from %s, epoch %d", newest, self.epoch)
 
-
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mark where the largest of the outputs [N, C] is that of the target class [N].
-
-    accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) is tensor([True]).
-    """
-    return outputs.argmax(-1) == targets
+    def load(self, state: dict[str, Any], best_file: Path) -> None:
+        """Continue from the content of a checkpoint, and the weights of the best epoch."""
+        saved = state["facts"] | state["extra"]
+        differing = [
+            f"{name} {now} (it has {saved[name]})"
+            for name, now in (self.facts | self.extra).items()
+            if str(saved.get(name, now)) != str(now)
+        ]
+        if differing:
+            raise UserError(f"this differs from the run to resume: {', '.join(differing)}")
+        try:
+            self.strategy.load(state["module"], self.optimizer, state["optimizer"])
+            self.strategy.load_state_dict(state["strategy"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        except Exception as error:  # torch's of many kinds: other names, shapes and types
+            problem = f"the checkpoint is of another module or optimizer: {one_line(error)}"
+            raise UserError(problem) from error
+        for name in ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history"):
+            setattr(self, name, state[name])
+        if self.best_epoch:
+            best = state if self.best_epoch == self.epoch else load_checkpoint(best_file)
+            if best["epoch"] == self.best_epoch:
+                self.best_weights = best["module"]
+            # one of a later epoch is of a process that was killed while it saved
+            elif best["epoch"] <= self.epoch:
+                raise UserError(f"{best_file} does not hold epoch {self.best_epoch}: put it back")
 
 
 def fit(
@@ -152,7 +213,7 @@ def fit(
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
     Every epoch begins by seeding torch from `config.seed`, epoch and rank, so that a resumed run
-    goes on as if it had not stopped; a stop signal ends an epoch early, and resuming repeats it.
+    continues as if it had not stopped; a stop signal ends an epoch early, and resuming repeats it.
     After an epoch BatchNorm's statistics are averaged over ranks; other buffers become rank 0's.
 
     Args:
@@ -162,214 +223,127 @@ def fit(
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; what they return is averaged over all values of all samples.
         scheduler: torch's, stepped after every epoch; ReduceLROnPlateau sees the validation loss.
-        run_dir: gets checkpoints/, metrics.jsonl and TensorBoard's; `resume` goes on from there.
-        extra: plain values and tensors to store in checkpoints as "extra".
+        run_dir: gets checkpoints/, metrics.jsonl and TensorBoard's; `resume` continues from there.
+        extra: plain values to store in checkpoints as "extra"; a resumed run must give the same.
 
     Raises:
         BatchError: a batch raised, on any rank: nothing is swallowed.
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
-    config, metrics = config or FitConfig(), metrics or {}
-    validated = validation is not None
-    _check_parts(module, optimizer, strategy, scheduler, config.patience, validated)
-    batches = _shared(loader, strategy, training=True, seed=config.seed)
-    held_out = _shared(validation, strategy, training=False) if validation is not None else None
+    config, world = config or FitConfig(), strategy.world
+    if validation is None and (config.patience or isinstance(scheduler, ReduceLROnPlateau)):
+        raise UserError("patience and ReduceLROnPlateau look at the validation loss: give one")
+    if module is not strategy.module:
+        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
+    train = SharedLoader(loader, world, training=True, seed=config.seed)
+    held_out = SharedLoader(validation, world, training=False) if validation is not None else None
     facts = {
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__ if scheduler is not None else "none",
         "seed": config.seed,
-        "batch_size": batches.global_batch_size,
+        "batch_size": train.batch_size,
         "grad_accumulation": config.grad_accumulation,
-        "samples": len(batches.dataset),  # type: ignore[arg-type]
+        "samples": train.num_samples,
     }
     state = FitState(strategy, optimizer, scheduler, dict(extra or {}), facts)
-    restore(state, run_dir, resume=resume)
-    signum, shown = 0, config.progress
-    board = open_board(state, run_dir)
-    while not signum and state.epoch < config.epochs and not state.is_stale(config.patience):
+    run = RunDir(run_dir) if run_dir is not None else None
+    board: Guarded | None = None
+    if run:
+        state.restore(run, resume)
+        if world.is_main_process:
+            board = Guarded("TensorBoard", Board(run.path, purge_step=state.epoch + 1))
+    elif resume:
+        raise UserError("resume needs a run_dir with checkpoints: name it")
+    judge = Judge(module, criterion, strategy, metrics or {}, config.progress)
+    signum = _fit_epochs(state, judge, train, held_out, config, run, board)
+    if board:
+        board.close()
+    if not signum and state.best_weights and state.best_epoch != state.epoch:
+        strategy.load(state.best_weights, optimizer, strategy.optimizer_state(optimizer))
+    return FitResult(state.history, state.best_epoch if held_out else state.epoch, signum)
+
+
+def _fit_epochs(
+    state: FitState,
+    judge: Judge,
+    train: SharedLoader,
+    held_out: SharedLoader | None,
+    config: FitConfig,
+    run: RunDir | None,
+    board: Guarded | None,
+) -> int:
+    """Train, validate and save epoch by epoch; return the signal that ended it, or 0."""
+    scheduler, world = state.scheduler, state.strategy.world
+    signum = 0
+    while not signum and state.epoch < config.epochs:
+        if 0 < config.patience <= state.epoch - state.best_epoch:
+            break
         started = time.perf_counter()
-        trained, signum = _train_epoch(state, module, batches, criterion, metrics, config)
+        figures, signum = _train_epoch(state, judge, train, config)
         if signum:
             break
         seconds = time.perf_counter() - started
-        _merge_buffers(module, strategy.world)
+        _merge_buffers(judge.module, world)
         record = {"epoch": state.epoch + 1.0}
-        record |= {f"train/{name}": value for name, value in trained.items()}
-        if held_out is not None:
-            found = evaluate(module, held_out, criterion, strategy, metrics, progress=shown)
-            record |= {f"valid/{name}": value for name, value in found.items()}
+        record |= {f"train/{name}": value for name, value in figures.items()}
+        if held_out:
+            record |= {f"valid/{name}": value for name, value in judge.evaluate(held_out).items()}
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step(record["valid/loss"])
         elif scheduler is not None:
             scheduler.step()
-        # keep, report
-        best = state.add(record) and validated
-        save(state, run_dir, board, keep=config.keep_checkpoints, best=best)
-        _print_epoch(record, config, strategy.world, trained["samples"] / seconds, best)
-        signum = all_reduce_max(stop_flag.signum, strategy.world)
-    if board:
-        board.close()
-    if not signum and validated:
-        state.return_to_best()
-    return FitResult(state.history, state.best_epoch if validated else state.epoch, signum)
-
-
-def _check_parts(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    scheduler: Any,
-    patience: int,
-    validated: bool,
-) -> None:
-    """Refuse what would fail after an epoch, or train something else."""
-    known = {id(parameter) for parameter in (*strategy.parameters, *module.parameters())}
-    stepped = [id(each) for group in optimizer.param_groups for each in group["params"]]
-    if module is not strategy.module:
-        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
-    if patience and not validated:
-        raise UserError(f"patience {patience} needs validation")
-    if isinstance(scheduler, ReduceLROnPlateau) and not validated:
-        raise UserError("ReduceLROnPlateau looks at the validation loss: give one")
-    if known.isdisjoint(stepped):
-        raise UserError(
-            "the optimizer holds no parameter of the module: make it of strategy.parameters"
-        )
-
-
-@torch.no_grad()
-def evaluate(
-    module: nn.Module,
-    loader: DataLoader,
-    criterion: Criterion,
-    strategy: Strategy,
-    metrics: Mapping[str, Metric] | None = None,
-    *,
-    progress: bool = True,
-) -> dict[str, float]:
-    """Compute mean loss and metrics over all samples of all ranks, each counted once.
-
-        figures = evaluate(module, held_out, criterion, strategy, {"accuracy": accuracy})
-
-    Returns:
-        "loss", each metric by its name, and "samples", how many were seen.
-    """
-    world = strategy.world
-    world.set_phase("evaluation")
-    shared = _shared(loader, strategy, training=False)
-    sums, was_training = Sums(metrics or {}), module.training
-    module.eval()
-    try:
-        for number, inputs, targets in _batches(shared, "evaluation", world, progress):
-            with _named("evaluation", number, world):
-                with strategy.autocast():
-                    outputs = module(inputs)
-                    loss = check_loss(criterion(outputs, targets))
-                sums.add(loss, outputs, targets, shared.lengths[number])
-    finally:
-        module.train(was_training)
-    return sums.means(world)
+        best = state.add(record)
+        if run:
+            state.save(run, keep=config.keep_checkpoints, best=best)
+        if board:
+            board.write(without_nan(record), state.epoch)
+            board.flush()
+        line = f"epoch {state.epoch}/{config.epochs}: "
+        line += "".join(f"{name} {record[name]:.4g}, " for name in record if "/" in name)
+        line += f"{figures['samples'] / seconds:,.0f} samples/s{', best so far' * best}"
+        logger.info(line)
+        if config.progress and world.is_main_process:
+            tqdm.write(line, file=sys.stdout)
+        signum = all_reduce_max(stop_flag.signum, world)
+    return signum
 
 
 def _train_epoch(
-    state: FitState,
-    module: nn.Module,
-    loader: SharedLoader,
-    criterion: Criterion,
-    metrics: Mapping[str, Metric],
-    config: FitConfig,
+    state: FitState, judge: Judge, loader: SharedLoader, config: FitConfig
 ) -> tuple[dict[str, float], int]:
     """Pass once over the training data; also return the signal that ended it early, or 0."""
     strategy, optimizer, world = state.strategy, state.optimizer, state.strategy.world
-    epoch, num_batches = state.epoch + 1, len(loader)
+    epoch = state.epoch + 1
     where = f"epoch {epoch}"
     world.set_phase(where)
     world.forget_waits()  # or their marks would pile up
-    loader.set_epoch(epoch)
     torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
-    module.train()
-    sums = Sums(metrics)
-    for number, inputs, targets in _batches(loader, where, world, config.progress):
-        # of the batch in its step, whose last one may have fewer
+    judge.module.train()
+    sums = Sums(judge.metrics)
+    for number, count, inputs, targets in iterate(loader, where, epoch, config.progress):
+        # place of the batch in its step; the last step may have fewer parts
         place = number % config.grad_accumulation
-        parts = min(config.grad_accumulation, num_batches - (number - place))
-        with _named(where, number, world):
+        parts = min(config.grad_accumulation, len(loader.batches) - (number - place))
+        last = place == parts - 1
+        with named(where, number, world):
             if place == 0:
-                optimizer.zero_grad(set_to_none=True)
-            with strategy.accumulating(last=place == parts - 1):
-                with strategy.autocast():
-                    outputs = module(inputs)
-                    loss = check_loss(criterion(outputs, targets))
+                optimizer.zero_grad()
+            with strategy.accumulating(last):
+                outputs, loss = judge.outputs_and_loss(inputs, targets)
                 strategy.backward(loss / parts)
-            sums.add(loss.detach(), outputs, targets, loader.lengths[number])
-            if place == parts - 1:
+            sums.add(loss.detach(), outputs, targets, count)
+            if last:
                 _, stepped = strategy.step(optimizer, config.max_grad_norm)
                 # an overflow is part of the search for a loss scale
                 if not strategy.overflowed:
-                    _count_bad(
-                        state, bool(stepped), config.max_bad_steps, f"{where}, batch {number}"
-                    )
+                    state.count_bad(bool(stepped), config.max_bad_steps, f"{where}, batch {number}")
         if number % STOP_EVERY == 0 and (signum := all_reduce_max(stop_flag.signum, world)):
             return {}, signum
     return sums.means(world), 0
 
 
-def _count_bad(state: FitState, stepped: bool, most: int, place: str) -> None:
-    """Count steps left out in a row; raises UserError if there are more than `most`."""
-    state.bad_in_a_row = 0 if stepped else state.bad_in_a_row + 1
-    bad = f"loss or gradient is NaN or inf ({state.bad_in_a_row} in a row, at most {most})"
-    if not stepped and state.strategy.world.is_main_process:
-        logger.warning("%s: %s: the step is left out", place, bad)
-    if state.bad_in_a_row > most:
-        raise UserError(f"{bad}: lower the learning rate, or raise max_bad_steps", exit_code=1)
-
-
-def _shared(
-    loader: DataLoader, strategy: Strategy, *, training: bool, seed: int = 0
-) -> SharedLoader:
-    if not isinstance(loader, SharedLoader):
-        return strategy.loader(loader, training=training, seed=seed)
-    if loader.training != training:
-        raise UserError(
-            f"a loader made with training={loader.training} is given where training={training} is "
-            "wanted: give the DataLoader that it was made of"
-        )
-    return loader
-
-
-def _batches(
-    loader: SharedLoader, where: str, world: World, progress: bool
-) -> Iterator[tuple[int, Any, Any]]:
-    """Yield numbered batches, on the rank's device, and show how far they are."""
-    hidden = not (progress and world.is_main_process and sys.stderr.isatty())
-    looks: dict[str, Any] = {"unit": " batches", "leave": False, "dynamic_ncols": True}
-    with tqdm(total=len(loader), desc=where, disable=hidden, **looks) as bar:
-        with _named(where, 0, world):
-            batches = iter(loader)
-        for number in range(len(loader)):
-            with _named(where, number, world):
-                inputs, targets = to_device(pair_of(next(batches)), world.device)
-            yield number, inputs, targets
-            world.heartbeat()
-            bar.update()
-
-
-@contextmanager
-def _named(where: str, number: int, world: World) -> Iterator[None]:
-    """Name the batch that raised; errors for the user pass."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        problem = one_line(error)
-        if "in DataLoader worker process" in problem:  # a traceback, which what it raised ends
-            problem = str(error).strip().splitlines()[-1]
-        raise BatchError(f"{where}, batch {number}, rank {world.rank}: {problem}") from error
-
-
 def _merge_buffers(module: nn.Module, world: World) -> None:
-    """Make the ranks' buffers alike, each of which saw its share of every batch.
+    """Make the buffers of the ranks equal: each rank saw its share of every batch.
 
     BatchNorm's running statistics become the mean over ranks, all others those of rank 0.
     """
@@ -378,8 +352,6 @@ def _merge_buffers(module: nn.Module, world: World) -> None:
     averaged: dict[str, Tensor] = {}
     for name, part in module.named_modules():
         for key, value in part.named_buffers(recurse=False):
-            if key in part._non_persistent_buffers_set:
-                continue
             if not isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
                 with world.waiting("buffers of the main process"):
                     broadcast_from_rank0(value)
@@ -387,16 +359,3 @@ def _merge_buffers(module: nn.Module, world: World) -> None:
                 averaged[f"{name}.{key}"] = value
     for name, total in (all_reduce_sum(averaged, world) if averaged else {}).items():
         averaged[name].copy_(total / world.size)
-
-
-def _print_epoch(
-    record: dict[str, float], config: FitConfig, world: World, samples_per_s: float, best: bool
-) -> None:
-    figures = {name: value for name, value in record.items() if "samples" not in name}
-    line = f"epoch {figures.pop('epoch'):.0f}/{config.epochs}: "
-    line += ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-    line += f", {samples_per_s:,.0f} samples/s{', best so far' * best}"
-    logger.info(line)
-    if config.progress and world.is_main_process:
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()

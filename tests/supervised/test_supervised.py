@@ -4,6 +4,8 @@ import itertools
 import math
 import re
 import signal
+import time
+from collections import namedtuple
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from supervised_ranks import (
 )
 from tensorboard_readers import seen
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -27,29 +31,23 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from rl_dist import check_loader
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import launch
-from rl_dist.process_group.world import World, close_world, open_world, stop_flag
+from rl_dist.process_group.world import World, stop_flag
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.loaders import evaluation_batches, shared_loader
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.fit import BatchError, FitConfig, evaluate, fit
+from rl_dist.supervised.batches import BatchError, SharedLoader, to_device
+from rl_dist.supervised.evaluation import evaluate
+from rl_dist.supervised.fit import FitConfig, fit
+
+SAMPLES = TensorDataset(torch.arange(8), torch.arange(8))
+TRAIN = DataLoader(blobs(48), batch_size=8)
 
 
-@pytest.fixture
-def world():
-    opened = open_world("cpu")
-    yield opened
-    close_world(opened)
-
-
-def world_of(rank, size):
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
-
-
-def numbered(count):
-    return TensorDataset(torch.arange(count), torch.arange(count))
+def world_of(rank, size, backend="gloo"):
+    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend=backend)
 
 
 def equal(left, right):
@@ -58,10 +56,19 @@ def equal(left, right):
     )
 
 
-def wrapped(world):
-    strategy = Strategy(StrategyConfig(), world)
-    module = strategy.wrap(make_net())
-    return module, torch.optim.SGD(strategy.parameters, lr=0.1), CRITERION, strategy
+def wrapped(world, net=None, adam=False, **options):
+    """A module, its optimizer, a criterion and the strategy that wrapped it."""
+    strategy = Strategy(StrategyConfig(**options), world)
+    module = strategy.wrap(net or make_net())
+    make = torch.optim.Adam if adam else torch.optim.SGD
+    return module, make(strategy.parameters, lr=0.1), CRITERION, strategy
+
+
+def fitted(world, loader=TRAIN, criterion=CRITERION, parts=None, **options):
+    module, optimizer, _, strategy = parts or wrapped(world)
+    settings = {"epochs": 2, "progress": False} | options.pop("config", {})
+    config = FitConfig(**settings)
+    return fit(module, loader, optimizer, criterion, strategy, config=config, **options)
 
 
 # ---- loaders
@@ -69,29 +76,34 @@ def wrapped(world):
 
 @pytest.mark.parametrize("num_samples", [7, 8, 23, 101])
 def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(num_samples):
+    samples = TensorDataset(torch.arange(num_samples))
     for batch_size, size in itertools.product([1, 4, 12, 1000], [1, 2, 3, 7]):
-        shares = [evaluation_batches(num_samples, batch_size, rank, size) for rank in range(size)]
-        batches = [batch for share in shares for batch in share]
+        loader = DataLoader(samples, batch_size)
+        shares = [
+            SharedLoader(loader, world_of(rank, size), training=False) for rank in range(size)
+        ]
+        for share in shares:
+            share.start(0)
+        batches = [batch for share in shares for batch in share.batches]
         assert sorted(itertools.chain(*batches)) == list(range(num_samples))
-        assert len({len(share) for share in shares}) == 1
+        assert len({len(share.batches) for share in shares}) == 1
         assert (
             min(map(len, batches)) >= 1 and max(map(len, batches)) <= max(1, batch_size // size) + 1
         )
 
 
 def batches_of_all_ranks(loader, size, epoch):
-    """What the ranks see together in every batch of an epoch."""
-    shares = [
-        shared_loader(loader, world_of(rank, size), training=True, seed=5) for rank in range(size)
-    ]
-    for share in shares:
-        share.set_epoch(epoch)
-    parts = [[batch[0].tolist() for batch in share] for share in shares]
+    """The samples that the ranks see together in every batch of an epoch."""
+    parts = []
+    for rank in range(size):
+        share = SharedLoader(loader, world_of(rank, size), training=True, seed=5)
+        share.start(epoch)
+        parts.append([batch[0].tolist() for batch in share.loader])
     return [sorted(sum(together, [])) for together in zip(*parts, strict=True)]
 
 
 def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
-    loader = DataLoader(numbered(101), batch_size=12, shuffle=True)
+    loader = DataLoader(TensorDataset(torch.arange(101)), batch_size=12, shuffle=True)
     first, second = (batches_of_all_ranks(loader, 1, epoch) for epoch in (1, 2))
     assert len(first) == 101 // 12 and all(len(batch) == 12 for batch in first)
     assert first != second and first != [sorted(range(12 * k, 12 * k + 12)) for k in range(8)]
@@ -105,24 +117,57 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-SAMPLES = numbered(8)
-
-
 @pytest.mark.parametrize(
-    ("loader", "words"),
+    ("loader", "training", "words"),
     [
-        (DataLoader(Stream(), batch_size=2), "length"),
-        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandom"),
-        (DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, replacement=True)), "RandomSampler"),
-        (DataLoader(SAMPLES, batch_sampler=[[0, 1], [2, 3]]), "batch_sampler"),
-        (DataLoader(SAMPLES, batch_size=3), "batch_size 3.* over 2 ranks: try 2 or 4"),
-        (DataLoader(SAMPLES, batch_size=10), "more than the 8 samples"),
-        ([SAMPLES], "torch DataLoader, got a list"),
+        (DataLoader(Stream(), batch_size=2), True, "length"),
+        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 8, 8)), True, "Weighted"),
+        (DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, replacement=True)), True, "Random"),
+        (DataLoader(SAMPLES, batch_sampler=[[0, 1], [2, 3]]), True, "batch_sampler"),
+        (DataLoader(SAMPLES, batch_size=3), True, "batch_size 3.* 2 ranks.* use 2"),
+        (DataLoader(SAMPLES, batch_size=10), True, "batch_size 10.* 8 samples.* use 8"),
+        (DataLoader(TensorDataset(torch.zeros(1)), 2), False, "1 samples .* 2 ranks"),
+        ([SAMPLES], True, "DataLoader.* got a list"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_by_name(loader, words):
+def test_what_cannot_be_shared_out_is_refused_by_name(loader, training, words):
     with pytest.raises(UserError, match=words):
-        shared_loader(loader, world_of(0, 2), training=True)
+        SharedLoader(loader, world_of(0, 2), training=training)
+
+
+def test_batches_of_any_nesting_are_moved():
+    pair = namedtuple("Pair", "inputs label")(torch.zeros(5, 2), "y")
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    batch = {"meta": "x", "pair": pair, "list": [torch.ones(5), (torch.ones(5),)], "packed": packed}
+    moved = to_device(batch, torch.device("meta"))
+    tensors = moved["pair"].inputs, moved["list"][0], moved["list"][1][0], moved["packed"].data
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved["meta"] == "x" and moved["pair"].label == "y"
+    assert moved["packed"].batch_sizes.tolist() == [2, 1, 1]  # torch wants these on a CPU
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_workers_beside_nccl_are_not_forked():
+    loader = DataLoader(SAMPLES, batch_size=8, num_workers=1)
+    shared = SharedLoader(loader, world_of(0, 1, "nccl"), training=False)
+    shared.start(0)
+    assert shared.loader.multiprocessing_context.get_start_method() == "forkserver"
+    assert torch.equal(next(iter(shared.loader))[0], SAMPLES.tensors[0])
+
+
+class Slow(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_waiting_and_stepping_are_measured_apart_and_draw_no_random_numbers():
+    torch.manual_seed(5)
+    check = check_loader(DataLoader(Slow(SAMPLES.tensors[0]), 2), lambda batch: time.sleep(0.02))
+    assert check.wait_s >= 0.02 and check.step_s >= 0.02
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(5)))
+    with pytest.raises(UserError, match="fewer than two batches"):
+        check_loader(DataLoader(SAMPLES, batch_size=8), lambda batch: None)
 
 
 # ---- several ranks
@@ -183,7 +228,7 @@ def test_running_statistics_are_means_over_ranks_and_other_buffers_those_of_rank
         assert left["batch_norm"][name].abs().sum() > 0
 
 
-def test_a_sample_that_cannot_be_loaded_is_told_by_the_rank_that_has_it(ranks):
+def test_a_sample_that_cannot_be_loaded_is_named_by_the_rank_that_has_it(ranks):
     found = [rank["raised"].partition(": ") for rank in (*ranks[0], ranks[1])]
     places = ["evaluation, batch 5, rank 0", "evaluation, batch 5, rank 1"]
     assert [place for place, _, _ in found] == [*places, "evaluation, batch 2, rank 0"]
@@ -203,13 +248,12 @@ def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp
 def test_accumulated_batches_equal_one_larger_batch(world):
     found = []
     for batch_size, parts in ((16, 1), (8, 2), (4, 4)):
-        module, optimizer, criterion, strategy = wrapped(world)
+        job = wrapped(world)
         steps = []
-        optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
-        config = FitConfig(epochs=2, grad_accumulation=parts, progress=False)
+        job[1].register_step_post_hook(lambda *_, steps=steps: steps.append(1))
         loader = DataLoader(blobs(48), batch_size=batch_size)
-        fit(module, loader, optimizer, criterion, strategy, config=config)
-        found.append([p.detach() for p in module.parameters()])
+        fitted(world, loader, parts=job, config={"grad_accumulation": parts})
+        found.append([p.detach() for p in job[0].parameters()])
         assert len(steps) == 6
     torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=0, atol=1e-12)
 
@@ -217,30 +261,28 @@ def test_accumulated_batches_equal_one_larger_batch(world):
 def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, tmp_path):
     data = {"validation": DataLoader(blobs(31, 1, flipped=True), batch_size=12)}
     config = {"patience": 2, "epochs": 20}
-    fitted = Fitted(world, tmp_path, config=config, **data)
-    losses = [record["valid/loss"] for record in fitted.result.history]
-    best = fitted.result.best_epoch
+    whole = Fitted(world, tmp_path, config=config, **data)
+    losses = [record["valid/loss"] for record in whole.result.history]
+    best = whole.result.best_epoch
     assert len(losses) == best + 2 < 20 and losses[best - 1] == min(losses)
-    assert equal(fitted.weights, load_checkpoint(tmp_path / "checkpoints" / "best.pt")["module"])
-    again = evaluate(fitted.module, data["validation"], CRITERION, fitted.strategy, METRICS)
+    best_file = tmp_path / "checkpoints" / "best.pt"
+    assert equal(whole.weights, load_checkpoint(best_file)["module"])
+    again = evaluate(whole.module, data["validation"], CRITERION, whole.strategy, METRICS)
     assert again["loss"] == losses[best - 1]
     resumed = Fitted(world, tmp_path, config=config, resume=True, **data)
-    assert equal(resumed.weights, fitted.weights)
-    assert resumed.result.history == fitted.result.history
+    assert equal(resumed.weights, whole.weights)
+    assert resumed.result.history == whole.result.history
+    best_file.unlink()  # its weights are nowhere else
+    with pytest.raises(ValueError, match=r"best\.pt"):
+        Fitted(world, tmp_path, config=config, resume=True, **data)
 
 
-def test_tensorboard_has_every_epoch_once_whatever_was_lost_before_it_went_on(world, tmp_path):
+def test_tensorboard_continues_where_a_resumed_fit_does(world, tmp_path):
     Fitted(world, tmp_path, epochs=2)
-    (ours,) = tmp_path.glob("events.out.tfevents.*")
-    ours.write_bytes(ours.read_bytes()[:-20])  # torn
-    other = tmp_path / "events.out.tfevents.1.of_somebody_else"
-    other.write_bytes(b"")
     history = Fitted(world, tmp_path, epochs=4, resume=True).result.history
     for tag in ("train/loss", "train/accuracy", "valid/loss", "valid/accuracy"):
-        assert seen(tmp_path, tag) == [
-            (k, pytest.approx(one[tag])) for k, one in enumerate(history, 1)
-        ]
-    assert len(history) == 4 and other.exists() and len(list(tmp_path.glob("events.*"))) == 2
+        expected = [(k, pytest.approx(record[tag])) for k, record in enumerate(history, 1)]
+        assert seen(tmp_path, tag) == expected and len(expected) == 4
 
 
 def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_path, monkeypatch):
@@ -264,41 +306,18 @@ def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_pa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_raises_ends_training_with_its_place(world, workers):
     loader = DataLoader(Raising(48, 17), batch_size=8, num_workers=workers)
-    module, optimizer, criterion, strategy = wrapped(world)
     with pytest.raises(BatchError, match="epoch 1, batch 2, rank 0: OSError: .*image 17 is torn"):
-        fit(module, loader, optimizer, criterion, strategy, config=FitConfig(progress=False))
-
-
-def beside_nccl(**options):
-    """A loader of one worker, in a process with NCCL's threads, which do not survive a fork."""
-    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="nccl")
-    loader = DataLoader(numbered(16), batch_size=8, num_workers=1, **options)
-    return shared_loader(loader, world, training=False)
-
-
-@pytest.mark.filterwarnings("ignore:Got pickle error")
-def test_what_cannot_be_sent_to_workers_beside_nccl_is_one_line():
-    with pytest.raises(UserError, match="num_workers 1: workers start anew .*use num_workers 0"):
-        next(iter(beside_nccl(collate_fn=lambda batch: batch)))
-
-
-@pytest.mark.slow  # a process that imports torch
-def test_workers_beside_nccl_start_anew():
-    shared, whole = beside_nccl(), DataLoader(numbered(16), batch_size=8)
-    assert shared.multiprocessing_context.get_start_method() == "forkserver"
-    for own, other in zip(shared, whole, strict=True):
-        assert all(map(torch.equal, own, other))
+        fitted(world, loader)
 
 
 def test_steps_without_a_finite_gradient_end_training(world, caplog):
     points, labels = blobs(64).tensors
     loader = DataLoader(TensorDataset(points * math.nan, labels), batch_size=8)
-    module, optimizer, criterion, strategy = wrapped(world)
-    before = [p.clone() for p in module.parameters()]
-    config = FitConfig(max_bad_steps=3, progress=False)
+    job = wrapped(world)
+    before = [p.clone() for p in job[0].parameters()]
     with pytest.raises(UserError, match="4 in a row, at most 3"):
-        fit(module, loader, optimizer, criterion, strategy, config=config)
-    assert all(map(torch.equal, before, module.parameters()))
+        fitted(world, loader, parts=job, config={"max_bad_steps": 3})
+    assert all(map(torch.equal, before, job[0].parameters()))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned[0].startswith("epoch 1, batch 0: ")
 
@@ -309,13 +328,10 @@ def test_lower_precisions_fit_and_resume(world, precision, tmp_path):
     train = DataLoader(TensorDataset(points.float(), labels), batch_size=12, shuffle=True)
     results = []
     for run_dir, epochs, resume in ((None, 2, False), (tmp_path, 1, False), (tmp_path, 2, True)):
-        strategy = Strategy(StrategyConfig(precision=precision), world)
-        module = strategy.wrap(make_net().float())
-        optimizer = torch.optim.Adam(strategy.parameters, lr=0.05)
+        job = wrapped(world, make_net().float(), adam=True, precision=precision)
         options = {"validation": train, "run_dir": run_dir, "resume": resume}
-        config = FitConfig(epochs=epochs, progress=False)
-        found = fit(module, train, optimizer, CRITERION, strategy, config=config, **options)
-        results.append((found.history, {k: v.clone() for k, v in module.state_dict().items()}))
+        found = fitted(world, train, parts=job, config={"epochs": epochs}, **options)
+        results.append((found.history, {k: v.clone() for k, v in job[0].state_dict().items()}))
     (whole, weights), _, (resumed, again) = results
     assert whole == resumed and equal(weights, again)
     assert whole[1]["valid/loss"] < whole[0]["valid/loss"]
@@ -323,13 +339,90 @@ def test_lower_precisions_fit_and_resume(world, precision, tmp_path):
 
 
 def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
-    Fitted(world, tmp_path, epochs=1)
+    fitted(world, run_dir=tmp_path)
     other = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double()
-    for run_dir, options, words in (
-        (tmp_path, {"resume": False}, "holds checkpoints already: resume it"),
-        (tmp_path, {"batch_size": 6}, r"batch_size 6 \(it has 12\)"),
-        (tmp_path, {"net": other}, "another module or optimizer: .*size mismatch"),
+    job = wrapped(world)
+    cases = (
+        (tmp_path, {"resume": False}, "holds checkpoints"),
+        (tmp_path, {"loader": DataLoader(blobs(48), batch_size=6)}, r"batch_size 6 \(it has 8\)"),
+        (tmp_path, {"parts": wrapped(world, adam=True)}, r"optimizer Adam \(it has SGD\)"),
+        (tmp_path, {"scheduler": StepLR(job[1], 1)}, r"scheduler StepLR \(it has none\)"),
+        (tmp_path, {"parts": wrapped(world, other)}, "another module or optimizer"),
         (None, {}, "resume needs a run_dir"),
-    ):
+    )
+    for run_dir, options, words in cases:
         with pytest.raises(UserError, match=words):
-            Fitted(world, run_dir, **{"resume": True} | options)
+            fitted(world, **{"run_dir": run_dir, "resume": True, "config": {"epochs": 4}} | options)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = make_net(), make_net()
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def half_frozen(world):
+    net = make_net()
+    net[0].requires_grad_(False)
+    module, _, criterion, strategy = wrapped(world, net, mode="ddp")
+    net.requires_grad_(True)
+    return module, torch.optim.SGD(net.parameters(), lr=0.1), criterion, strategy
+
+
+MISTAKES = {
+    "no patience without validation": (UserError, {"config": {"patience": 2}}),
+    "a scheduler that waits for validation": (
+        UserError,
+        {"parts": lambda world: wrapped(world), "scheduler": ReduceLROnPlateau},
+    ),
+    "a module that is not wrapped": (
+        UserError,
+        {"parts": lambda world: (make_net(), *wrapped(world)[1:])},
+    ),
+    "a metric that is a mean": (UserError, {"metrics": {"x": lambda o, t: o.mean()}}),
+    "a metric called loss": (UserError, {"metrics": {"loss": METRICS["accuracy"]}}),
+    "an unused parameter": (
+        UserError,
+        {"parts": lambda world: wrapped(world, TwoHeads(), mode="ddp")},
+    ),
+    "a gradient that is not reduced": (UserError, {"parts": half_frozen}),
+    "a criterion that returns no mean": (
+        BatchError,
+        {"criterion": nn.CrossEntropyLoss(reduction="none")},
+    ),
+    "batches that are no pairs": (
+        BatchError,
+        {"loader": DataLoader(TensorDataset(*blobs(48).tensors, torch.ones(48)), 8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_call_is_an_error_and_no_training(mistake, world):
+    kind, options = MISTAKES[mistake]
+    job = options.get("parts", wrapped)(world)
+    options = options | {"parts": job}
+    if "scheduler" in options:
+        options["scheduler"] = ReduceLROnPlateau(job[1])
+    with pytest.raises(kind):
+        fitted(world, **options)
+
+
+def test_unused_parameters_and_targets_of_any_kind_are_taken_where_asked_for(world):
+    parts = wrapped(world, TwoHeads(), mode="ddp", find_unused_parameters=True)
+    collate = lambda rows: (torch.stack([row[0] for row in rows]), ["cat"] * len(rows))  # noqa: E731
+    loader = DataLoader(blobs(20), 6, collate_fn=collate)
+    criterion = lambda outputs, targets: outputs.square().mean()  # noqa: E731
+    record = fitted(world, loader, criterion, parts, validation=loader).history[-1]
+    assert record["train/samples"] == 18 and record["valid/samples"] == 20
+
+
+def test_a_scheduler_that_waits_for_a_plateau_sees_the_validation_loss(world):
+    job = wrapped(world)
+    scheduler = ReduceLROnPlateau(job[1], patience=0, threshold=10.0, threshold_mode="abs")
+    result = fitted(world, parts=job, validation=TRAIN, scheduler=scheduler)
+    assert scheduler.best == result.history[0]["valid/loss"]
+    assert job[1].param_groups[0]["lr"] == pytest.approx(0.01)
