@@ -22,7 +22,7 @@ from agents.network.encoders import Encoder
 from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
-from rl_dist.flags import Text, configuration, setting
+from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.config import autocast, weights_cast_once
 
 # of a core whose step takes as long for one row as a call (0.8 ms), on a CPU
@@ -33,34 +33,28 @@ CALL_WEIGHTS = 10_000_000
 class PolicyConfig:
     """Shape of the policy network."""
 
-    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = setting("clstm")
+    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = "clstm"
     """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: the cascade without
     memory; own: the core that --core names."""
-    core: Text = setting("")
+    core: Text = ""
     """module:Class of a recurrent core of your own, for --policy own."""
-    hidden_size: int = setting(
-        128,
-        "units",
-        within=(1, 8192),
-        presets={"--preset small": 64, "--preset control": 64, "--preset memory": 64},
-        main=True,
-    )
+    hidden_size: int = Field(128, ge=1, le=8192)
     """Width of every LSTM and every layer."""
-    num_layers: int = setting(1, "layers", within=(1, 64))
+    num_layers: int = Field(1, ge=1, le=64)
     """Layers of every core."""
-    separate_trunks: bool = setting(False)
+    separate_trunks: bool = False
     """lstm, gru, mingru, own: one core for the actor and one for the critic."""
-    feature_window: int = setting(0, "steps", within=(0, 1024), presets={"--preset paper": 30})
+    feature_window: int = Field(0, ge=0, le=1024)
     """0: the feature LSTM keeps its state between steps; n: it reads the last n observations at
     every step, as in the paper."""
-    memory: bool = setting(True)
+    memory: bool = True
     """off: the state is zeroed before every step, to measure what memory is worth."""
-    log_std_init: float = setting(-0.5, "nats", within=(-5, 2))
+    log_std_init: float = Field(-0.5, ge=-5, le=2)
     """Initial log standard deviation of continuous actions."""
-    noise_color: float = setting(0.0, within=(0, 2))
+    noise_color: float = Field(0.0, ge=0, le=2)
     """Of the noise of continuous actions over time: 0 white, 1 pink; 0.5 to 1 reach sparse rewards
     that white noise does not."""
-    squash_actions: bool = setting(False)
+    squash_actions: bool = False
     """Bound continuous actions by tanh instead of clipping them: for actions with bounds."""
 
     def __post_init__(self) -> None:
@@ -76,11 +70,6 @@ class PolicyConfig:
         if not self.memory and (self.feature_window or self.policy == "mlp"):
             raise ValueError(
                 "no-memory needs a recurrent policy without feature_window: drop one of them"
-            )
-        if self.separate_trunks and self.policy in ("clstm", "mlp"):
-            raise ValueError(
-                f"separate_trunks does nothing with policy {self.policy}, whose actor and critic "
-                "have cores of their own: drop it"
             )
 
     @property

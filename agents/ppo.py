@@ -16,7 +16,7 @@ from agents.network.minibatches import Minibatch, make_schedule
 from agents.network.noise import sequence_orders
 from agents.network.sequences import Plan, state_after
 from rl_dist.errors import UserError
-from rl_dist.flags import configuration, setting
+from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.strategies.config import SpeedConfig, autocast_dtype
@@ -45,66 +45,39 @@ class PPOConfig:
 
     # Rewards that credit a trade at once need neither a long horizon nor long traces, and a short
     # horizon makes a trade wait for its moment: so StockTrading-v0 was tuned (docs/LOG.md).
-    learning_rate: float = setting(
-        3e-4,
-        within=(0, 10),
-        presets={
-            "--preset trading": 1e-3,
-            "--preset small": 7e-4,
-            "--preset control": 7e-4,
-            "--preset memory": 7e-4,
-            "--preset paper": 3e-4,
-        },
-        main=True,
-    )
+    learning_rate: float = Field(3e-4, ge=0, le=10)
     """Step size of Adam."""
-    anneal_lr: bool = setting(True, presets={"--preset paper": False})
+    anneal_lr: bool = True
     """Lower the learning rate linearly to zero over num_episodes or total_steps."""
-    warmup: int = setting(0, "iterations", within=(0, 10**9))
+    warmup: int = Field(0, ge=0, le=10**9)
     """Raise the learning rate linearly from zero over this many iterations; 0: off."""
-    gamma: float = setting(
-        0.99, within=(0, 1), presets={"--preset trading": 0.8, "--preset paper": 0.99}
-    )
+    gamma: float = Field(0.99, ge=0, le=1)
     """Discount factor of the rewards, per step."""
-    gae_lambda: float = setting(
-        0.95,
-        within=(0, 1),
-        presets={"--preset trading": 0.5, "--preset memory": 0.9, "--preset paper": 0.95},
-    )
+    gae_lambda: float = Field(0.95, ge=0, le=1)
     """lambda of generalised advantage estimation."""
-    update_epochs: int = setting(
-        4,
-        "epochs",
-        within=(1, 1000),
-        presets={"--preset small": 10, "--preset control": 10, "--preset memory": 10},
-    )
+    update_epochs: int = Field(4, ge=1, le=1000)
     """Passes over each rollout."""
-    refresh_states: bool = setting(False, presets={"--preset memory": True})
+    refresh_states: bool = False
     """Before every epoch but the first, compute again the states at which sequences begin; off:
     they stay those of the rollout."""
-    clip_coef: float = setting(0.2, within=(1e-6, 10))
+    clip_coef: float = Field(0.2, ge=1e-6, le=10)
     """Clipping of the probability ratio."""
-    clip_vloss: bool = setting(False)
+    clip_vloss: bool = False
     """Clip the value loss as well."""
-    norm_adv: bool = setting(True)
+    norm_adv: bool = True
     """Normalise advantages over the whole rollout of all ranks."""
-    min_adv_std: float = setting(
-        0.0,
-        "deviations of returns",
-        within=(0, 100),
-        presets={"--preset memory": 0.2},
-    )
-    """The least that norm_adv divides by. Once a task is solved, advantages are noise, which would
-    be enlarged and move the policy at random; 0: off."""
-    ent_coef: float = setting(0.0, within=(0, 10))
+    min_adv_std: float = Field(0.0, ge=0, le=100)
+    """Lower bound of norm_adv's divisor, in deviations of returns, so that the noise of a solved
+    task is not amplified; 0: off."""
+    ent_coef: float = Field(0.0, ge=0, le=10)
     """Weight of the entropy bonus in the loss."""
-    vf_coef: float = setting(0.5, within=(0, 100))
+    vf_coef: float = Field(0.5, ge=0, le=100)
     """Weight of the value loss."""
-    max_grad_norm: float = setting(0.5, within=(1e-6, 1e6))
+    max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
     """Scale the gradient of all ranks down to this norm."""
-    target_kl: float = setting(0.0, within=(0, 100))
+    target_kl: float = Field(0.0, ge=0, le=100)
     """End the epochs when the estimated KL divergence exceeds this; 0: off."""
-    max_bad_steps: int = setting(10, "steps", within=(0, 10**9))
+    max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip this many optimizer steps in a row whose loss or gradient is NaN or inf, then stop; 0:
     stop at once."""
 

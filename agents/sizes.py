@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from rl_dist.errors import UserError
-from rl_dist.flags import Text, configuration, recorded, setting
+from rl_dist.flags import Field, Text, configuration, or_auto
 from rl_dist.telemetry.loggers import named_loggers
 
 LearningRateRule = Literal["none", "sqrt", "linear"]
@@ -18,169 +18,115 @@ AUTO = 0  # batch_size: measured by the ranks when a run begins
 class TrainConfig:
     """How long and how large to train, and what to keep."""
 
-    num_episodes: int = setting(
-        5000, "episodes", within=(1, 10**12), presets={"--quick": 96}, main=True
-    )
+    num_episodes: int = Field(5000, ge=1, le=10**12)
     """Training episodes, total over all ranks."""
-    total_steps: int = setting(
-        0,
-        "steps",
-        within=(0, 10**15),
-        derived="by episodes",
-        presets={
-            "--preset small": 200_000,
-            "--preset control": 200_000,
-            "--preset memory": 200_000,
-            "--quick": 0,
-        },
-        main=True,
-    )
+    total_steps: int = Field(0, ge=0, le=10**15)
     """Stop after this many environment steps of all ranks instead; 0: by episodes."""
-    batch_size: int = setting(
-        128,
-        "sequences",
-        within=(AUTO, 10**7),
-        words={"auto": AUTO},
-        presets={"--preset small": 8, "--preset control": 8, "--preset memory": 8, "--quick": 64},
-        main=True,
-    )
-    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto: the
-    fastest that fits, measured at the start."""
-    grad_accumulation: int = setting(1, within=(1, 10**6))
+    batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
+    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto or 0:
+    the fastest that fits, measured at the start."""
+    grad_accumulation: int = Field(1, ge=1, le=10**6)
     """Minibatches whose gradients add up to one optimizer step: the effect of a batch_size this
     many times larger, in less memory."""
-    num_envs: int = setting(
-        0,
-        "environments",
-        within=(0, 10**7),
-        derived="two minibatches per epoch, 2 * batch_size * bptt_steps / num_steps = 64",
-        presets={
-            "--preset small": 16,
-            "--preset control": 16,
-            "--preset memory": 32,
-            "--quick": 32,
-        },
-        main=True,
-    )
-    """Environments that run side by side."""
-    num_steps: int = setting(
-        128,
-        "steps",
-        within=(1, 10**6),
-        presets={"--preset small": 64, "--preset control": 64, "--preset memory": 64},
-    )
+    num_envs: int = Field(0, ge=0, le=10**7)
+    """Environments that run side by side; 0: as many as make two minibatches per epoch,
+    2 * batch_size * bptt_steps / num_steps."""
+    num_steps: int = Field(128, ge=1, le=10**6)
     """Steps of each environment in a rollout; a multiple of bptt_steps."""
-    bptt_steps: int = setting(32, "steps", within=(1, 10**6))
+    bptt_steps: int = Field(32, ge=1, le=10**6)
     """Length of a training sequence: gradients flow back through this many steps."""
-    scaling: Literal["strong", "weak"] = setting("strong")
+    scaling: Literal["strong", "weak"] = "strong"
     """strong: num_envs and batch_size are totals, shared out over the ranks, so the learning curve
     is the same on any number of them; weak: they are per rank."""
-    lr_scaling: LearningRateRule = setting("none")
+    lr_scaling: LearningRateRule = "none"
     """With scaling weak: multiply learning_rate by the growth of the batch of all ranks (linear)
     or by its square root (sqrt)."""
-    pretrained: Text = setting("", "path")
+    pretrained: Text = ""
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
-    init_from: Text = setting("", "path")
-    """Start from weights and normalisers of an earlier run or checkpoint, of the same shapes; what
-    else was in it (optimizer, counters, environments) begins anew."""
-    seed: int = setting(1, within=(0, 2**63 - 1), main=True)
+    init_from: Text = ""
+    """Start from weights and normalisers of an earlier run or checkpoint of the same shapes.
+    Optimizer, counters and environments restart."""
+    seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed of the policy, the environments, the action noise and the shuffling."""
-    normalize_obs: bool = setting(True)
+    normalize_obs: bool = True
     """Scale observations by the running mean and deviation of all ranks."""
-    normalize_rewards: bool = setting(True)
+    normalize_rewards: bool = True
     """Divide rewards by the running deviation of discounted returns."""
-    validate_every: int = setting(20, "iterations", within=(0, 10**9), presets={"--quick": 4})
+    validate_every: int = Field(20, ge=0, le=10**9)
     """Evaluate on the validation span after this many iterations; 0: never."""
-    checkpoint_every: int = setting(20, "iterations", within=(1, 10**9))
+    checkpoint_every: int = Field(20, ge=1, le=10**9)
     """Save after this many iterations; always at the end and on a stop signal."""
-    stop_at: Text = setting("", "metric value", several=True)
+    stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
     """Stop after the iteration in which this metric reaches this value, such as valid/return 475;
     valid/ metrics are known every validate_every iterations."""
-    callback: Text = setting("", "module:function")
-    """Call this function at every iteration, evaluation and checkpoint, on every rank; False stops
-    the training."""
-    keep_checkpoints: int = setting(3, "files", within=(1, 10**6))
+    callback: Text = ""
+    """Call this module:function at every iteration, evaluation and checkpoint, on every rank; False
+    stops the training."""
+    keep_checkpoints: int = Field(3, ge=1, le=10**6)
     """Newest checkpoints to keep."""
-    keep_best: Text = setting("auto")
+    keep_best: Text = "auto"
     """Keep the checkpoint with the highest value of this metric, such as episode/return, as
     checkpoints/best.pt; auto: valid/sharpe or valid/return, whichever the run has; off: none."""
-    on_save_error: Literal["stop", "continue"] = setting("stop")
+    on_save_error: Literal["stop", "continue"] = "stop"
     """When a checkpoint cannot be written, as on a full disk: stop, or train on."""
-    sync_check_every: int = setting(5, "iterations", within=(0, 10**9))
+    sync_check_every: int = Field(5, ge=0, le=10**9)
     """Compare the parameters of all ranks after this many iterations and before every save; 0: only
     before a save."""
-    collective_timeout: float = setting(600.0, "seconds", within=(1, 80_000))
-    """End the run, and name the place, when a rank makes no progress for this long: while others
-    wait for it, or in one call of an environment, callback, core or logger, or one write of a
-    checkpoint, also on one rank alone."""
-    startup_timeout: float = setting(600.0, "seconds", within=(1, 80_000))
+    collective_timeout: float = Field(600.0, ge=1, le=80_000)
+    """End the run, and name the place, when a rank makes no progress for this many seconds: while
+    others wait for it, or in one call of an environment, callback, core or logger, or one write of
+    a checkpoint, also on one rank alone."""
+    startup_timeout: float = Field(600.0, ge=1, le=80_000)
     """The same until the first rollout: for ranks to meet, connect and build environments."""
-    loggers: Text = setting("", "names")
+    loggers: Text = ""
     """Log to these besides TensorBoard, by comma: wandb, mlflow (pip install 'clstm-ppo[wandb]').
     Their own variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are obeyed."""
-    monitor_every: float = setting(1.0, "seconds", within=(0, 86_400))
-    """Sample each rank's use of GPU, CPU and memory this often; 0: off."""
-    profile: bool = setting(False)
+    monitor_every: float = Field(1.0, ge=0, le=86_400)
+    """Seconds between samples of each rank's use of GPU, CPU and memory; 0: off."""
+    profile: bool = False
     """Measure where the time of a few iterations goes, in RUN_DIR/profile."""
 
-    chosen_preset: Text = recorded("")
+    chosen_preset: Text = ""  # no flag
 
     def __post_init__(self) -> None:
         named_loggers(self.loggers)
         if self.pretrained and self.init_from:
             raise ValueError("init_from brings all weights: leave pretrained out")
-        self._check_stop()
-        if self.keep_best.startswith("valid/") and not self.validate_every:
-            raise ValueError(
-                f"keep_best {self.keep_best} needs validation: give --validate_every, which is 0"
-            )
-        if self.lr_scaling != "none" and self.scaling == "strong":
-            raise ValueError(
-                f"lr_scaling {self.lr_scaling} does nothing with scaling strong, where more ranks "
-                "share one batch: leave it out or add --scaling weak"
-            )
-        if 0 < self.monitor_every < 0.01:
-            raise ValueError(
-                f"monitor_every must be 0 (off) or at least 0.01 seconds, got {self.monitor_every}"
-            )
+        if self.callback and not all(self.callback.partition(":")):
+            raise ValueError(f"callback must be module:function, got {self.callback!r}")
+        if self.stop_at:
+            self._check_stop()
         if self.num_steps % self.bptt_steps:
-            near = _nearest_multiple(self.num_steps, self.bptt_steps)
-            default = " (the default beside --bptt_steps)" if self.num_steps == 128 else ""
+            near = max(1, round(self.num_steps / self.bptt_steps)) * self.bptt_steps
             raise ValueError(
-                f"num_steps {self.num_steps}{default} must be a multiple of bptt_steps "
-                f"{self.bptt_steps}: try --num_steps {near}"
+                f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
+                f"try --num_steps {near}"
             )
 
     def _check_stop(self) -> None:
-        words = self.stop_at.split(" ")
+        name, _, value = self.stop_at.partition(" ")
         try:
-            float(words[-1])
+            float(value)
         except ValueError:
-            words = []
-        if self.stop_at and len(words) != 2:
             raise ValueError(
                 f"stop_at must be a metric and a value, such as valid/return 475, got "
                 f"{self.stop_at!r}"
-            )
-        if self.stop_at.startswith("valid/") and not self.validate_every:
-            raise ValueError(f"stop_at {self.stop_at} needs validation: give --validate_every")
-        if self.callback and not all(self.callback.partition(":")):
-            raise ValueError(f"callback must be module:function, got {self.callback!r}")
+            ) from None
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one gradient step, in the unit of the flags."""
+        """Return the sequences of one gradient step, in the unit of the flags."""
         return self.batch_size * self.grad_accumulation
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """The metrics that flags name, by flag."""
-        found = {"stop_at": self.stop_at.split(" ")[0], "keep_best": self.keep_best}
-        return {flag: name for flag, name in found.items() if name not in ("", "auto", "off")}
+        """Return the metrics that flags name, by flag."""
+        named = {"stop_at": self.stop_at.split(" ")[0], "keep_best": self.keep_best}
+        return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """The metrics of which the first that a run reports chooses best.pt."""
+        """Return the metrics of which the first that a run reports chooses best.pt."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )
@@ -199,10 +145,6 @@ class Sizes:
     global_batch_size: int
     learning_rate_factor: float = 1.0  # of lr_scaling
     num_microbatches: int = 1  # microbatches of a gradient step, one after the other
-
-
-def _nearest_multiple(value: int, of: int) -> int:
-    return max(of, round(value / of) * of)
 
 
 def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:

@@ -23,13 +23,13 @@ import rl_dist
 from agents.evaluate import command as evaluate
 from agents.export import command as export
 from agents.pretrain import command as pretrain
-from agents.run.choice import PRESETS, add_run_flags
-from agents.run.config import SECTIONS
+from agents.run.choice import add_run_flags
+from agents.run.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.run.metric_table import METRICS
 from agents.run.saved import load_agent
 from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint
-from rl_dist.flags import Declaration, declarations
+from rl_dist.flags import allowed, fields_of, shown
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 from rl_dist.speedup import __main__ as speedup
 
@@ -45,10 +45,9 @@ COMMANDS: dict[str, Callable[[], Any]] = {
 }
 SHORT_HELP = list(COMMANDS)[1:7]  # the others list all training flags, which have a table
 OWN_SECTIONS = {
-    "python -m agents.pretrain": (
-        {name: cls for name, cls in pretrain.SECTIONS.items() if name not in SECTIONS},
-        pretrain.DEFAULTS,
-    )
+    "python -m agents.pretrain": {
+        name: section for name, section in pretrain.SECTIONS.items() if name not in SECTIONS
+    }
 }
 API = {"load_agent": load_agent} | {name: getattr(rl_dist, name) for name in rl_dist.__all__}
 TITLES = {
@@ -81,7 +80,7 @@ def generate(name: str) -> str:
     return {
         "flags": lambda: _stacked("flags", flag_tables(SECTIONS)),
         "run_flags": run_flags,
-        "own_flags": lambda: _stacked("flags", flag_tables(*OWN_SECTIONS[rest])),
+        "own_flags": lambda: _stacked("flags", flag_tables(OWN_SECTIONS[rest])),
         "presets": preset_table,
         "metrics": lambda: _stacked("metrics", metric_table()),
         "signals": signal_rows,
@@ -91,23 +90,21 @@ def generate(name: str) -> str:
     }[kind]()
 
 
-def flag_tables(sections: Mapping[str, type[Any]], defaults: Mapping[str, Any] = {}) -> str:
+def flag_tables(sections: Mapping[str, Any]) -> str:
     """Return a heading and a table for each section of flags."""
     parts = []
     for name, section in sections.items():
-        flags = [item for item in declarations(section).values() if item.is_flag]
-        rows = [_flag_row(item, defaults.get(item.name, item.default)) for item in flags]
+        rows = [
+            (_flag(name, field), shown(getattr(section, name)), allowed(field), field.description)
+            for name, field in fields_of(section).items()
+        ]
         table = _table(("flag", "default", "allowed", "meaning"), rows)
         parts.append(f"### {TITLES.get(name, name)}\n\n{table}")
     return "\n\n".join(parts)
 
 
-def _flag_row(item: Declaration, default: Any) -> tuple[str, ...]:
-    flag = f"`--{item.name}`" + (f", `--no-{item.name}`" if item.kind is bool else "")
-    kinds = {bool: "on or off", int: "whole number", float: "number", str: item.unit or "text"}
-    allowed = ", ".join(f"`{choice}`" for choice in item.choices) or item.range or kinds[item.kind]
-    allowed += "".join(f", `{word}`" for word in item.words)
-    return flag, item.shown(default), allowed, item.help
+def _flag(name: str, field: Any) -> str:
+    return f"`--{name}`" + (f", `--no-{name}`" if field.annotation is bool else "")
 
 
 def run_flags() -> str:
@@ -134,15 +131,15 @@ class _Recorder:
 
 def preset_table() -> str:
     """Return the table of the defaults that a task or a preset replaces."""
-    heads = ("flag", "declared", *PRESETS)
+    columns = {f"--preset {name}": values for name, values in PRESETS.items()} | {"--quick": QUICK}
+    changed = {name for values in columns.values() for name in values}
     rows = [
-        (f"`--{item.name}`", item.shown(item.default))
-        + tuple(item.shown(item.presets[name]) if name in item.presets else "" for name in PRESETS)
-        for section in SECTIONS.values()
-        for item in declarations(section).values()
-        if item.presets
+        (f"`--{name}`", shown(value))
+        + tuple(shown(values[name]) if name in values else "" for values in columns.values())
+        for name, value in DEFAULTS.items()
+        if name in changed
     ]
-    return _table(heads, rows)
+    return _table(("flag", "default", *columns), rows)
 
 
 def metric_table() -> str:

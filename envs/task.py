@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from envs import TRADING_ID, find_spec, make_vector_env
 from envs.vector.hangs import end_process
 from rl_dist.errors import printable
-from rl_dist.flags import Text, configuration, setting
+from rl_dist.flags import Field, Text, configuration, or_auto
 
 AUTO = -1  # env_workers: a training measures it before it begins; elsewhere 0
 
@@ -20,33 +20,31 @@ AUTO = -1  # env_workers: a training measures it before it begins; elsewhere 0
 class TaskConfig:
     """Which environment to train on."""
 
-    env: Text = setting(TRADING_ID, main=True)
+    env: Text = TRADING_ID
     """Gymnasium id, or module:id to import a module first."""
-    env_kwargs: Text = setting("")
+    env_kwargs: Text = ""
     """JSON object of arguments for an environment other than StockTrading-v0."""
-    vectorization: Literal["auto", "sync"] = setting("auto")
+    vectorization: Literal["auto", "sync"] = "auto"
     """auto: the environment's own vector form if it seeds and resets each environment by itself
     (ours for CartPole-v1), else one after the other (sync)."""
-    info_mask: bool = setting(False)
+    info_mask: bool = False
     """info["action_mask"] of another environment says which actions are allowed. A mask in a Dict
     observation under the key action_mask is found without."""
-    previous_action: bool = setting(False)
+    previous_action: bool = False
     """The action before it is part of the observation of another environment."""
-    previous_reward: bool = setting(False)
+    previous_reward: bool = False
     """The reward before it is part of the observation of another environment."""
-    eval_episodes: int = setting(100, "episodes", within=(1, 10**6))
+    eval_episodes: int = Field(100, ge=1, le=10**6)
     """Episodes that evaluate the policy of another environment."""
-    env_timeout: float = setting(120.0, "seconds", within=(0, 10**6))
-    """Longest time for one step or reset of another environment; 0: any."""
-    env_restarts: int = setting(0, "restarts of each environment", within=(0, 10**9))
+    env_timeout: float = Field(120.0, ge=0, le=10**6)
+    """Longest time in seconds for one step or reset of another environment; 0: any."""
+    env_restarts: int = Field(0, ge=0, le=10**9)
     """Make a Python environment that raised, hung or returned NaN again, this often at most."""
-    env_workers: int = setting(
-        0, "processes of each rank", within=(AUTO, 1024), words={"auto": AUTO}
-    )
-    """Step the environments in so many processes, which pays where a step of all of them takes some
-    5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per core and four per core,
-    measured before training."""
-    env_groups: int = setting(1, "groups", within=(1, 2))
+    env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
+    """Step the environments in this many processes of each rank, which pays where a step of all of
+    them takes some 5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per core and
+    four per core, measured before training."""
+    env_groups: int = Field(1, ge=1, le=2)
     """With workers: 2 halves of a rank's environments, so that the policy acts for one while the
     workers step the other."""
 
@@ -118,20 +116,3 @@ class GymTask:
     def describe(self) -> str:
         """Return one line that names the environment."""
         return printable(f"environment: {self.config.env} {self.config.env_kwargs}".rstrip())
-
-
-def check_flags(
-    config: TaskConfig, simulated: bool, given: set[str], owners: dict[str, str]
-) -> None:
-    """Refuse flags that cannot take effect; `owners` gives the section of each flag."""
-    for name in sorted(given & owners.keys()):
-        section = owners[name]
-        reason = ""
-        if not config.is_trading and section in ("data", "market", "trading"):
-            reason = f"belongs to {TRADING_ID} and does nothing with --env {config.env}"
-        elif config.is_trading and section == "task" and name != "env":
-            reason = f"does nothing with {TRADING_ID}, which has flags of its own: see --help"
-        elif config.is_trading and section == "market" and not simulated:
-            reason = "belongs to the simulated market and does nothing with --data FILE"
-        if reason:
-            raise ValueError(f"--{name} {reason}")

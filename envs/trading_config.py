@@ -7,7 +7,7 @@ from datetime import date
 from itertools import pairwise
 from typing import Literal
 
-from rl_dist.flags import Text, configuration, recorded, setting
+from rl_dist.flags import Field, Text, configuration
 
 SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
 
@@ -16,30 +16,27 @@ SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_star
 class DataConfig:
     """Which market data to use, and its training, validation and test spans."""
 
-    data: Text = setting("simulated", "path", main=True)
+    data: Text = "simulated"
     """simulated, or a CSV or CSV.gz file of daily bars
     (date,tic,open,high,low,close,adj_close,volume)."""
-    data_missing: Literal["error", "drop"] = setting("error")
+    data_missing: Literal["error", "drop"] = "error"
     """Days on which a ticker has no bar or a blank one: refuse the file, or drop the day for all
     tickers (5 percent of the days at most)."""
-    train_start: Text = setting(
-        "", "YYYY-MM-DD", derived="first day on which all indicators are warm"
-    )
-    """First training day; a day without trading moves inward."""
-    train_end: Text = setting(
-        "", "YYYY-MM-DD", derived="up to validation, or 60 percent of the days"
-    )
-    """Last training day; a day without trading moves inward."""
-    valid_start: Text = setting("", "YYYY-MM-DD", derived="right after training")
-    """First validation day; a day without trading moves inward."""
-    valid_end: Text = setting("", "YYYY-MM-DD", derived="up to the test, or 15 percent of the days")
-    """Last validation day; a day without trading moves inward."""
-    test_start: Text = setting("", "YYYY-MM-DD", derived="right after validation")
-    """First test day; a day without trading moves inward."""
-    test_end: Text = setting("", "YYYY-MM-DD", derived="last day of the data")
-    """Last test day; a day without trading moves inward."""
+    train_start: Text = ""
+    """First training day, YYYY-MM-DD, moved inward to a trading day; none: the first on which all
+    indicators are warm."""
+    train_end: Text = ""
+    """Last training day; none: up to validation, or 60 percent of the days."""
+    valid_start: Text = ""
+    """First validation day; none: right after training."""
+    valid_end: Text = ""
+    """Last validation day; none: up to the test, or 15 percent of the days."""
+    test_start: Text = ""
+    """First test day; none: right after validation."""
+    test_end: Text = ""
+    """Last test day; none: the last of the data."""
 
-    data_digest: Text = recorded("")  # of the file as the run began
+    data_digest: Text = ""  # of the file as the run began
 
     def __post_init__(self) -> None:
         given = [(name, self._checked_date(name)) for name in SPAN_DATES if getattr(self, name)]
@@ -66,13 +63,13 @@ class DataConfig:
 class SimulatedMarketConfig:
     """Size, strength and seed of the simulated markets."""
 
-    num_stocks: int = setting(5, "stocks", within=(2, 50))
+    num_stocks: int = Field(5, ge=2, le=50)
     """Stocks in each simulated market."""
-    market_edge: float = setting(120.0, "basis points", within=(0, 500))
-    """Planted drift on days that move, up or down; 0: none."""
-    market_seed: int = setting(1, within=(0, 10**9))
+    market_edge: float = Field(120.0, ge=0, le=500)
+    """Planted drift on days that move, up or down, in basis points; 0: none."""
+    market_seed: int = Field(1, ge=0, le=10**9)
     """Seed of all simulated markets."""
-    num_worlds: int = setting(128, "markets", within=(1, 100_000), presets={"--quick": 16})
+    num_worlds: int = Field(128, ge=1, le=100_000)
     """Simulated markets to train on."""
 
 
@@ -84,37 +81,28 @@ Observation = Literal["relative", "paper"]
 class TradingConfig:
     """Rules of the trading task."""
 
-    observation: Observation = setting("relative", presets={"--preset paper": "paper"})
+    observation: Observation = "relative"
     """relative: features without a scale; paper: cash, closes, shares held and raw indicators."""
-    order_unit: Literal["value", "shares"] = setting("value", presets={"--preset paper": "shares"})
+    order_unit: Literal["value", "shares"] = "value"
     """An action of 1 buys max_order of the portfolio's value, or max_order shares."""
-    max_order: float = setting(
-        0.05,
-        "share of the portfolio's value, or shares",
-        within=(1e-6, 10**6),
-        presets={"--preset paper": 100.0},
-    )
+    max_order: float = Field(0.05, ge=1e-6, le=10**6)
     """Largest order per stock and day, in order_unit."""
-    fee_bps: float = setting(10.0, "basis points", within=(0, 1000))
-    """Fee of every purchase and every sale."""
-    episode_days: int = setting(252, "trading days", within=(1, 10**5))
-    """Length of a training episode."""
-    initial_cash_usd: float = setting(1e6, "USD", within=(1000, MAX_INITIAL_CASH_USD))
-    """Cash at the start of an episode."""
-    execution: Literal["next_open", "close"] = setting(
-        "next_open", presets={"--preset paper": "close"}
-    )
+    fee_bps: float = Field(10.0, ge=0, le=1000)
+    """Fee of every purchase and every sale, in basis points."""
+    episode_days: int = Field(252, ge=1, le=10**5)
+    """Length of a training episode, in trading days."""
+    initial_cash_usd: float = Field(1e6, ge=1000, le=MAX_INITIAL_CASH_USD)
+    """Cash at the start of an episode, in USD."""
+    execution: Literal["next_open", "close"] = "next_open"
     """Fill orders at the next day's open, or at the close just seen, as in the literature."""
-    turbulence_quantile: float = setting(0.0, "quantile", within=(0, 1))
+    turbulence_quantile: float = Field(0.0, ge=0, le=1)
     """Sell all and buy nothing on days above this quantile of the training span's turbulence; 0:
     off."""
-    reward: Literal["attributed", "excess", "plain"] = setting(
-        "attributed", presets={"--preset paper": "plain"}
-    )
+    reward: Literal["attributed", "excess", "plain"] = "attributed"
     """Rewards of training (reported ones are always plain); attributed: each trade is credited at
     once with its discounted later profit; excess: the return less that of equal weight; plain:
     the day's change of value. The best policy is the same, the noise is not."""
-    risk_aversion: float = setting(20.0, within=(0, 1000), presets={"--preset paper": 0.0})
+    risk_aversion: float = Field(20.0, ge=0, le=1000)
     """Training rewards are charged half of this times the variance of the portfolio's return: 0
     learns the largest return, more a better Sharpe ratio."""
 

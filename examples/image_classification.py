@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rl_dist.flags import Text, configuration, parse_flags, setting
+from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import close_world, open_world
@@ -38,15 +38,15 @@ SIZE = 16  # pixels each way
 class ExampleConfig:
     """What is particular to this example."""
 
-    num_gpus: int = setting(-1, "ranks", within=(-1, None), main=True)
+    num_gpus: int = Field(-1, ge=-1, le=10**6)
     """ranks: one per GPU, -1 = all; on a CPU that many processes, -1 = one."""
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", main=True)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
-    batch_size: int = setting(64, "images", within=(1, None), main=True)
+    batch_size: int = Field(64, ge=1, le=10**7)
     """Images in a batch, total over all ranks."""
-    learning_rate: float = setting(1e-2, within=(0, None), main=True)
+    learning_rate: float = Field(1e-2, ge=0, le=10)
     """Step size of Adam."""
-    json: Text = setting("", "path", main=True)
+    json: Text = ""
     """Write the test figures to this file."""
 
 
@@ -119,9 +119,8 @@ def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
 
 def main() -> int:
     """Entry of the example; returns the exit code."""
-    sections = {"fit": FitConfig, "example": ExampleConfig}
-    text = (__doc__ or "").partition("\n")[0]
-    parsed = parse_flags(sections, description=text, defaults={"epochs": 5, "patience": 2})
+    sections = {"fit": FitConfig(epochs=5, patience=2), "example": ExampleConfig()}
+    parsed = parse_flags(sections, description=(__doc__ or "").partition("\n")[0])
     fitting, config = (parsed.configs[name] for name in sections)
     try:
         resolved = resolve(LaunchConfig(num_gpus=config.num_gpus, device=config.device))

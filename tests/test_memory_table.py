@@ -5,10 +5,8 @@ import shlex
 
 import pytest
 
-from agents.run.choice import add_run_flags
-from agents.run.config import SECTIONS
+from agents.run.choice import parse_training
 from benchmarks import memory_table
-from rl_dist.flags import parse_flags
 
 
 def iteration(step, mean, count):
@@ -29,7 +27,7 @@ def result(command, score, training=0.5):
 def test_every_row_is_a_command_with_flags_that_exist(row):
     script, *flags = row.command(3)
     assert script == "train_distributed.py" and flags[-2:] == ["--seed", "3"]
-    parse_flags(SECTIONS, flags, description="", extra=add_run_flags)
+    parse_training(flags)
 
 
 def test_no_two_rows_share_a_name_by_which_results_are_kept():

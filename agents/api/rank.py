@@ -168,8 +168,9 @@ def train_several(parsed: ParsedFlags) -> int:
         raise UserError("--seeds starts trainings of its own: run it without torchrun")
     if "seed" in parsed.given or extra["resume"]:
         raise UserError("--seeds begins runs of its own: leave --seed and --resume out")
-    words = [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
-    print(train_seeds(extra["seeds"], extra["run_dir"], [*words, *parsed.words()]))
+    words = [f"--{name}={value}" for name, value in parsed.given.items()]
+    words += [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
+    print(train_seeds(extra["seeds"], extra["run_dir"], words))
     return 0
 
 

@@ -27,7 +27,7 @@ from envs.vector.faults import EnvironmentFaultError
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file, read_plain
-from rl_dist.flags import Text, configuration, parse_flags, setting
+from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.watchdog import end_rank
@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.market_data import Span
     from envs.trading.task import TradingTask
 
-option: Any = partial(setting, main=True)
 LOOKS = "test_looks.jsonl"  # in a run directory: every look at days that stay closed
 EPILOG = """examples:
   python -m agents.evaluate runs/my_run --which last
@@ -52,39 +51,39 @@ exit codes: 0 done, 1 failed, 2 bad usage, 130 and 143 stopped by Ctrl-C and SIG
 class EvaluateConfig:
     """What the command evaluates, on which days or episodes, and where it writes."""
 
-    which: Literal["auto", "best", "last"] = option("auto")
+    which: Literal["auto", "best", "last"] = "auto"
     """Checkpoint of a run directory; auto: the last on real prices, else the best if there is
     one."""
-    open_test: bool = option(False)
+    open_test: bool = False
     """Evaluate real prices on days that are closed: the test span, or --data of other days. Every
     look is recorded in RUN_DIR/test_looks.jsonl."""
-    data: Text = option("", "FILE", derived="the run's data")
-    """CSV of daily bars, or 'simulated'."""
-    start: Text = option("", "YYYY-MM-DD", derived="the span's")
-    """First day."""
-    end: Text = option("", "YYYY-MM-DD", derived="the data's last")
-    """Last day."""
-    num_worlds: int = option(50, "markets", within=(1, 100_000))
+    data: Text = ""
+    """CSV file of daily bars, or 'simulated'; none: the run's data."""
+    start: Text = ""
+    """First day, YYYY-MM-DD; none: the span's."""
+    end: Text = ""
+    """Last day, YYYY-MM-DD; none: the last of the data."""
+    num_worlds: int = Field(50, ge=1, le=100_000)
     """Simulated markets to evaluate on."""
-    market_seed: int = option(-1, derived="the run's")
-    """Seed of the simulated markets."""
-    market_edge: float = option(-1.0, "basis points", derived="the run's")
-    """Planted drift a day."""
-    env: Text = option("", "MODULE:ID")
+    market_seed: int = -1
+    """Seed of the simulated markets; -1: the run's."""
+    market_edge: float = -1.0
+    """Planted drift a day, in basis points; -1: the run's."""
+    env: Text = ""
     """The run's module:id, to import it though config.json is not yours."""
-    core: Text = option("", "MODULE:CLASS")
+    core: Text = ""
     """The run's own core, to import it likewise."""
-    episodes: int = option(0, within=(0, 10**7), derived="the run's")
-    """Episodes of other environments."""
-    seed: int = option(-1, derived="the run's")
-    """Another seed chooses other episodes."""
-    num_gpus: int = option(1, "ranks", within=(1, 1024))
+    episodes: int = Field(0, ge=0, le=10**7)
+    """Episodes of other environments; 0: the run's."""
+    seed: int = -1
+    """Another seed chooses other episodes; -1: the run's."""
+    num_gpus: int = Field(1, ge=1, le=1024)
     """CPU ranks that share the work."""
-    plot: Text = option("", "FILE", derived="RUN_DIR/plots/evaluation.png")
-    """Picture of the equity curves."""
-    video: Text = option("", "DIR")
+    plot: Text = ""
+    """PNG file of the equity curves; none: RUN_DIR/plots/evaluation.png."""
+    video: Text = ""
     """Draw the first 3 episodes of another environment as GIFs into this folder."""
-    json: Text = option("", "FILE")
+    json: Text = ""
     """Write all figures to this file."""
 
 
@@ -251,7 +250,7 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     """Entry of the command."""
     parsed = parse_flags(
-        {"evaluation": EvaluateConfig},
+        {"evaluation": EvaluateConfig()},
         prog="python -m agents.evaluate RUN_DIR_OR_CHECKPOINT",
         description="Evaluate a trained policy: on markets beside equal weight at equal costs, on "
         "real prices without the test span unless it is opened; of another task over whole "

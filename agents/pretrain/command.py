@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from gymnasium import spaces
@@ -32,18 +32,17 @@ from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
 from agents.run.config import save_config, with_digest
 from agents.run.resumed import check_data, refuse_differences
-from envs.task import TaskConfig, check_flags
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from rl_dist.errors import UserError, explains_errors
 from rl_dist.files import read_plain
 from rl_dist.flags import (
+    Field,
     ParsedFlags,
     configuration,
     parse_flags,
     read_sections,
     saved_form,
-    setting,
 )
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
@@ -56,7 +55,6 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 
 RUNS = Path("runs", "pretrain")  # apart from those of PPO, of which --resume auto takes the newest
-DEFAULTS = {"epochs": 20, "patience": 3, "max_grad_norm": 1.0}
 VOLATILITY_WEIGHT = 0.5  # in the loss, beside the sign
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
@@ -70,15 +68,15 @@ exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (
 class PretrainConfig:
     """What the feature LSTM is, and what it is shown."""
 
-    hidden_size: int = setting(128, "units", within=(1, 8192), main=True)
+    hidden_size: int = Field(128, ge=1, le=8192)
     """Width of the feature LSTM; training needs the same --hidden_size."""
-    observation: Observation = setting("relative")
+    observation: Observation = "relative"
     """Form of the observations; training needs the same --observation."""
-    window: int = setting(60, "days", within=(2, 10**5), main=True)
+    window: int = Field(60, ge=2, le=10**5)
     """Length of a training sequence; the LSTM's state is zero at its start."""
-    batch_size: int = setting(64, "sequences", within=(1, 10**7), main=True)
+    batch_size: int = Field(64, ge=1, le=10**7)
     """Sequences in a batch, total over all ranks."""
-    learning_rate: float = setting(1e-3, within=(0, 10), main=True)
+    learning_rate: float = Field(1e-3, ge=0, le=10)
     """Step size of Adam."""
 
 
@@ -87,7 +85,7 @@ class PretrainRunConfig:
     """Everything that defines a pre-training; config.json holds it."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    fit: FitConfig = field(default_factory=FitConfig)
+    fit: FitConfig = FitConfig(epochs=20, patience=3, max_grad_norm=1.0)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
@@ -113,10 +111,8 @@ class PretrainRunConfig:
         return task
 
 
-SECTIONS: dict[str, type] = get_type_hints(PretrainRunConfig)
-OWNERS = {
-    item.name: name for name, section in SECTIONS.items() for item in dataclasses.fields(section)
-}
+SECTIONS: dict[str, Any] = vars(PretrainRunConfig())
+OWNERS = {name: heading for heading, section in SECTIONS.items() for name in vars(section)}
 # What a resumed run may change: how long, and where it runs.
 CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress"} | {
     item.name for item in dataclasses.fields(LaunchConfig) if item.name != "precision"
@@ -263,8 +259,6 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
     """Return the configuration, and the run directory if one is named."""
-    simulated = parsed.configs["data"].data == "simulated"
-    check_flags(TaskConfig(), simulated, parsed.given, OWNERS)
     resume, named = parsed.extra.resume, parsed.extra.run_dir
     if resume and named:
         raise UserError(f"--run_dir does nothing with --resume {resume}: leave it out")
@@ -306,7 +300,6 @@ def main() -> int:
         epilog=EPILOG,
         extra=_add_run_flags,
         prog="python -m agents.pretrain",
-        defaults=DEFAULTS,
     )
     config, run_dir = choose_run(parsed)
     resume = bool(parsed.extra.resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ from typing import NamedTuple
 from gymnasium import spaces
 
 from agents.run.config import (
-    OWNERS,
+    MAIN_FLAGS,
+    PRESETS,
+    QUICK,
     SECTIONS,
     RunConfig,
     load_newest,
@@ -22,16 +25,14 @@ from agents.run.config import (
 )
 from agents.sizes import TrainConfig, shard_sizes
 from envs import find_spec
-from envs.task import GymTask, TaskConfig, check_flags
+from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.errors import UserError, did_you_mean
-from rl_dist.flags import ParsedFlags, preset
+from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.process_group.addresses import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
 
 RUNS = Path("runs")
-KINDS = ("trading", "small", "control", "memory", "paper")  # of --preset
-PRESETS = (*(f"--preset {kind}" for kind in KINDS), "--quick")  # a later one wins
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
 EPILOG = """examples:
   python train_distributed.py --quick                          the whole path in half a minute
@@ -43,41 +44,36 @@ EPILOG = """examples:
 exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
 143 (TERM), 138 (USR1), 129 (HUP)"""
 
-# what users of Stable-Baselines3, CleanRL, RLlib and rl_games call our flags
+# the usual names of our flags in Stable-Baselines3, CleanRL, RLlib and rl_games
 OTHER_NAMES = {
-    other: flag
-    for flag, others in {
-        "learning_rate": "lr alpha step_size",
-        "num_envs": "n_envs num_actors num_workers num_env_runners nenvs",
-        "num_steps": "n_steps horizon_length rollout_length rollout_fragment_length nsteps",
-        "bptt_steps": "seq_len seq_length sequence_length max_seq_len bptt",
-        "batch_size": "minibatch_size num_minibatches n_minibatches nminibatches train_batch_size",
-        "update_epochs": "n_epochs num_epochs mini_epochs noptepochs num_sgd_iter ppo_epoch",
-        "total_steps": "total_timesteps num_timesteps timesteps n_timesteps max_steps max_frames "
-        "max_epochs",
-        "num_episodes": "episodes n_episodes max_episodes",
-        "gae_lambda": "tau lam lambda lambda_",
-        "clip_coef": "clip_range e_clip clip_param cliprange clip_epsilon",
-        "ent_coef": "entropy_coef entropy_coeff ent_weight",
-        "vf_coef": "value_coef critic_coef vf_loss_coeff value_loss_coef",
-        "env": "env_id gym_id env_name task environment game",
-        "num_gpus": "gpus n_gpus multi_gpu nproc_per_node num_ranks world_size num_processes",
-        "run_dir": "log_dir logdir tensorboard_log save_path output_dir out_dir exp_name run_name",
-    }.items()
-    for other in others.split()
+    "lr": "learning_rate",
+    "n_envs": "num_envs",
+    "num_workers": "num_envs",
+    "n_steps": "num_steps",
+    "horizon_length": "num_steps",
+    "seq_len": "bptt_steps",
+    "minibatch_size": "batch_size",
+    "num_minibatches": "batch_size",
+    "n_epochs": "update_epochs",
+    "total_timesteps": "total_steps",
+    "lam": "gae_lambda",
+    "tau": "gae_lambda",
+    "clip_range": "clip_coef",
+    "env_id": "env",
+    "log_dir": "run_dir",
 }
 
 
 def _kind(text: str) -> str:
     """Parse a value of --preset."""
-    if text and text not in KINDS:
-        fix = did_you_mean(text, KINDS) or f"choose from {', '.join(KINDS)}"
+    if text and text not in PRESETS:
+        fix = did_you_mean(text, PRESETS) or f"choose from {', '.join(PRESETS)}"
         raise argparse.ArgumentTypeError(f"there is no preset {text!r}: {fix}")
     return text
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that belong to no component."""
+    """Add the flags that belong to no component."""
     group = parser.add_argument_group("run")
     group.add_argument(
         "--run_dir", default="", metavar="DIR", help="directory to write (default: runs/DATE_TIME)"
@@ -98,7 +94,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--preset",
         default="",
         type=_kind,
-        metavar="{" + ",".join(KINDS) + "}",
+        metavar="{" + ",".join(PRESETS) + "}",
         help="defaults for a kind of task; by itself trading for StockTrading-v0, control for Box "
         "actions, small for others, memory for the memory tasks; paper: the settings of arXiv "
         "2212.02721",
@@ -115,6 +111,19 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--interactive",
         action="store_true",
         help="ask for the main flags in the terminal, then start",
+    )
+
+
+def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
+    """Parse the command line of train_distributed.py."""
+    return parse_flags(
+        SECTIONS,
+        argv,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        extra=add_run_flags,
+        main=MAIN_FLAGS,
+        other_names=OTHER_NAMES,
     )
 
 
@@ -149,20 +158,32 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     if extra.resume:
         if extra.resume == "auto" and named:  # it may have no checkpoint yet
             lock = _lock_existing(named, held)
-        run_dir = _run_to_resume(parsed)
+        run_dir = _run_to_resume(extra.resume, named)
         if run_dir is not None:
             from agents.run.resumed import config_to_resume
 
             lock = lock or _lock_existing(run_dir, held)
             newest = load_newest(run_dir) if extra.resume == "auto" else None
             found = newest or load_saved(run_dir)
-            return ChosenRun(config_to_resume(found, run_dir, parsed), run_dir, found, lock)
+            config = config_to_resume(found, run_dir, parsed)
+            _name_idle_flags(config, parsed, resumed=True)
+            return ChosenRun(config, run_dir, found, lock)
         if is_first():
             print("nothing to resume: starting a fresh run")
     config = fresh_config(parsed)
     if named and is_first() and not extra.resume:
         check_unused(named)
+    _name_idle_flags(config, parsed, resumed=False)
     return ChosenRun(config, named, None, lock)
+
+
+def _name_idle_flags(config: RunConfig, parsed: ParsedFlags, *, resumed: bool) -> None:
+    """Print the given flags that have no effect on the run."""
+    idle = [name for name in config.idle_flags() if name in parsed.given]
+    if resumed:  # the checkpoint decides
+        idle += [name for name in ("preset", "quick") if getattr(parsed.extra, name)]
+    if idle and is_first():
+        print(f"no effect here: {', '.join(f'--{name}' for name in idle)}")
 
 
 def check_unused(run_dir: Path) -> None:
@@ -187,40 +208,30 @@ def _lock_existing(run_dir: Path, held: ExitStack) -> RunDir | None:
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
-    """Return the configuration of a new run, with defaults of task and presets."""
-    extra = parsed.extra
-    task = parsed.configs["task"]
-    check_flags(task, parsed.configs["data"].data == "simulated", parsed.given, OWNERS)
-    own = task.env, parsed.configs["policy"].core, parsed.configs["train"].callback
+    """Return the configuration of a new run: defaults, preset, --quick, flags."""
+    given, config = parsed.given, RunConfig(**parsed.configs)
+    own = config.task.env, config.policy.core, config.train.callback
     if any(":" in name for name in own):
         from rl_dist.checkpoint.trust import import_from_here
 
         import_from_here(*own)
-    kind = extra.preset or kind_of_task(task)
-    if (kind in ("trading", "paper")) != task.is_trading:
-        owner = "other environments" if task.is_trading else "StockTrading-v0"
+    kind = parsed.extra.preset or kind_of_task(config.task)
+    if (kind in ("trading", "paper")) != config.task.is_trading:
+        owner = "other environments" if config.task.is_trading else "StockTrading-v0"
         raise UserError(f"--preset {kind} belongs to {owner}: leave it out")
-    defaults = preset(SECTIONS, "--preset trading") if kind == "paper" else {}
-    defaults |= preset(SECTIONS, f"--preset {kind}") | {"chosen_preset": kind}
+    preset = PRESETS[kind] | {"chosen_preset": kind}
     # sizes follow from those that are given
-    if "bptt_steps" in parsed.given:
-        defaults.pop("num_steps", None)
-    if parsed.given & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
-        defaults.pop("num_envs", None)
-    if "num_episodes" in parsed.given:
-        defaults.pop("total_steps", None)
-    if extra.quick:
-        defaults |= preset(SECTIONS, "--quick")
-
-    if parsed.with_defaults(defaults).configs["policy"].stateless:
-        defaults.pop("refresh_states", None)  # of the preset: there are none
-    config = RunConfig(**parsed.with_defaults(defaults).configs)
-    if config.train.total_steps and "num_episodes" in parsed.given:
-        raise UserError("--num_episodes does nothing beside --total_steps: leave one of them out")
-    if "batch_size" in parsed.given:
+    if "bptt_steps" in given:
+        preset.pop("num_steps", None)
+    if given.keys() & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
+        preset.pop("num_envs", None)
+    if "num_episodes" in given:
+        preset.pop("total_steps", None)
+    if parsed.extra.quick:
+        preset |= QUICK
+    config = RunConfig().changed(preset | given).without_idle()
+    if "batch_size" in given:
         _refuse_batch_of_steps(config.train)
-    if not task.is_trading:
-        return config
     return dataclasses.replace(config, data=with_digest(config.data))
 
 
@@ -249,29 +260,24 @@ def kind_of_task(task: TaskConfig) -> str:
 
 
 def describe_preset(config: RunConfig) -> str:
-    """Return one line that names the preset, and what of it holds."""
+    """Return one line that names the preset and its values that hold."""
     kind = config.train.chosen_preset
-    owned = {name: getattr(getattr(config, owner), name) for name, owner in OWNERS.items()}
-    chosen = preset(SECTIONS, f"--preset {kind}")
-    shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if owned[name] == value)
-    return f"preset {kind}: {shown or 'all by flags'} (--preset chooses another, flags win)"
+    values = config.values
+    held = [f"{name} {value}" for name, value in PRESETS[kind].items() if values[name] == value]
+    return f"preset {kind}: {', '.join(held) or 'all by flags'} (--preset chooses another)"
 
 
-def _run_to_resume(parsed: ParsedFlags) -> Path | None:
-    """Return the run directory that --resume means; None: there is nothing to go on with."""
-    extra = parsed.extra
-    if extra.resume == "auto":
-        run_dir = Path(extra.run_dir)
-        if not extra.run_dir:
+def _run_to_resume(resume: str, named: Path | None) -> Path | None:
+    """Return the run directory that --resume means; None: there is nothing to resume."""
+    if resume == "auto":
+        if named is None:
             return find_latest_run(RUNS)
-        if _is_in_run(run_dir.absolute()):
-            raise UserError(f"run_dir {run_dir} is inside a run: give --run_dir {run_dir.parent}")
-        return run_dir if any((run_dir / CHECKPOINT_DIR).glob("*.pt")) else None
-    given = [name for name in ("run_dir", "preset", "quick") if getattr(extra, name)]
-    given += sorted({"pretrained", "init_from"} & parsed.given)
-    for name in given:
-        raise UserError(f"--{name} does nothing with --resume {extra.resume}: leave it out")
-    path = Path(extra.resume)
+        if _is_in_run(named.absolute()):
+            raise UserError(f"run_dir {named} is inside a run: give --run_dir {named.parent}")
+        return named if any((named / CHECKPOINT_DIR).glob("*.pt")) else None
+    if named:
+        raise UserError(f"--run_dir does nothing with --resume {resume}: leave it out")
+    path = Path(resume)
     folder = path.absolute().parent if path.is_file() else path.absolute()
     in_run = _is_in_run(folder)
     if in_run or not path.is_dir():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from rl_dist.checkpoint.store import (
 )
 from rl_dist.errors import UserError
 from rl_dist.files import read_plain
-from rl_dist.flags import read_sections, saved_form
+from rl_dist.flags import changed, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.run_dir import RunDir, runs_below
@@ -49,6 +49,53 @@ SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
 EVALUATING = "final evaluation"  # the phase after training
 
 
+# The defaults of a kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md; rewards that
+# credit a trade at once need neither a long horizon nor long traces.
+_SMALL = {
+    "total_steps": 200_000,
+    "batch_size": 8,
+    "num_envs": 16,
+    "num_steps": 64,
+    "learning_rate": 7e-4,
+    "update_epochs": 10,
+    "hidden_size": 64,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "trading": {"learning_rate": 1e-3, "gamma": 0.8, "gae_lambda": 0.5},
+    "small": _SMALL,
+    "control": _SMALL,
+    "memory": _SMALL
+    | {"num_envs": 32, "gae_lambda": 0.9, "refresh_states": True, "min_adv_std": 0.2},
+    "paper": {  # arXiv 2212.02721
+        "learning_rate": 3e-4,
+        "anneal_lr": False,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "feature_window": 30,
+        "observation": "paper",
+        "order_unit": "shares",
+        "max_order": 100.0,
+        "execution": "close",
+        "reward": "plain",
+        "risk_aversion": 0.0,
+    },
+}
+QUICK = {  # applied after the preset
+    "num_episodes": 96,
+    "total_steps": 0,
+    "batch_size": 64,
+    "num_envs": 32,
+    "validate_every": 4,
+    "num_worlds": 16,
+}
+MAIN_FLAGS = {  # --help shows these
+    *("env", "data", "total_steps", "num_episodes", "stop_at", "seed"),
+    *("num_gpus", "device", "threads"),
+    *("num_envs", "batch_size", "learning_rate", "gamma"),
+    *("policy", "hidden_size"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that defines a run, nested by owner; config.json holds it."""
@@ -64,12 +111,27 @@ class RunConfig:
     trading: TradingConfig = field(default_factory=TradingConfig)
 
     def __post_init__(self) -> None:
-        if self.ppo.refresh_states and self.policy.stateless:
-            raise UserError("refresh_states does nothing for a policy without memory: drop it")
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
             from agents.network.pipeline import NO_CASCADE
 
             raise UserError(NO_CASCADE)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return all values by the names of flags."""
+        return {name: v for section in vars(self).values() for name, v in vars(section).items()}
+
+    def changed(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with other values, by flag."""
+        return RunConfig(**changed(vars(self), values))
+
+    def idle_flags(self) -> list[str]:
+        """Return the flags that do nothing beside the others."""
+        return [name for name, needs in NEEDS.items() if not needs(self)]
+
+    def without_idle(self) -> RunConfig:
+        """Return the configuration with the defaults of flags that do nothing."""
+        return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return what files hold of it."""
@@ -104,7 +166,8 @@ class RunConfig:
     def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
         """Return the markets and spans of the trading task, or the Gymnasium task.
 
-        `heartbeat` says that the work of its environments goes on.
+        Args:
+            heartbeat: called while its environments make progress.
         """
         if not self.task.is_trading:
             return GymTask(self.task, end_rank, heartbeat)
@@ -113,10 +176,33 @@ class RunConfig:
         return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
 
 
+SECTIONS: dict[str, Any] = vars(RunConfig())
+DEFAULTS = RunConfig().values
+OWNERS = {name: heading for heading, section in SECTIONS.items() for name in vars(section)}
+_TASK = vars(TaskConfig()).keys() - {"env"}
+_TRADING = vars(DataConfig()).keys() | vars(TradingConfig()).keys()
+NEEDS: dict[str, Callable[[RunConfig], bool]] = {  # what a flag needs to have an effect
+    **dict.fromkeys(sorted(_TASK), lambda config: not config.task.is_trading),
+    **dict.fromkeys(sorted(_TRADING), lambda config: config.task.is_trading),
+    **dict.fromkeys(
+        vars(SimulatedMarketConfig()),
+        lambda config: config.task.is_trading and config.data.data == "simulated",
+    ),
+    "num_episodes": lambda config: not config.train.total_steps,
+    "lr_scaling": lambda config: config.train.scaling == "weak",
+    "refresh_states": lambda config: not config.policy.stateless,
+    "separate_trunks": lambda config: not config.policy.is_cascade,
+    "hybrid_form": lambda config: config.launch.strategy == "hybrid",
+    "shard_size": lambda config: (
+        config.launch.strategy in ("hybrid", "auto") and config.launch.hybrid_form == "shard"
+    ),
+}
+
+
 def with_threads(config: RunConfig) -> RunConfig:
     """Return the configuration, with one thread if its network is small.
 
-    Threads that were asked for stay. Below some 10 million multiplications for each gate and pass
+    Threads that the user gave stay. Below some 10 million multiplications for each gate and pass
     one thread is as fast as two, and much faster beside other programs: docs/performance.md.
     """
     train = config.train
@@ -124,10 +210,6 @@ def with_threads(config: RunConfig) -> RunConfig:
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))
-
-
-SECTIONS: dict[str, type] = {item.name: item.default_factory for item in fields(RunConfig)}  # type: ignore[misc]
-OWNERS = {item.name: name for name, section in SECTIONS.items() for item in fields(section)}
 
 
 def with_digest(config: DataConfig) -> DataConfig:

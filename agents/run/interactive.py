@@ -1,6 +1,7 @@
-"""Ask for what a training needs, and show the command that says the same.
+"""Ask for the main flags in the terminal, then show the command without them.
 
-Every answer goes the way of a flag: the same conversion, checks and messages. Nothing is written.
+Every answer goes the way of a flag: it is one more word of the command line, which is parsed again
+with the same checks and messages. Nothing is written.
 """
 
 from __future__ import annotations
@@ -9,129 +10,84 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 
+from agents.run.choice import fresh_config, parse_training
 from agents.run.config import OWNERS, RunConfig
-from agents.sizes import Sizes, shard_sizes
+from agents.sizes import shard_sizes
 from rl_dist.errors import UserError
-from rl_dist.flags import ParsedFlags
+from rl_dist.flags import ParsedFlags, allowed, fields_of, shown
 from rl_dist.launch.config import resolve
 from rl_dist.machine import available_cores, print_gpu_info
 
-Compose = Callable[[ParsedFlags], RunConfig]  # raises ValueError: these flags cannot go together
+
+def _sizes(config: RunConfig) -> object:
+    return shard_sizes(config.train, 0, resolve(config.launch).num_ranks)
 
 
-def _num_ranks(config: RunConfig) -> int:
-    return resolve(config.launch).num_ranks
+# the flags that are asked for, with a check that raises ValueError
+QUESTIONS: Mapping[str, Callable[[RunConfig], object]] = {
+    "env": RunConfig.prepare_task,
+    "data": RunConfig.prepare_task,
+    "num_gpus": lambda config: resolve(config.launch),
+    "strategy": lambda config: resolve(config.launch),
+    "hidden_size": lambda config: None,
+    "num_steps": lambda config: None,
+    "batch_size": _sizes,
+    "num_envs": _sizes,
+    "total_steps": lambda config: None,
+    "num_episodes": lambda config: None,
+}
 
 
-def _sizes(config: RunConfig) -> Sizes:
-    return shard_sizes(config.train, 0, _num_ranks(config))
-
-
-def _num_envs(config: RunConfig) -> int:
-    sizes = _sizes(config)
-    return sizes.global_num_envs if config.train.scaling == "strong" else sizes.num_envs
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question whose answer is the value of a flag; its text is the flag's help."""
-
-    flag: str
-    check: Callable[[RunConfig], object] = lambda config: None  # raises ValueError
-    asked: Callable[[RunConfig], bool] = lambda config: True
-    now: Callable[[RunConfig], object] | None = None  # what Enter means; None: the flag's value
-
-
-QUESTIONS = (
-    Question("env", lambda config: config.task.is_trading or config.prepare_task()),
-    Question("data", RunConfig.prepare_task, asked=lambda config: config.task.is_trading),
-    Question("num_gpus", _num_ranks, now=_num_ranks),
-    Question("strategy", _num_ranks),
-    Question("scaling", asked=lambda config: _num_ranks(config) > 1),
-    Question(
-        "lr_scaling",
-        asked=lambda config: _num_ranks(config) > 1 and config.train.scaling == "weak",
-    ),
-    Question("hidden_size"),
-    Question("num_steps"),
-    Question(
-        "batch_size",
-        lambda config: _sizes(replace(config, train=replace(config.train, num_envs=0))),
-    ),
-    Question("num_envs", _sizes, now=_num_envs),
-    Question("total_steps"),
-    Question("num_episodes", asked=lambda config: not config.train.total_steps),
-)
-
-
-def ask_user(parsed: ParsedFlags, compose: Compose) -> ParsedFlags | int:
-    """Return the flags with the user's answers, or an exit code: start nothing.
+def ask_user(parsed: ParsedFlags, words: list[str]) -> list[str] | int:
+    """Return the words of a command line with the user's answers, or an exit code.
 
     Raises:
-        ValueError: no terminal, ranks started elsewhere, a run to resume; or the flags given
-            cannot go together.
+        ValueError: no terminal, ranks started elsewhere, or flags that cannot go together.
     """
-    if parsed.extra.resume:
-        raise UserError("--interactive asks for a new run: leave it out beside --resume")
-    if "RANK" in os.environ:
-        raise UserError("--interactive starts the ranks itself: leave it out under torchrun")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError("--interactive needs a terminal: give the flags instead, see --help")
-    try:
-        answers = ask_for_flags(parsed, compose)
-    except (EOFError, KeyboardInterrupt):
-        print("\nleft: nothing was started or written")
-        return 128 + signal.SIGINT
-    if answers is None:
-        print("nothing was started or written")
-        return 0
-    return answers
-
-
-def ask_for_flags(parsed: ParsedFlags, compose: Compose) -> ParsedFlags | None:
-    """Return the flags with the answers; None: the user does not want to start."""
-    compose(parsed)
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if parsed.extra.resume or "RANK" in os.environ or not has_terminal:
+        raise UserError(
+            "--interactive needs a terminal and a new run, without --resume and torchrun: give the "
+            "flags instead, see --help"
+        )
+    words = [word for word in words if word != "--interactive"]
     print_gpu_info()
     print(f"{available_cores()} CPU cores")
-    print("Enter takes what stands in brackets; Ctrl-C leaves, and nothing is written.")
-    for question in QUESTIONS:
-        if question.asked(compose(parsed)):
-            parsed = _ask(question, parsed, compose)
-    print(f"\nThe same without questions:\n  {_command_of(parsed)}")
-    while (reply := _read("Start it? yes or no [yes]: ").lower()) not in ("yes", "no", ""):
-        print("  answer yes or no")
-    return None if reply == "no" else parsed
+    print("Enter takes the value in brackets; Ctrl-C leaves, and nothing is written.")
+    try:
+        for flag, check in QUESTIONS.items():
+            config = fresh_config(parse_training(words))
+            if flag not in config.idle_flags():
+                words = _ask(flag, check, config, words)
+        print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
+        while (reply := _read("Start it? yes or no [yes]: ").lower()) not in ("yes", "no", ""):
+            print("  answer yes or no")
+    except (EOFError, KeyboardInterrupt):
+        print("\nCancelled; nothing was started.")
+        return 128 + signal.SIGINT
+    return 0 if reply == "no" else words
 
 
-def _ask(question: Question, parsed: ParsedFlags, compose: Compose) -> ParsedFlags:
-    """Ask until the answer is good; say why one is not."""
-    config = compose(parsed)
-    declared = parsed.declaration(question.flag)
-    allowed = ", ".join(declared.choices) or declared.range or declared.unit or "text"
-    now = getattr(getattr(config, OWNERS[question.flag]), question.flag)
-    with suppress(ValueError):  # sizes that do not divide: the answer will be checked
-        now = question.now(config) if question.now else now
+def _ask(
+    flag: str, check: Callable[[RunConfig], object], config: RunConfig, words: list[str]
+) -> list[str]:
+    """Ask until the answer fits; return the words with it."""
+    section = getattr(config, OWNERS[flag])
+    field = fields_of(section)[flag]
+    value = shown(getattr(section, flag))
     while True:
-        reply = _read(f"{question.flag}: {declared.help} ({allowed}) [{now}]: ")
+        reply = _read(f"{flag}: {field.description} ({allowed(field)}) [{value}]: ")
+        answered = [*words, f"--{flag}={reply}"] if reply else words
         try:
-            answered = parsed.answered(question.flag, reply) if reply else parsed
-            question.check(compose(answered))
+            check(fresh_config(parse_training(answered)))
+        except SystemExit:  # the parser has printed the reason
+            continue
         except ValueError as error:
             print(f"  {' '.join(str(error).split())}")
         else:
             return answered
-
-
-def _command_of(parsed: ParsedFlags) -> str:
-    """Return the command line that gives these flags, quoted for a shell."""
-    extra = {name: value for name, value in vars(parsed.extra).items() if value}
-    extra.pop("interactive", None)
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in extra.items()]
-    return shlex.join(["python", "train_distributed.py", *words, *parsed.words()])
 
 
 def _read(prompt: str) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.policy import spaces_of
-from agents.run.config import SECTIONS, RunConfig, data_digest, probe
+from agents.run.config import RunConfig, data_digest, probe
 from agents.run.saved import check_shapes
-from agents.sizes import AUTO, TrainConfig, shard_sizes
+from agents.sizes import shard_sizes
 from envs.trading_config import DataConfig
 from rl_dist.checkpoint.store import Found
 from rl_dist.checkpoint.trust import check_named, import_from_here
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
 
-# What a resumed run may change: how long, where it runs, and what it keeps and reports.
+# A resumed run may change how long and where it runs, and what it keeps and reports.
 CHANGEABLE = {
     "num_episodes", "total_steps",
     "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
@@ -32,18 +32,20 @@ CHANGEABLE = {
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
+KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 
 
 def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
     """Return the configuration to go on with."""
-    config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), parsed)
+    saved = RunConfig.from_dict(json.loads(found.state["config"]))
+    config = resumed_config(saved, parsed.given)
     if config.task.is_trading:
         check_data(config.data, f"begin a run with --init_from {run_dir}")
-    check_own_modules(config, run_dir, parsed)
+    check_own_modules(config, run_dir, parsed.given)
     return config
 
 
-def check_own_modules(config: RunConfig, run_dir: Path, parsed: ParsedFlags) -> None:
+def check_own_modules(config: RunConfig, run_dir: Path, given: Mapping[str, str]) -> None:
     """Let modules lie in the current directory; refuse those that nobody here named."""
     task, core, callback = config.task, config.policy.core, config.train.callback
     import_from_here(task.env, core, callback)
@@ -52,9 +54,7 @@ def check_own_modules(config: RunConfig, run_dir: Path, parsed: ParsedFlags) -> 
         ("policy", {"core": core}),
         ("train", {"callback": callback}),
     ):
-        field = next(iter(saved))
-        given = getattr(parsed.configs[section], field) if field in parsed.given else None
-        check_named(run_dir, section, saved, given)
+        check_named(run_dir, section, saved, given.get(next(iter(saved))))
 
 
 def check_data(config: DataConfig, otherwise: str) -> None:
@@ -66,42 +66,24 @@ def check_data(config: DataConfig, otherwise: str) -> None:
         )
 
 
-def resumed_config(saved: RunConfig, parsed: ParsedFlags) -> RunConfig:
+def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     """Return the saved configuration with flags that may change; refuse all others."""
-    sections: dict[str, Any] = {}
-    differing: list[str] = []
-    changeable = CHANGEABLE | _same_step(saved.train, parsed)
-    for name in SECTIONS:
-        old, new = getattr(saved, name), parsed.configs[name]
-        given = sorted({item.name for item in dataclasses.fields(new)} & parsed.given)
-        changes = {
-            flag: getattr(new, flag) for flag in given if getattr(new, flag) != getattr(old, flag)
-        }
-        for measured in (("batch_size", AUTO), ("precision", "auto")):  # when the run began
-            if measured in changes.items():
-                del changes[measured[0]]
-        # flags of hybrid do nothing with another strategy, shard_size nothing in a pipeline
-        if changes.get("strategy", "hybrid") != "hybrid":
-            changes = {"hybrid_form": "shard", "shard_size": 0} | changes
-        if changes.get("hybrid_form") == "pipeline":
-            changes = {"shard_size": 0} | changes
-        differing += [
-            f"--{flag} {changes[flag]} (it has {getattr(old, flag)})"
-            for flag in changes.keys() - changeable
-        ]
-        kept = {flag: changes[flag] for flag in changes.keys() & changeable}
-        reset = _other_devices(kept) if name == "launch" else {}
-        sections[name] = dataclasses.replace(old, **kept | reset)
-    refuse_differences(differing, "omit what differs, or start a fresh run")
-    config = RunConfig(**sections)
-    if config.train.total_steps and "num_episodes" in parsed.given:
-        raise UserError(
-            "--num_episodes does nothing in a run that stops by --total_steps: give --total_steps"
-        )
-    return config
+    # what auto chose when the run began stays
+    given = {n: v for n, v in given.items() if (n, v) not in KEPT_CHOICES}
+    config = saved.changed(given)
+    old, new = saved.values, config.values
+    changes = {name: value for name, value in new.items() if value != old[name]}
+    changeable = CHANGEABLE
+    if config.train.sequences_per_step == saved.train.sequences_per_step:
+        changeable = changeable | {"batch_size", "grad_accumulation"}
+    refuse_differences(
+        [f"--{n} {v} (it has {old[n]})" for n, v in changes.items() if n not in changeable],
+        "omit what differs, or start a fresh run",
+    )
+    return config.changed(_other_devices(changes)).without_idle()
 
 
-def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
+def _other_devices(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields that no longer count with other ranks or another strategy, reset."""
     reset: dict[str, Any] = {}
     if "gpu_ids" in changes and "num_gpus" not in changes:
@@ -114,16 +96,6 @@ def _other_devices(changes: dict[str, Any]) -> dict[str, Any]:
     if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:
         reset |= {"chosen_strategy": "", "chosen_on": ""}
     return reset
-
-
-def _same_step(old: TrainConfig, parsed: ParsedFlags) -> set[str]:
-    """Return the sizes that may change together: a gradient step takes as many sequences."""
-    sizes = {"batch_size", "grad_accumulation"}
-    new = {name: getattr(parsed.configs["train"], name) for name in sizes & parsed.given}
-    if new.get("batch_size") == AUTO:
-        return set()
-    same = dataclasses.replace(old, **new).sequences_per_step == old.sequences_per_step
-    return sizes if same else set()
 
 
 def check_resumable(

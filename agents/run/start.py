@@ -15,19 +15,8 @@ from typing import Any
 import torch
 
 from agents.ppo import PPOConfig, learning_rate
-from agents.run.choice import (
-    DESCRIPTION,
-    EPILOG,
-    OTHER_NAMES,
-    RUNS,
-    add_run_flags,
-    choose_run,
-    describe_preset,
-    fresh_config,
-    is_first,
-)
+from agents.run.choice import RUNS, choose_run, describe_preset, is_first, parse_training
 from agents.run.config import (
-    SECTIONS,
     RunConfig,
     forget_probed,
     probe,
@@ -38,7 +27,7 @@ from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
-from rl_dist.flags import ParsedFlags, parse_flags
+from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.process_ends import report
@@ -79,14 +68,8 @@ def prepare(
     --init_from does not fit the task; `several_seeds` does what --seeds asks for. Returns the exit
     code where there is nothing to start, the reason printed.
     """
-    parsed = parse_flags(
-        SECTIONS,
-        argv,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        extra=add_run_flags,
-        other_names=OTHER_NAMES,
-    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    parsed = parse_training(words)
     config: RunConfig | None = None
     run_dir: Path | None = None
     forget_probed()
@@ -94,10 +77,10 @@ def prepare(
         if parsed.extra.interactive:
             from agents.run.interactive import ask_user
 
-            asked = ask_user(parsed, fresh_config)
+            asked = ask_user(parsed, words)
             if isinstance(asked, int):
                 return asked
-            parsed = asked
+            parsed = parse_training(asked)
         if parsed.extra.seeds and several_seeds:
             return several_seeds(parsed)
         config, run_dir, found, lock = choose_run(parsed, held)

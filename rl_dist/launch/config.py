@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from rl_dist.errors import UserError
-from rl_dist.flags import Text, configuration, recorded, setting
+from rl_dist.flags import Field, Text, configuration
 from rl_dist.process_group.addresses import asked_for_address, check_address, check_variables
 from rl_dist.process_group.world import ignored_limit, threads_per_rank
 from rl_dist.strategies.config import (
@@ -28,71 +28,53 @@ from rl_dist.strategies.config import (
 class LaunchConfig:
     """On how many processes and on what hardware a job runs."""
 
-    num_gpus: int = setting(-1, "ranks", within=(-1, None), main=True)
+    num_gpus: int = Field(-1, ge=-1, le=10**6)
     """Number of training processes (ranks): one per GPU, -1 = all, 0 = one on the CPU; on a CPU
     that many processes, -1 = one."""
-    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPUs if there are any."""
-    gpu_ids: Text = setting("")
+    gpu_ids: Text = ""
     """GPUs to use, one rank each, such as 0,2,3; the ids count those in CUDA_VISIBLE_DEVICES, if
     that is set."""
-    threads: int = setting(
-        0, "threads", within=(0, 1024), derived="1 for small networks, else the rank's cores"
-    )
-    """Threads of each rank on the CPU; wins over OMP_NUM_THREADS, also under torchrun. A resumed
-    run keeps its number, and with it its results to the bit."""
-    strategy: Mode = setting("default")
+    threads: int = Field(0, ge=0, le=1024)
+    """Threads of each rank on the CPU; 0: 1 for small networks, else the rank's cores. Wins over
+    OMP_NUM_THREADS, also under torchrun. A resumed run keeps its number, and with it its results
+    to the bit."""
+    strategy: Mode = "default"
     """How the ranks train together; default: ddp on several ranks, none on one; dp: one process
     for several GPUs; hybrid: see hybrid_form; auto: the fastest in a few gradient steps at the
     start."""
-    hybrid_form: HybridForm = setting("shard")
+    hybrid_form: HybridForm = "shard"
     """What strategy hybrid does; shard: gradients and Adam's state are split over ranks; pipeline:
     the network is cut into two stages on pairs of ranks."""
-    shard_size: int = setting(0, "ranks", within=(0, None), derived="all ranks of a machine")
-    """Ranks that share one copy of gradients and Adam's state in strategy hybrid."""
-    fallback: bool = setting(False)
+    shard_size: int = Field(0, ge=0, le=10**6)
+    """Ranks that share one copy of gradients and Adam's state in strategy hybrid; 0: all of a
+    machine."""
+    fallback: bool = False
     """If the strategy cannot be set up here, take a simpler one (ddp for hybrid, then none) and say
     so, instead of ending."""
-    precision: Precision = setting("fp32")
+    precision: Precision = "fp32"
     """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast, the parameters stay fp32;
     fp64: for proofs; auto: bf16 if a CPU has units for it and a training's gradient steps are 1.1
     times as fast with it, else fp32."""
-    gradient_compression: Compression = setting("none")
+    gradient_compression: Compression = "none"
     """bf16: gradients travel in half the bytes, for slow links; strategy ddp only."""
-    max_restarts: int = setting(0, "restarts", within=(0, 1_000_000))
+    max_restarts: int = Field(0, ge=0, le=10**6)
     """Start all ranks again from the newest checkpoint after one died or failed, this often at
     most."""
-    on_event: Text = setting("", stored=False)
+    on_event: Text = Field("", exclude=True)
     """Shell command called when the run failed, restarted, skipped bad steps, stopped or finished;
     gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...; not stored: give it again to
     --resume."""
 
     # what auto or fallback came to; "": nothing yet
-    chosen_strategy: Literal[Mode, ""] = recorded("")
-    chosen_on: Text = recorded("")  # the ranks and the device on which it did
+    chosen_strategy: Literal[Mode, ""] = ""
+    chosen_on: Text = ""  # the ranks and the device on which it did
 
     def __post_init__(self) -> None:
         if parse_gpu_ids(self.gpu_ids) and (self.device == "cpu" or self.num_gpus == 0):
             other = "device cpu" if self.device == "cpu" else "num_gpus 0"
             raise ValueError(f"gpu_ids {self.gpu_ids} contradicts {other}: leave one of them out")
-        if self.hybrid_form == "pipeline" and self.shard_size:
-            raise ValueError(
-                f"shard_size {self.shard_size} does nothing with hybrid_form pipeline: "
-                "use --hybrid_form shard, or --shard_size 0"
-            )
-
-    def check_hybrid(self) -> None:
-        """Refuse flags of strategy hybrid beside another one.
-
-        Not when the flags are read: a run to resume may bring the strategy.
-        """
-        other = f"with strategy {self.strategy}: use --strategy hybrid"
-        if self.shard_size and self.strategy not in ("hybrid", "auto"):
-            raise ValueError(
-                f"shard_size {self.shard_size} does nothing {other}, or --shard_size 0"
-            )
-        if self.hybrid_form == "pipeline" and self.strategy != "hybrid":
-            raise ValueError(f"hybrid_form pipeline does nothing {other}")
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -142,7 +124,6 @@ class ResolvedLaunch:
 def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine."""
     check_variables()
-    config.check_hybrid()
     adopted = "RANK" in os.environ
     # the device
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -46,7 +46,6 @@ def resolve_launch(
         config = replace(config, chosen_strategy="", chosen_on="")
     if not config.fallback:
         return config, resolve(config), ""
-    config.check_hybrid()
     resolve(config.by_default())  # a mistake in other flags is no reason to step down
     problems: list[str] = []
     for mode in dict.fromkeys((config.strategy, *["ddp"] * (config.strategy == "hybrid"), "none")):

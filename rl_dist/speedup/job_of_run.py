@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import UserError
-from rl_dist.flags import declarations
-from rl_dist.launch.config import LaunchConfig
 from rl_dist.run_dir import RunDir
 
 TRADING = "StockTrading-v0"
 OF_TRADING = {"data", "market", "trading"}
-NO_FLAGS = {"data_digest", "callback", "threads"}  # threads are those of another number of ranks
-NO_FLAGS |= {
-    name for name, item in declarations(LaunchConfig).items() if not (item.is_flag and item.stored)
-}
+# threads are those of another number of ranks
+NO_FLAGS = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
 
 
 def read_config(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 
 from rl_dist.errors import UserError
-from rl_dist.flags import Text, configuration, setting
+from rl_dist.flags import Field, Text, configuration
 
 # auto: fp32, unless a training has measured before
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
@@ -50,7 +50,7 @@ class StrategyConfig:
     batch_axes: tuple[int, ...] = (0,)
     """Where the inputs of forward have their batch, for mode dp: the last counts for all that
     follow, the first for the outputs."""
-    bucket_mb: float = setting(0.0, within=(0, 10_000))
+    bucket_mb: float = Field(0.0, ge=0, le=10000)
     """Of DistributedDataParallel's reductions; 0: one bucket for everything, the quickest for small
     models, where latency is what a reduction costs."""
     static_graph: bool = False
@@ -61,7 +61,7 @@ class StrategyConfig:
     """Some parameters may take no part in a step; costs a walk over the graph."""
     hybrid_form: HybridForm = "shard"
     """Of mode hybrid; shard: parameters sharded over ranks; pipeline: two stages on pairs."""
-    shard_size: int = setting(0, within=(0, None))
+    shard_size: int = Field(0, ge=0, le=10**6)
     """Ranks that share one copy of gradients and optimizer state in mode hybrid; 0: those of a
     machine."""
     gradient_compression: Compression = "none"
@@ -87,7 +87,7 @@ class StrategyConfig:
 class SpeedConfig:
     """Faster ways to the same numbers, up to rounding."""
 
-    fused_adam: bool = setting(True)
+    fused_adam: bool = True
     """Take Adam's step in one kernel."""
 
 

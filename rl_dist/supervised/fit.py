@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
 from rl_dist.errors import UserError, one_line
-from rl_dist.flags import configuration, setting
+from rl_dist.flags import Field, configuration
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
@@ -56,22 +56,22 @@ logger = logging.getLogger(__name__)
 class FitConfig:
     """How long and how to fit: FitConfig(epochs=20, patience=3)."""
 
-    epochs: int = setting(10, "epochs", within=(1, 10**6), main=True)
+    epochs: int = Field(10, ge=1, le=10**6)
     """Passes over the training data, at most."""
-    patience: int = setting(0, "epochs", within=(0, 10**6), main=True)
+    patience: int = Field(0, ge=0, le=10**6)
     """Stop after this many epochs in a row without a better validation loss; 0: never."""
-    grad_accumulation: int = setting(1, within=(1, 10**6))
+    grad_accumulation: int = Field(1, ge=1, le=10**6)
     """Batches whose gradients add up to one optimizer step: the effect of a batch_size this many
     times larger, in less memory."""
-    max_grad_norm: float = setting(1e6, within=(1e-6, 1e30))
+    max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
     """Scale the gradient of all ranks down to this norm."""
-    max_bad_steps: int = setting(10, "steps", within=(0, 10**9))
+    max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip this many steps in a row whose loss or gradient is NaN or inf, then stop."""
-    seed: int = setting(1, within=(0, 2**63 - 1), main=True)
+    seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed of the shuffling, and of what the module draws."""
-    keep_checkpoints: int = setting(3, "files", within=(1, 10**6))
+    keep_checkpoints: int = Field(3, ge=1, le=10**6)
     """Newest checkpoints to keep."""
-    progress: bool = setting(True)
+    progress: bool = True
     """Show a progress bar on a terminal, and a line for every epoch."""
 
 

@@ -5,9 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from agents.run.choice import add_run_flags, choose_run
-from agents.run.config import SECTIONS
-from rl_dist.flags import parse_flags
+from agents.run.choice import choose_run, parse_training
 from rl_dist.speedup.job_of_run import flags_of
 
 
@@ -15,7 +13,7 @@ def config_from(argv, monkeypatch):
     """The configuration that training makes of flags."""
     monkeypatch.setattr(sys, "argv", ["command", *argv.split()])
     with ExitStack() as held:
-        return choose_run(parse_flags(SECTIONS, description="", extra=add_run_flags), held).config
+        return choose_run(parse_training(), held).config
 
 
 @pytest.mark.parametrize(

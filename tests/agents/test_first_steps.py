@@ -15,11 +15,10 @@ from train_runs import REPO, evaluate_here, only_error, records, run_here, train
 
 import train_distributed
 from agents.evaluate.final import randomness_warning
-from agents.run.choice import OTHER_NAMES, add_run_flags, fresh_config
-from agents.run.config import OWNERS, SECTIONS, RunConfig
+from agents.run.choice import OTHER_NAMES, fresh_config, parse_training
+from agents.run.config import OWNERS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
-from rl_dist.flags import parse_flags
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"
 CUE = [*TINY.split(), "--env", "own_environment:Cue-v0", "--eval_episodes", "2"]
@@ -147,7 +146,7 @@ def test_an_iteration_beyond_the_whole_budget_is_a_warning(tmp_path, monkeypatch
     ],
 )
 def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected):
-    parsed = parse_flags(SECTIONS, flags.split(), description="", extra=add_run_flags)
+    parsed = parse_training(flags.split())
     config = fresh_config(parsed)
     train = config.train
     sizes = (train.batch_size, train.num_envs, train.num_steps)
@@ -170,7 +169,7 @@ def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected):
     ],
 )
 def test_other_tasks_than_trading_have_a_budget_in_steps_unless_episodes_are_given(flags, expected):
-    parsed = parse_flags(SECTIONS, flags.split(), description="", extra=add_run_flags)
+    parsed = parse_training(flags.split())
     train = fresh_config(parsed).train
     assert (train.total_steps, train.num_episodes) == expected
 

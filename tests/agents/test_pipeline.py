@@ -10,11 +10,11 @@ from torch import nn
 from train_runs import SMALL, records, start_training
 
 from agents.network.pipeline import stage_of
-from agents.run.config import SECTIONS, RunConfig
+from agents.run.choice import parse_training
+from agents.run.config import RunConfig
 from agents.run.resumed import resumed_config
 from agents.trainer import make_strategy
 from rl_dist.errors import UserError
-from rl_dist.flags import parse_flags
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import GROUP_TIMEOUT
@@ -141,8 +141,8 @@ def test_unknown_forms_and_forms_without_effect_are_refused():
 )
 def test_the_form_of_a_resumed_hybrid_run_changes_without_naming_hybrid_again(saved, given, form):
     launch_config = LaunchConfig(num_gpus=4, device="cpu", strategy="hybrid", **saved)
-    parsed = parse_flags(SECTIONS, given, description="")
-    resumed = resumed_config(RunConfig(launch=launch_config), parsed).launch
+    given = parse_training(given).given
+    resumed = resumed_config(RunConfig(launch=launch_config), given).launch
     assert (resumed.strategy, resumed.hybrid_form, resumed.shard_size) == form
     assert resolve(resumed).num_ranks == 4
 

@@ -8,11 +8,11 @@ import pytest
 from agents.network.noise import sequence_orders, stratum_size
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
-from agents.run.config import SECTIONS, RunConfig, with_threads
+from agents.run.choice import parse_training
+from agents.run.config import RunConfig, with_threads
 from agents.run.resumed import resumed_config
 from agents.run.start import sizes_table
 from agents.sizes import AUTO, Sizes, TrainConfig, shard_sizes
-from rl_dist.flags import parse_flags
 from rl_dist.launch.config import LaunchConfig
 
 
@@ -196,7 +196,4 @@ def test_a_small_network_takes_one_thread_unless_more_are_asked_for(
 )
 def test_a_resumed_run_keeps_its_threads_on_the_same_number_of_ranks(flags, expected):
     saved = RunConfig(launch=LaunchConfig(threads=3, num_gpus=1))
-    assert (
-        resumed_config(saved, parse_flags(SECTIONS, flags, description="")).launch.threads
-        == expected
-    )
+    assert resumed_config(saved, parse_training(flags).given).launch.threads == expected

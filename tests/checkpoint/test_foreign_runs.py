@@ -282,7 +282,7 @@ def test_whatever_a_field_holds_the_run_goes_on_or_one_line_says_why_not(
         assert (code == 0 and not err) or (code == 2 and only_error(err)), (value, err)
     for config in started:
         for each in SECTIONS:
-            SECTIONS[each](**vars(getattr(config, each)))
+            type(SECTIONS[each])(**vars(getattr(config, each)))
         assert config.launch.on_event == ""
     assert not canary.exists() and not (tmp_path / "written").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["modules", "pipe", "run"]

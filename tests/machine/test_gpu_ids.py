@@ -6,10 +6,10 @@ from fake_gpus import pretend_gpus
 from torch.distributed import HashStore
 from train_runs import only_error, train_here
 
-from agents.run.config import SECTIONS, RunConfig
+from agents.run.choice import parse_training
+from agents.run.config import RunConfig
 from agents.run.resumed import resumed_config
 from rl_dist.errors import UserError
-from rl_dist.flags import parse_flags
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.process_group.world import _refuse_shared_gpu, open_world
 
@@ -124,7 +124,7 @@ def test_two_ranks_with_the_same_gpu_are_refused_by_number():
 )
 def test_a_resumed_run_may_take_other_gpus_by_either_flag(saved, flag, num_gpus, gpu_ids):
     config = RunConfig(launch=LaunchConfig(**saved))
-    launch = resumed_config(config, parse_flags(SECTIONS, [flag], description="")).launch
+    launch = resumed_config(config, parse_training([flag]).given).launch
     assert (launch.num_gpus, launch.gpu_ids) == (num_gpus, gpu_ids)
 
 

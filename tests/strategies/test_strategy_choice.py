@@ -10,12 +10,12 @@ from train_runs import SIZES, only_error, records, train_here
 
 from agents.run import auto
 from agents.run.auto import choose
-from agents.run.config import SECTIONS, RunConfig, save_config
+from agents.run.choice import parse_training
+from agents.run.config import RunConfig, save_config
 from agents.run.resumed import resumed_config
 from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
-from rl_dist.flags import parse_flags
 from rl_dist.launch.bench import BenchError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.fallback import resolve_launch, try_ranks
@@ -78,7 +78,7 @@ def test_what_was_chosen_stands_on_the_same_ranks_only():
 
 def test_a_resumed_run_with_other_flags_of_strategies_chooses_again():
     def resumed(*given):
-        parsed = parse_flags(SECTIONS, given, description="")
+        parsed = parse_training(given).given
         return resolve_launch(resumed_config(RunConfig(launch=CHOSEN), parsed).launch)[0]
 
     assert resumed("--strategy", "auto").strategy_config.mode == "ddp"
