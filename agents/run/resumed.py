@@ -68,11 +68,14 @@ def check_data(config: DataConfig, otherwise: str) -> None:
 
 def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     """Return the saved configuration with flags that may change; refuse all others."""
-    # what auto chose when the run began stays
-    given = {n: v for n, v in given.items() if (n, v) not in KEPT_CHOICES}
-    config = saved.changed(given)
-    old, new = saved.values, config.values
-    changes = {name: value for name, value in new.items() if value != old[name]}
+    old, new = saved.values, RunConfig().changed(given).values
+    changes = {
+        name: new[name]
+        for name, text in given.items()
+        # what auto chose when the run began stays
+        if new[name] != old[name] and (name, text) not in KEPT_CHOICES
+    }
+    config = saved.changed(_other_devices(changes) | changes)
     changeable = CHANGEABLE
     if config.train.sequences_per_step == saved.train.sequences_per_step:
         changeable = changeable | {"batch_size", "grad_accumulation"}
@@ -80,7 +83,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         [f"--{n} {v} (it has {old[n]})" for n, v in changes.items() if n not in changeable],
         "omit what differs, or start a fresh run",
     )
-    return config.changed(_other_devices(changes)).without_idle()
+    return config.without_idle()
 
 
 def _other_devices(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_what_is_no_pre_training_is_refused(trained, tmp_path, monkeypatch, capf
     for main, argv, words in (
         (train_distributed.main, [*PPO, "--pretrained", tmp_path], "holds no valid checkpoint"),
         (train_distributed.main, [*recall, "--pretrained", trained], "does nothing with --env"),
-        (train_distributed.main, ["--resume", tmp_path, "--pretrained", trained], "with --resume"),
+        (train_distributed.main, ["--resume", tmp_path, "--pretrained", trained], str(tmp_path)),
         (pretrain.main, ["--resume", trained, "--window", "30"], "--window 30 (it has 20)"),
         (pretrain.main, [*TINY, "--run_dir", trained], f"go on with --resume {trained}"),
     ):

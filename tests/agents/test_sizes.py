@@ -156,8 +156,6 @@ def test_the_learning_rate_grows_with_the_batch_only_where_it_is_asked_to():
     }
     assert factors == {"none": 1.0, "sqrt": 2.0, "linear": 4.0}
     assert sizes_of(4)[0].learning_rate_factor == 1
-    with pytest.raises(ValueError, match="^lr_scaling sqrt does nothing .* add --scaling weak"):
-        TrainConfig(lr_scaling="sqrt")
 
 
 def test_the_table_says_what_each_rank_and_all_ranks_do_and_how_the_rate_is_scaled():

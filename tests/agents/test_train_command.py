@@ -1,7 +1,9 @@
 """The main command for real: what a run leaves, how it refuses, stops and goes on."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -24,7 +26,8 @@ from train_runs import (
     wait_until,
 )
 
-from agents.run.config import SECTIONS
+from agents.run.choice import choose_run, parse_training
+from agents.run.config import DEFAULTS, SECTIONS, RunConfig
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from agents.trainer import Training
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
@@ -257,23 +260,18 @@ def test_the_ranks_of_torchrun_share_one_run_directory(tmp_path):
 
 REFUSED = [
     ("--num_epsodes 8", "unknown flag --num_epsodes (did you mean --num_episodes?)"),
-    ("--num_envs -4", "num_envs must be 0..10000000, got -4"),
+    ("--num_envs -4", "num_envs must be greater than or equal to 0, got '-4'"),
     ("--num_steps 33", "multiple of bptt_steps"),
     ("--num_gpus 3 --device cpu", "does not divide over 3 ranks"),
     ("--env Nope-v9", "unknown environment 'Nope-v9'"),
     ('--env CartPole-v1 --env_kwargs {"colour":1}', "colour"),
     ("--data no_such.csv", "no_such.csv: no such file"),
     ("--episode_days 5000", "episode_days must be below"),
-    ("--env CartPole-v1 --fee_bps 3", "--fee_bps belongs to StockTrading-v0"),
     ("--env CartPole-v1 --preset paper", "--preset paper belongs to StockTrading-v0"),
     ("--preset small", "--preset small belongs to other environments"),
     ("--init_from no_such_run", "no_such_run does not exist"),
     ("--env CartPole-v1 --init_from a --pretrained b", "init_from brings all weights"),
-    ("--data x.csv --market_edge 3", "--market_edge belongs to the simulated market"),
-    ("--eval_episodes 3", "--eval_episodes does nothing"),
-    ("--total_steps 1000", "--num_episodes does nothing beside --total_steps"),
     ("--resume no_such_run", "no_such_run, which does not exist"),
-    ("--resume runs --quick", "--quick does nothing with --resume"),
 ]
 
 
@@ -283,6 +281,34 @@ def test_bad_input_is_one_line_and_leaves_nothing(flags, expected, tmp_path, mon
     assert train_here(monkeypatch, *SIZES, *flags.split()) == 2
     assert expected in only_error(capsys.readouterr().err)
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        ("--env CartPole-v1 --fee_bps 3 --market_seed 2 --seed 5", {"fee_bps", "market_seed"}),
+        ("--data x.csv --market_edge 3 --fee_bps 3", {"market_edge"}),
+        ("--eval_episodes 3 --env_timeout 3 --num_worlds 2", {"eval_episodes", "env_timeout"}),
+        ("--total_steps 1000 --num_episodes 3", {"num_episodes"}),
+        ("--lr_scaling sqrt", {"lr_scaling"}),
+        ("--lr_scaling sqrt --scaling weak", set()),
+        ("--separate_trunks --policy clstm", {"separate_trunks"}),
+        ("--env Recall-v0 --policy mlp --refresh_states", {"refresh_states"}),
+        ("--hybrid_form pipeline --shard_size 2", {"hybrid_form", "shard_size"}),
+        ("--strategy hybrid --shard_size 2", set()),
+        ("--strategy hybrid --hybrid_form pipeline --shard_size 2", {"shard_size"}),
+    ],
+)
+def test_flags_without_effect_are_named_and_stay_at_their_default(flags, idle, capsys):
+    parsed = parse_training(flags.split())
+    with contextlib.ExitStack() as held:
+        values = choose_run(parsed, held).config.values
+    printed = re.findall(r"--(\w+)", capsys.readouterr().out)
+    assert set(printed) == idle
+    assert {name: values[name] for name in idle} == {name: DEFAULTS[name] for name in idle}
+    kept = parsed.given.keys() - idle
+    given = RunConfig(**parsed.configs).values
+    assert {name: values[name] for name in kept} == {name: given[name] for name in kept}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,9 @@ from train_runs import (
     RECALL,
     REPO,
     assert_nobody_left,
-    only_error,
     records,
     start,
     start_training,
-    train_here,
     wait_until,
 )
 
@@ -163,18 +161,6 @@ def test_a_rank_that_makes_another_collective_call_is_found_at_once_by_all(ranks
     for error in (rank[scenario]["error"] for rank in ranks):
         assert error.startswith(expected)
         assert "rank 1 in 'agreement on a number' (collective " in error
-
-
-# ---- flags
-
-
-def test_a_flag_that_cannot_take_effect_is_one_line_and_leaves_nothing(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert train_here(monkeypatch, *SMALL, "--env_timeout", 3) == 2
-    assert "--env_timeout does nothing" in only_error(capsys.readouterr().err)
-    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
 # ---- faults that end a job
