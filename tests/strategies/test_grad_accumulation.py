@@ -116,7 +116,7 @@ def test_accumulation_takes_less_memory(world):
     ("sizes", "num_ranks", "words"),
     [
         ({"num_envs": 8, "grad_accumulation": 3}, 1, "grad_accumulation 3.*try --num_envs 12"),
-        ({"grad_accumulation": 0}, 1, "grad_accumulation must be 1..1000000, got 0"),
+        ({"grad_accumulation": 0}, 1, "grad_accumulation must be"),
         ({"batch_size": 7, "grad_accumulation": 2}, 2, "batch_size 7 does not divide over 2 ranks"),
     ],
 )
