@@ -109,7 +109,8 @@ PATTERNS = {  # where the words of the command differ from the option's name
     "coloured noise": "noise_color",
 }  # fmt: skip
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
-RENAMED: dict[str, str] = {}  # keys of BASE whose name has changed since, and the new name
+# keys of BASE whose name has changed since, and the new name
+RENAMED = {"guard/last_obs": "guard/last_row"}
 NOT_COMPARED = {"config"}  # text of the settings, whose names may change
 FLAKY = """
 import gymnasium, numpy as np

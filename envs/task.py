@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from envs import TRADING_ID, find_spec, make_vector_env
-from envs.vector.hangs import end_process
+from envs.vector.guards import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Field, Text, configuration, or_auto
 

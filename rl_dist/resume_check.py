@@ -47,7 +47,7 @@ examples:
   python -m rl_dist.resume_check --env my_module:MyEnv-v0 --iterations 10 --num_gpus 2
   python -m rl_dist.resume_check --env Recall-v0 --num_gpus 2 --resume_on 1    within a tolerance
 
-An environment takes part through get_state and set_state (see envs/vector/snapshots.py); without
+An environment takes part through get_state and set_state (see envs/vector/batched.py); without
 them its episodes restart at resume, and no run of it can be bit-identical. On a GPU some kernels
 round differently from run to run: try --device cpu to tell the two apart.
 exit codes: 0 bit-identical (--resume_on: equal within 1e-4, in fp64 1e-9), 1 different or failed, 2

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 
 from agents.network import seeds
-from envs.vector import hangs
+from envs.vector import guards
 from envs.vector.batched import pack_generator, unpack_generator
 
 
@@ -113,7 +113,7 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            hangs.GRACE_S = 0.5  # of this process, which it ends
+            guards.GRACE_S = 0.5  # of this process, which it ends
             lock_twice(ctypes.CDLL(None))  # lets other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))
@@ -126,7 +126,7 @@ class Misbehaving(gymnasium.Env):
 
 
 class Saved(Misbehaving):
-    """The same with the protocol of envs/vector/snapshots.py; it behaves once it was saved."""
+    """The same with the protocol of envs/vector/batched.py; it behaves once it was saved."""
 
     def get_state(self):
         own = {"life": self.life, "age": self.age, "walk": self.walk}

@@ -31,7 +31,7 @@ class Forgetful(gymnasium.Env):
 
 
 class Drift(Forgetful):
-    """The same with the protocol of envs/vector/snapshots.py."""
+    """The same with the protocol of envs/vector/batched.py."""
 
     def get_state(self):
         return {

@@ -17,7 +17,7 @@ from agents.rollout import policy_input, shift_history
 from agents.run.config import Which
 from agents.run.saved import LoadedAgent, load_agent
 from envs.vector.layout import Layout
-from envs.vector.spaces import MASK_KEY, ActionDecoder, flat_mask, mask_words
+from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
 from rl_dist.errors import UserError, one_line
 
 # recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
@@ -89,7 +89,7 @@ class LoadedPolicy:
         actions, after_step = self._act(
             torch.from_numpy(row), state, torch.from_numpy(start), deterministic
         )
-        own = self._decode(actions, count)
+        own = self._decode(actions)
         after = self._decode.encode(actions)[:, : before.shape[1]]
         return (_first(own) if single else own), (*after_step, after)
 
@@ -101,8 +101,6 @@ class LoadedPolicy:
             batch = [observation] if single else observation
             batch = np.asarray(batch) if single and not _is_nested(observation) else batch
             rows = self._encode(batch, 1 if single else _batch_size(observation))
-            if self._own_mask:
-                self._decode.check_masks(rows[:, self._own_mask])
         except (LookupError, TypeError, ValueError) as error:
             why = (
                 f"it has no {error}"
@@ -152,9 +150,9 @@ class LoadedPolicy:
             if len(given) != count > 1:
                 raise ValueError(f"there are {len(given)} masks")
             given = given.reshape(count, size)
-            self._decode.check_masks(given)
+            check_masks(given, self._decode.sizes)
         except (TypeError, ValueError) as error:
-            wanted = f"{count} mask(s) of {mask_words(self._decode.sizes.tolist())}"
+            wanted = f"{count} mask(s) of {size} numbers, one per option of each choice"
             why = one_line(error, named=False)
             raise UserError(f"action_masks must be {wanted}: {why}") from None
         return given

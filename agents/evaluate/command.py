@@ -23,7 +23,7 @@ from agents.run.config import data_digest
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
 from envs.trading_config import DataConfig
-from envs.vector.faults import EnvironmentFaultError
+from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file, read_plain

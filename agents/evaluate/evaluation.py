@@ -17,7 +17,7 @@ from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_se
 from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history
 from envs.task import GymTask
-from envs.vector.faults import Interruption
+from envs.vector.guards import Interruption
 from envs.vector.layout import TorchEnv
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import World, stop_flag

@@ -33,7 +33,7 @@ class FilmingController(PolicyController):
 
     def __call__(self, env: TorchEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
         """Actions [B, A] or [B] for observations [B, F]."""
-        singles = env.env.envs  # type: ignore[attr-defined]  # stepped one after the other
+        singles = [guard.env for guard in env.guards]  # type: ignore[attr-defined]
         if self.frames is None:
             self.frames, self._running = [[] for _ in singles], set(range(len(singles)))
             self.first = env.env_offset

@@ -51,7 +51,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner, seed
                 seen = policy_input(normalizer, history, torch.from_numpy(obs), torch.float32)
                 decided, actor, _, vectors = policy.decide(seen, vectors, begins)
             history = shift_history(history, seen)
-            nested = decoder(decided, batch)
+            nested = decoder(decided)
             parts = [pick(nested, path).reshape(batch, -1) for path, _ in leaves(decoder.target)]
             pair = np.asarray(action).reshape(batch, -1), np.concatenate(parts, axis=1)
             if policy.discrete:

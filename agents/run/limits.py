@@ -13,7 +13,7 @@ import torch
 from agents.policy import Policy
 from agents.run.config import EVALUATING, RunConfig
 from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
-from envs.vector.faults import EnvironmentFaultError
+from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
 from rl_dist.machine import free_memory_bytes, is_out_of_memory, peak_memory_bytes

@@ -1,39 +1,45 @@
-"""The adapter that lets a numpy vector environment speak torch, and guards it."""
+"""The adapter that lets numpy environments, or a batch of them, speak torch."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, iterate
 from torch import Tensor
 
-from envs.vector.faults import (
-    MAX_OBSERVATION,
+from envs.vector.batched import has_snapshots
+from envs.vector.guards import (
     MAX_REWARD,
     EnvironmentFaultError,
-    RowFaultError,
-    are_flags,
+    GuardedEnv,
+    HangWatch,
+    end_process,
 )
-from envs.vector.guards import GuardedEnv, say_dropped
-from envs.vector.hangs import HangWatch, end_process
 from envs.vector.layout import Layout, Part, TorchEnv
-from envs.vector.snapshots import get_states, has_protocol, set_states
-from envs.vector.spaces import MASK_KEY, ActionDecoder, ObservationEncoder, to_json
-from rl_dist.errors import one_line
+from envs.vector.spaces import (
+    MASK_KEY,
+    ActionDecoder,
+    ObservationEncoder,
+    RowFaultError,
+    to_json,
+)
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
+Arrays = tuple[np.ndarray, ...]  # obs, rewards, terminated, truncated and final_obs
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Arrays on a device; a GPU gets them by one copy, without the host waiting."""
+    """Return arrays on a device; a GPU gets them by one copy that nobody waits for."""
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
     order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so each is aligned
@@ -49,14 +55,102 @@ def _warn_once(message: str) -> None:
     _LOGGER.warning("%s", message)
 
 
+class _OneByOne:
+    """Environments that step one after the other, each behind a guard."""
+
+    def __init__(self, guards: list[GuardedEnv], action_space: gymnasium.Space[Any]) -> None:
+        self.guards = guards
+        self._action_space = action_space  # of the batch
+
+    def reset(self, seeds: Sequence[int | None]) -> np.ndarray:
+        return np.stack([g.reset(seed) for g, seed in zip(self.guards, seeds, strict=True)])
+
+    def step(self, actions: Any) -> Arrays:
+        pairs = zip(self.guards, iterate(self._action_space, actions), strict=True)
+        outcomes = []
+        for guard, action in pairs:
+            final_row, reward, terminated, truncated = guard.step(action)
+            row = guard.reset() if terminated or truncated else final_row
+            outcomes.append((row, reward, terminated, truncated, final_row))
+        rows, rewards, terminated, truncated, final_rows = zip(*outcomes, strict=True)
+        flags = np.array(terminated), np.array(truncated)
+        return np.stack(rows), np.array(rewards), *flags, np.stack(final_rows)
+
+    def get_state(self) -> dict[str, Any]:
+        states = [guard.get_state() for guard in self.guards]
+        return {name: [state[name] for state in states] for name in states[0]}
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+        for row, guard in enumerate(self.guards):
+            rows = {name: values[row] for name, values in state.items()}
+            guard.set_state({n: v.item() if v.ndim == 0 else v.copy() for n, v in rows.items()})
+
+    def close(self) -> None:
+        for guard in self.guards:
+            guard.close()
+
+
+class _Batch:
+    """A vector environment of SAME_STEP that takes one seed per environment."""
+
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], encoder: ObservationEncoder, watch: HangWatch
+    ) -> None:
+        self.guards: list[GuardedEnv] = []
+        self.env = env
+        self._encoder = encoder
+        self._watch = watch
+
+    def reset(self, seeds: Sequence[int | None]) -> np.ndarray:
+        given = None if seeds[0] is None else list(seeds)
+        return self._watch.call(None, self._reset, given)
+
+    def _reset(self, seeds: Any) -> np.ndarray:
+        return self._encoder(self.env.reset(seed=seeds)[0], self.env.num_envs)
+
+    def step(self, actions: Any) -> Arrays:
+        return self._watch.call(None, self._step, actions)
+
+    def _step(self, actions: Any) -> Arrays:
+        raw, raw_rewards, raw_terminated, raw_truncated, info = self.env.step(actions)
+        count = self.env.num_envs
+        obs = self._encoder(raw, count)
+        rewards = np.array(raw_rewards, np.float64).reshape(count)
+        terminated = np.array(raw_terminated, np.bool_).reshape(count)
+        truncated = np.array(raw_truncated, np.bool_).reshape(count)
+        usable = np.abs(rewards) <= MAX_REWARD  # NaN is not
+        if not usable.all():
+            first = int(usable.argmin())
+            raise RowFaultError(first, f"reward is {rewards[first]}")
+        final_obs = obs.copy()
+        for row in np.flatnonzero(terminated | truncated):
+            try:
+                final_obs[row] = self._encoder([info["final_obs"][row]], 1)[0]
+            except RowFaultError as fault:
+                raise RowFaultError(int(row), f"final {fault}") from None
+        return obs, rewards, terminated, truncated, final_obs
+
+    def get_state(self) -> dict[str, Any]:
+        return self._watch.call(None, self.env.get_state)  # type: ignore[attr-defined]
+
+    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._watch.call(None, self.env.set_state, state)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._watch.call(None, self.env.close)
+
+
 class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
-    """A vector environment of torch tensors around a numpy one."""
+    """Numpy environments as rows and tensors, checked, watched and made again."""
+
+    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
         self,
-        env: VectorEnv[Any, Any, Any],
+        envs: VectorEnv[Any, Any, Any] | Sequence[gymnasium.Env[Any, Any]],
         *,
         env_id: str,
+        make: Any = None,
         env_offset: int = 0,
         device: str | torch.device = "cpu",
         env_timeout: float = 0.0,
@@ -68,294 +162,179 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         previous_action: bool = False,
         previous_reward: bool = False,
     ) -> None:
-        """Wrap a SAME_STEP vector environment that takes one seed for each environment.
+        """Wrap environments, or a SAME_STEP batch of them that takes one seed for each.
 
-        Options that are not of this class are fields of `envs.task.TaskConfig`.
+        Options that are not below are fields of `envs.task.TaskConfig`.
 
         Args:
+            make: function that makes an environment again, used with `env_restarts`.
             end: ends the process if a call that hangs cannot be interrupted.
             heartbeat: reports that work goes on: at every call and, from a thread, during one.
-            kind: what messages call it.
+            kind: first word of messages about it.
         """
-        self.env = env
+        self.env = envs
         self.env_id = env_id
         self.kind = kind
         self.env_offset = env_offset
         self.device = torch.device(device)
-        self.num_envs = env.num_envs
-        self._started = False
+        self._is_started = False
         self._lifetime_step = 0
         self._metrics: dict[str, tuple[float, int]] = {}
-        self._decoder = ActionDecoder(env.single_action_space, env_id)
+        self._previous_action = previous_action
+        self._previous_reward = previous_reward
+        self.watch = HangWatch(env_timeout, self._describe, end, heartbeat)
+
+        # what the environments take and give
+        first: Any = envs if isinstance(envs, VectorEnv) else envs[0]
+        single = "single_" * isinstance(envs, VectorEnv)
+        self.source_spaces = tuple(
+            getattr(first, f"{single}{name}_space") for name in ("observation", "action")
+        )
+        self._decoder = ActionDecoder(self.source_spaces[1], env_id)
         sizes = self._decoder.sizes.tolist()
-        self._encoder = ObservationEncoder(env.single_observation_space, env_id, sizes)
-        self._warn_of_spaces()
-        self._own_mask = Layout(self._encoder.parts).columns("mask")
-        self._info_mask, self._inputs = info_mask, (previous_action, previous_reward)
-        self.layout = Layout((*self._encoder.parts, *self._extra_parts()))
-        self.single_observation_space = self._row_space()
+        encoder = ObservationEncoder(self.source_spaces[0], env_id, sizes)
+        self.spaces_json = to_json(*self.source_spaces)
+        self._warn_of_spaces(encoder)
+
+        # the environments
+        self._envs: _OneByOne | _Batch
+        if isinstance(envs, VectorEnv):
+            self.num_envs = envs.num_envs
+            self._envs = _Batch(envs, encoder, self.watch)
+            self.can_snapshot = has_snapshots(envs)
+        else:
+            self.num_envs = len(envs)
+            sizes_in_info, add = sizes if info_mask else (), self._add_metric
+            guards = [
+                GuardedEnv(env, make, row, env_restarts, self.watch, encoder, sizes_in_info, add)
+                for row, env in enumerate(envs)
+            ]
+            self._envs = _OneByOne(guards, batch_space(self.source_spaces[1], self.num_envs))
+            self.can_snapshot = all(guard.can_snapshot for guard in guards)
+
+        # what the learner sees
+        self._row_size = sum(part.size for part in encoder.parts) + info_mask * sum(sizes)
+        self.layout = Layout((*encoder.parts, *self._extra_parts(encoder, info_mask)))
+        self.single_observation_space = Box(-np.inf, np.inf, (self.layout.size,))
         self.single_action_space = self._decoder.space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.spaces_json = to_json(env.single_observation_space, env.single_action_space)
-        self.metadata = {**env.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
-        self._guards: list[GuardedEnv] = []  # a native batch has none
-        self._watch = HangWatch(
-            env_timeout, lambda row, problem: str(self._fault(row, problem)), end, heartbeat
-        )
-        if isinstance(env, SyncVectorEnv):
-            self._guards = [
-                GuardedEnv(
-                    one,
-                    make,
-                    row,
-                    env_restarts,
-                    self._watch,
-                    self._encoder.spaces,
-                    sizes if info_mask else (),
-                )
-                for row, (one, make) in enumerate(zip(env.envs, env.env_fns, strict=True))
-            ]
-            env.envs = list(self._guards)
-        snapshots = [guard.can_snapshot for guard in self._guards] or [has_protocol(env)]
-        self.can_snapshot = all(snapshots)
 
-    def _warn_of_spaces(self) -> None:
-        """Say once for all ranks what is passed on otherwise than many expect."""
-        warnings = [f": {words}" for words in self._encoder.warnings]
+    def _warn_of_spaces(self, encoder: ObservationEncoder) -> None:
+        """Warn, once for all ranks, of spaces that are read in an unexpected way."""
+        warnings = [f": {warning}" for warning in encoder.warnings]
         if not self._decoder.is_bounded:
             warnings.append(
                 " has actions without bounds: it receives the policy's as they are, about -1 to 1 "
                 "at first; gymnasium.wrappers.RescaleAction gives them bounds"
             )
-        for words in warnings if self.env_offset == 0 else ():
-            _warn_once(f"environment {self.env_id}{words}")
+        for warning in warnings if self.env_offset == 0 else ():
+            _warn_once(f"environment {self.env_id}{warning}")
 
-    def _extra_parts(self) -> list[Part]:
+    def _extra_parts(self, encoder: ObservationEncoder, info_mask: bool) -> list[Part]:
         """Return the parts of a row that do not come from the observation."""
         parts = []
-        if self._info_mask:
-            if not self._decoder.mask_size or any(p.kind == "mask" for p in self._encoder.parts):
+        mask_size = self._decoder.mask_size
+        if info_mask:
+            if not mask_size or any(part.kind == "mask" for part in encoder.parts):
                 raise ValueError(
                     f"info_mask does nothing with environment {self.env_id}: its actions have no "
                     f"choices, or its observations hold the {MASK_KEY}; leave it out"
                 )
-            parts.append(Part(MASK_KEY, "mask", (self._decoder.mask_size,)))
-        previous_action, previous_reward = self._inputs
-        if previous_action:
-            size = self._decoder.mask_size or self._decoder.space.shape[0]  # type: ignore[index]
+            parts.append(Part(MASK_KEY, "mask", (mask_size,)))
+        if self._previous_action:
+            size = mask_size or math.prod(self._decoder.space.shape or ())
             parts.append(Part("previous_action", "plain", (size,)))
-        if previous_reward:
+        if self._previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))
         return parts
 
-    def _row_space(self) -> Box:
-        """Return the space of rows: the observation's, and what is added to it."""
-        own = self._encoder.space
-        low, high = (np.full(self.layout.size, bound, np.float32) for bound in (-np.inf, np.inf))
-        low[: len(own.low)], high[: len(own.high)] = own.low, own.high
-        return Box(low, high)
+    @property
+    def guards(self) -> list[GuardedEnv]:
+        """The environments that step one by one; none in a batch of their own."""
+        return self._envs.guards
 
     @property
     def restarts(self) -> list[int]:
-        """How often each environment was made again, [B]."""
-        return [guard.restarts for guard in self._guards] or [0] * self.num_envs
+        """Number of times that each environment was made again, [B]."""
+        return [guard.restarts for guard in self.guards] or [0] * self.num_envs
 
     @property
     def life_seeds(self) -> list[int]:
-        """The seed with which each environment's life began, [B]; 0 in a native batch."""
-        return [guard.life_seed for guard in self._guards] or [0] * self.num_envs
-
-    @property
-    def row_under_way(self) -> int | None:
-        """The row that is being called, or was last; None: all of them."""
-        return self._watch.row
+        """The seed with which each environment's life began, [B]; 0 in a batch."""
+        return [guard.life_seed for guard in self.guards] or [0] * self.num_envs
 
     def reset(
-        self,
-        *,
-        seed: int | Sequence[int] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments; one seed for each begins new lives at step 0."""
+        """Start all environments; with one seed for each they begin new lives at step 0."""
         if seed is not None:
-            if isinstance(seed, int) or len(seed) != self.num_envs:
-                raise ValueError(
-                    f"seed must be a list of {self.num_envs} integers, one per environment, "
-                    f"got {seed}: see agents/network/seeds.py"
-                )
-            seed = list(seed)
             self._lifetime_step = 0
-        obs = self._guarded(self._reset, seed=seed, options=options)
-        self._started = True
-        return to_tensors([obs], self.device)[0], {}
+        rows = self._located(self._envs.reset, seed or [None] * self.num_envs)
+        self._is_started = True
+        start = np.zeros((self.num_envs, self.layout.size - rows.shape[1]), np.float32)
+        return to_tensors([np.concatenate([rows, start], axis=1)], self.device)[0], {}
 
     def begin_again(
-        self, life_seeds: Sequence[int], restarts: Sequence[int], lifetime_step: int
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Start in the place of environments whose process has ended."""
+        self, lifetime_step: int, life_seeds: Any, restarts: Any, last_obs: np.ndarray
+    ) -> None:
+        """Stand in for environments whose process has ended; the next step is truncated."""
         self._lifetime_step = lifetime_step
-        for guard, life_seed, count in zip(self._guards, life_seeds, restarts, strict=True):
-            guard.begin_again(life_seed, count)
-        return self.reset()
-
-    def _reset(self, **kwargs: Any) -> np.ndarray:
-        raw, info = self.env.reset(**kwargs)
-        obs = self._encode(raw, "observation")
-        previous = np.zeros((self.num_envs, self._previous_size), np.float32)
-        return self._with_extras(obs, self._masks(info), previous)
+        for guard, life_seed, count, row in zip(
+            self.guards, life_seeds, restarts, last_obs, strict=True
+        ):
+            self._located(guard.begin_again, int(life_seed), int(count), row[: self._row_size])
 
     def step(
         self,
         actions: Tensor,  # [B] int64, or [B, A] float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Step all environments; those that end start again within the same step.
-
-        Returns obs [B, F] float32, rewards [B] float64, terminated [B] and truncated [B] bool, and
-        info with `final_obs` [B, F]: of episodes that ended the last observation, elsewhere obs.
-        All are fresh.
-        """
-        numpy_actions = self._decoder(actions, self.num_envs)
+        """Step all environments, see `TorchEnv.step`; all tensors are fresh."""
+        numpy_actions = self._decoder(actions)
         self._lifetime_step += 1
-        stepped = self._guarded(self._step, numpy_actions, self._previous_action(actions))
-        obs, rewards, terminated, truncated, final_obs = to_tensors(stepped, self.device)
-        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+        arrays = self._located(self._envs.step, numpy_actions)
+        if self._previous_action or self._previous_reward:
+            obs, rewards, terminated, truncated, final_obs = arrays
+            columns = [self._decoder.encode(actions)] * self._previous_action
+            columns += [rewards[:, None].astype(np.float32)] * self._previous_reward
+            before = np.concatenate(columns, axis=1)
+            goes_on = ~(terminated | truncated)[:, None]  # [B, 1]
+            obs = np.concatenate([obs, before * goes_on], axis=1)
+            final_obs = np.concatenate([final_obs, before], axis=1)
+            arrays = obs, rewards, terminated, truncated, final_obs
+        obs, rewards, terminated, truncated, final = to_tensors(arrays, self.device)
+        return obs, rewards, terminated, truncated, {"final_obs": final}
 
-    def _step(self, actions: Any, previous_action: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return obs, rewards, terminated, truncated and final_obs, checked and fresh."""
-        raw, raw_rewards, raw_terminated, raw_truncated, info = self.env.step(actions)
-        self._add_metrics(info)
-        obs = self._encode(raw, "observation")
-        rewards = self._column(raw_rewards, np.float64, "reward")
-        self._check_range(rewards[:, None], "reward", MAX_REWARD)
-        terminated = self._column(raw_terminated, np.bool_, "terminated flag")
-        truncated = self._column(raw_truncated, np.bool_, "truncated flag")
-        final_obs = obs.copy()
-        rows = np.flatnonzero(terminated | truncated)
-        if len(rows):
-            given = info.get("final_obs", [None] * self.num_envs)
-            for row in rows:
-                if given[row] is None:
-                    raise RowFaultError(
-                        int(row), "ended an episode without the final_obs of SAME_STEP"
-                    )
-            final = [given[row] for row in rows]
-            final_obs[rows] = self._encode(final, "final observation", rows)
-
-        # what a row says besides the observation; no action follows a final one
-        if len(self.layout.parts) > len(self._encoder.parts):
-            ended = (terminated | truncated)[:, None]  # [B, 1]
-            mask = self._masks(info)
-            previous = [previous_action] + [rewards[:, None].astype(np.float32)] * self._inputs[1]
-            before = np.concatenate(previous, axis=1)
-            obs = self._with_extras(obs, mask, before * ~ended)
-            final_obs = self._with_extras(final_obs, np.where(ended, 1.0, mask), before)
-        return obs, rewards, terminated, truncated, final_obs
-
-    @property
-    def _previous_size(self) -> int:
-        parts = self.layout.parts[len(self._encoder.parts) :]
-        return sum(part.size for part in parts if part.kind != "mask")
-
-    def _previous_action(self, actions: Tensor) -> np.ndarray:
-        """Return actions as inputs of the next step, [B, 0] where they are none."""
-        if self._inputs[0]:
-            return self._decoder.encode(actions)
-        return np.zeros((self.num_envs, 0), np.float32)
-
-    def _with_extras(self, obs: np.ndarray, mask: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """Return rows [B, F] of observations, masks and what came before."""
-        if mask.shape[1] + previous.shape[1] == 0:
-            return obs
-        return np.concatenate([obs, mask, previous], axis=1, dtype=np.float32)
-
-    def _masks(self, info: Mapping[str, Any]) -> np.ndarray:
-        """Return the masks that infos hold, [B, n], [B, 0] where they are not asked for."""
-        if not self._info_mask:
-            return np.zeros((self.num_envs, 0), np.float32)
-        if MASK_KEY not in info:
-            raise RowFaultError(None, f"info has no {MASK_KEY}, which --info_mask asks for")
-        masks = np.array(info[MASK_KEY], np.float32)
-        wanted = (self.num_envs, self._decoder.mask_size)
-        if masks.shape != wanted:
-            raise RowFaultError(None, f"{MASK_KEY} has shape {masks.shape}, not {wanted}")
-        self._decoder.check_masks(masks)
-        return masks
-
-    def _add_metrics(self, info: Mapping[str, Any]) -> None:
-        """Add the numbers in info["metrics"], of episodes that end too."""
-        for source in (info, info.get("final_info", {})):
-            metrics = source.get("metrics") if isinstance(source, Mapping) else None
-            if not isinstance(metrics, Mapping):
-                continue
-            for name, values in metrics.items():
-                if name.startswith("_"):  # Gymnasium's mask: who gave the metric
-                    continue
-                given = np.broadcast_to(metrics.get(f"_{name}", True), np.shape(values))
-                numbers = np.asarray(values)[given]
-                if numbers.dtype.kind not in "biuf":
-                    say_dropped(name, f"of type {numbers.dtype}")
-                    continue
-                if not np.isfinite(numbers).all():
-                    say_dropped(name, str(numbers[~np.isfinite(numbers)][0]))
-                    numbers = numbers[np.isfinite(numbers)]
-                if numbers.size:
-                    total, count = self._metrics.get(name, (0.0, 0))
-                    self._metrics[name] = (total + float(numbers.sum()), count + numbers.size)
+    def _add_metric(self, name: str, value: Any) -> None:
+        """Add one of the numbers in info["metrics"]."""
+        try:
+            number = float(np.asarray(value).item())
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            total, count = self._metrics.get(name, (0.0, 0))
+            self._metrics[name] = total + number, count + 1
+        else:
+            _warn_once(f"info['metrics'][{name!r}] is not always one finite number: left out then")
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of every metric since the last call."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
-    def _encode(self, raw: Any, what: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return observations of these rows (None: all), checked, as a fresh array [rows, F]."""
+    def _located(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run a call into the environments; EnvironmentFaultError names the one that fails."""
         try:
-            encoded = self._encoder(raw, self.num_envs if rows is None else len(rows))
-        except (TypeError, ValueError, KeyError, IndexError) as error:
-            row = getattr(error, "row", None)
-            if row is not None and rows is not None:
-                row = int(rows[row])
-            why = one_line(error, named=row is None)
-            raise RowFaultError(row, f"{what} is unusable: {why}") from error
-        self._check_range(encoded, what, MAX_OBSERVATION, rows)
-        if rows is None and self._own_mask:
-            self._decoder.check_masks(encoded[:, self._own_mask])
-        return encoded
-
-    def _column(self, raw: Any, dtype: Any, what: str) -> np.ndarray:
-        column = np.array(raw, dtype=dtype)
-        if column.shape != (self.num_envs,):
-            raise RowFaultError(None, f"{what}s have shape {column.shape}, not ({self.num_envs},)")
-        if dtype is np.bool_ and not are_flags(raw):
-            raise RowFaultError(None, f"a {what} is neither true nor false")
-        return column
-
-    def _check_range(
-        self, values: np.ndarray, what: str, limit: float, rows: np.ndarray | None = None
-    ) -> None:
-        """Refuse values [rows, F] of these rows (None: all) beyond the limit, or NaN."""
-        usable = np.abs(values) <= limit  # NaN is not
-        if usable.all():
-            return
-        first, position = np.argwhere(~usable)[0]
-        where = f" at position {position}" if what != "reward" else ""
-        num_more = int((~usable.all(axis=1)).sum()) - 1
-        others = f" ({num_more} more environments too)" if num_more else ""
-        row = int(first if rows is None else rows[first])
-        raise RowFaultError(row, f"{what} is {values[first, position]}{where}{others}")
-
-    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call into the environments, naming the one that fails."""
-        try:
-            return self._watch.call(None, call, *args, **kwargs)
+            return call(*args)
         except RowFaultError as fault:
-            raise self._fault(fault.row, str(fault)) from fault.__cause__
+            message = self._describe(fault.row, str(fault))
+            raise EnvironmentFaultError(message) from fault.__cause__
 
-    def _fault(self, row: int | None, problem: str) -> EnvironmentFaultError:
+    def _describe(self, row: int | None, problem: str) -> str:
         first = self.env_offset
         number = f"one of {first}..{first + self.num_envs - 1}" if row is None else str(first + row)
-        return EnvironmentFaultError(self.env_id, number, self._lifetime_step, problem, self.kind)
+        step = self._lifetime_step
+        return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
@@ -363,23 +342,30 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             raise ValueError(
                 f"environment {self.env_id} cannot be saved: it has no get_state and set_state"
             )
-        steps = torch.full((self.num_envs,), self._lifetime_step, dtype=torch.int64)
-        return self._guarded(get_states, self.env) | {_STEP_KEY: steps}
+        steps = torch.full((self.num_envs,), self._lifetime_step)
+        return self._located(self._state) | {_STEP_KEY: steps}
+
+    def _state(self) -> dict[str, Tensor]:
+        tensors = {}
+        for name, values in self._envs.get_state().items():
+            stacked = np.stack(values)
+            target = np.float64 if stacked.dtype.kind == "f" else np.int64
+            tensors[name] = torch.from_numpy(stacked.astype(target, casting="safe"))
+        return tensors
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on this or an equal environment."""
-        if not self._started:
-            # makes what environments build on their first reset
+        if not self._is_started:  # environments build things at their first reset
             self.reset(seed=[0] * self.num_envs)
-        own = {name: tensor for name, tensor in state.items() if name != _STEP_KEY}
-        self._guarded(set_states, self.env, own)
-        self._lifetime_step = int(state[_STEP_KEY][0])
+        arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
+        self._lifetime_step = int(arrays.pop(_STEP_KEY)[0])
+        self._located(self._envs.set_state, arrays)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the wrapped environment; nothing depends on its success."""
+        """Close the environments; nothing depends on its success."""
         try:
-            self._guarded(self.env.close, **kwargs)
+            self._located(self._envs.close)
         except EnvironmentFaultError as fault:
             _LOGGER.warning("%s, when it was closed", fault)
         finally:
-            self._watch.close()
+            self.watch.close()

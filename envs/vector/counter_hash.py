@@ -12,21 +12,16 @@ GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
 def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
-    """One int64 hash key per environment, [B], for the seeds that `reset` takes."""
+    """Return an int64 hash key per environment, [B], for the seeds of `reset`."""
     if seed is None:
-        seeds = [int(word) for word in np.random.SeedSequence().generate_state(num_envs, np.uint64)]
-    elif isinstance(seed, Sequence):
-        seeds = [int(number) for number in seed]
-    else:
-        seeds = list(range(seed, seed + num_envs))
-    if len(seeds) != num_envs:
-        raise ValueError(f"seed must be one integer per environment ({num_envs}), got {len(seeds)}")
+        seed = np.random.SeedSequence().generate_state(num_envs, np.uint64).tolist()
+    seeds = range(seed, seed + num_envs) if isinstance(seed, int) else seed
     signed = [(number + 2**63) % 2**64 - 2**63 for number in seeds]  # the same 64 bits as int64
     return _mix(torch.tensor(signed, dtype=torch.int64))
 
 
 def random_int63(keys: Tensor, counter: Tensor) -> Tensor:
-    """Uniform int64 in 0 .. 2**63 - 1, in the broadcast shape of keys and counter."""
+    """Return uniform int64 from 0 to 2**63 - 1; keys and counter are broadcast."""
     return _mix(keys + counter * GOLDEN_STEP) & (2**63 - 1)
 
 
@@ -38,5 +33,5 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _logical_shift(bits: Tensor, by: int) -> Tensor:
-    """Shift to the right, filling with zeros; torch's own drags the sign along."""
+    """Shift to the right, filling with zeros; torch's own operator repeats the sign."""
     return (bits >> by) & (2 ** (64 - by) - 1)

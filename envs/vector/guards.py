@@ -1,33 +1,207 @@
-"""One Python environment of a batch: located, made again and saved."""
+"""Calls into environments: faults are named, hangs ended, restarts made.
+
+A thread watches the call under way. After `timeout_s` it sends a signal to the main thread, whose
+handler raises HungError inside the environment. A call that still does not return (it waits in C,
+or swallows the error) ends the process, with the Python stack in the log; faulthandler ends one in
+C that does not even let other threads run. Until then the thread reports that work goes on.
+"""
 
 from __future__ import annotations
 
-import copy
-import itertools
+import faulthandler
 import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from envs.vector.faults import MAX_OBSERVATION, MAX_REWARD, RowFaultError, are_flags
-from envs.vector.hangs import HangWatch
-from envs.vector.snapshots import has_protocol
-from envs.vector.spaces import MASK_KEY, Path, Space, flat_mask, mask_words, named, pick, rebuilt
+from envs.vector.batched import has_snapshots
+from envs.vector.spaces import MASK_KEY, ObservationEncoder, RowFaultError, check_masks, flat_mask
+from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
+MAX_REWARD = 1e30  # larger ones count as infinite
+GRACE_S = 5.0  # from the signal to the end of the process, and from there to faulthandler's
+MIN_FAULTHANDLER_S = 30.0
+# nobody else uses it: environments and tests have alarms of their own
+_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGALRM)
+_watches: set[HangWatch] = set()
 
 
-class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A sub-environment that says which row it is when it fails, and is made again.
+class EnvironmentFaultError(RuntimeError):
+    """An environment, or the worker process that holds it, failed; one line names it."""
 
-    A fault is raised as RowFaultError. With restarts left, the environment is made again instead
-    and the step is truncated: reward 0, the last good observation. Of its info only a mask of
-    actions and metrics go further: a batch of many kinds of it may not stack.
+
+class Interruption(BaseException):
+    """Raised by a signal handler of ours, wherever the program is at the time."""
+
+
+class HungError(Interruption):
+    """An environment hangs; its own `except Exception` does not catch this."""
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether an environment raised this: foreign code may raise anything."""
+    by_user = (
+        isinstance(error, KeyboardInterrupt)
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    return not by_user and not isinstance(error, Interruption)
+
+
+def place_of(error: BaseException) -> str:
+    """Return " (FILE:LINE)" of the environment's own code that raised, or ""."""
+    folder = Path(__file__).parent
+    libraries = (str(folder), str(folder.with_name("__init__.py")), str(Path(os.__file__).parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = frame.filename
+        if not name.startswith((*libraries, "<")) and "-packages" not in name:
+            return f" ({Path(name).name}:{frame.lineno})"
+    return ""
+
+
+@cache
+def _sentinel() -> int:
+    return os.open(os.devnull, os.O_RDONLY)
+
+
+def has_closed_descriptors() -> bool:
+    """Return whether an environment has closed descriptors of others, such as gloo's."""
+    try:
+        os.get_inheritable(_sentinel())  # takes 0.1 us
+    except OSError:
+        return True
+    return False
+
+
+def end_process(message: str) -> None:
+    """Print why and end this process, without teardown that could wait for the call."""
+    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(1)
+
+
+class HangWatch:
+    """Makes the calls into environments and watches them.
+
+    `describe` names the environment of a row (None: all of them) and its problem, in one line;
+    `end` ends the process and must not return; the rest as in `TorchVectorEnv`.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        describe: Callable[[int | None, str], str],
+        end: Callable[[str], None],
+        heartbeat: Callable[[], None],
+    ) -> None:
+        self.describe = describe
+        self.row: int | None = None  # called now, or last
+        self._timeout_s = timeout_s
+        self._end = end
+        self._heartbeat = heartbeat
+        self._call = 0  # number of the call under way, or of the last one
+        self._busy = False
+        self._suspect = 0  # number of the call that the signal is meant for
+        self._closed = threading.Event()
+        self._thread = threading.current_thread()
+        self.problem = f"did not come back within {timeout_s:g} s (--env_timeout)"
+        if timeout_s:
+            if self._thread is threading.main_thread():
+                signal.signal(_SIGNAL, _interrupt)
+            _watches.add(self)
+            threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
+
+    def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
+        """Call into the environment of a row (None: all); RowFaultError if it fails."""
+        self.row = row
+        self._heartbeat()
+        self._call += 1
+        try:
+            self._busy = True
+            try:
+                return function(*args)
+            finally:
+                self._busy = False
+        except HungError as error:
+            raise RowFaultError(row, str(error)) from error
+        except RowFaultError as fault:
+            raise RowFaultError(fault.row if row is None else row, str(fault)) from None
+        except BaseException as error:
+            if not is_own_fault(error):
+                raise
+            raise RowFaultError(row, f"raised {one_line(error)}{place_of(error)}") from error
+        finally:
+            if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
+                problem = "closed files and connections that are not its own: the process ends"
+                self._end(self.describe(row, problem))
+
+    def close(self) -> None:
+        """Stop watching; safe to call twice."""
+        self._closed.set()
+        _watches.discard(self)
+
+    def _watch(self) -> None:
+        last_call, since_s = 0, 0.0
+        while not self._closed.wait(min(1.0, max(0.05, self._timeout_s / 20))):
+            # end the process from outside Python, should this thread not run for so long
+            if sys.__stderr__ is not None and not sys.__stderr__.closed:
+                limit_s = max(self._timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
+                with suppress(RuntimeError):  # no thread can start: the other steps are left
+                    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+            call, now_s = self._call, time.monotonic()
+            if not self._busy or call != last_call:
+                last_call, since_s = call, now_s
+            if not self._busy:
+                continue
+            self._heartbeat()
+            waited_s = now_s - since_s
+            if waited_s >= self._timeout_s + GRACE_S:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame else ""
+                problem = f"{self.problem} and cannot be interrupted: the process ends"
+                message = self.describe(self.row, problem)
+                _LOGGER.info("%s; it is at\n%s", message, stack)
+                self._end(message)
+            elif waited_s >= self._timeout_s and self._suspect != call:
+                self._suspect = call
+                if self._thread is threading.main_thread() and self._thread.ident:
+                    signal.pthread_kill(self._thread.ident, _SIGNAL)
+        faulthandler.cancel_dump_traceback_later()
+
+    def raise_if_hung(self) -> None:
+        """Raise HungError if the signal that arrived is meant for the call under way."""
+        if self._busy and self._call == self._suspect:
+            raise HungError(self.problem)
+
+
+def _interrupt(*_: Any) -> None:
+    for watch in list(_watches):
+        watch.raise_if_hung()
+
+
+@cache
+def _warn_of_mask() -> None:
+    _LOGGER.warning("info has an %s that is not used: --info_mask uses it", MASK_KEY)
+
+
+class GuardedEnv:
+    """One Python environment with checked rows, which is made again after a fault.
+
+    A fault is a RowFaultError. With restarts left the environment is made again instead, and its
+    episode is truncated, with reward 0 and the last good row.
     """
 
     def __init__(
@@ -37,182 +211,132 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         row: int,
         max_restarts: int,
         watch: HangWatch,
-        spaces: Mapping[Path, Space],
+        encoder: ObservationEncoder,
         mask_sizes: Sequence[int] = (),
+        on_metric: Callable[[str, Any], None] = lambda name, value: None,
     ) -> None:
-        """Guard `env`, whose observations have parts of these spaces.
+        """Guard `env`, the environment of a row of the batch.
 
         Args:
-            mask_sizes: options of each choice, for which info must have a mask; (): it need not.
+            make: makes it again.
+            mask_sizes: options of each choice, for which info has a mask; (): there is none.
+            on_metric: gets the name and the value of everything in info["metrics"].
         """
-        super().__init__(env)
+        self.env = env
         self.restarts = 0
+        self.life_seed = 0  # with which its life began
+        self.last_row = np.zeros(0, np.float32)
         self._make = make
         self._row = row
         self._max_restarts = max_restarts
         self._watch = watch
-        self._spaces = spaces
-        self._mask_sizes = mask_sizes
-        self.life_seed = 0
-        self._new_seed: int | None = None  # of an environment made again and not yet reset
-        self._last_obs: Any = None
+        self._encoder = encoder
+        self._mask_sizes = np.array(mask_sizes, np.int64)
+        self._on_metric = on_metric
+        self._next_row: np.ndarray | None = None  # of an episode that follows a fault
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset, after a restart with its new seed; RowFaultError as the class says."""
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        """Start an episode; return its first row [F]."""
         if seed is not None:
             self.life_seed = seed
-            self._new_seed = None
-        while True:
+            self._next_row = None
+        if self._next_row is None:
             try:
-                chosen = seed if self._new_seed is None else self._new_seed
-                result = self._watch.call(
-                    self._row, self._checked_reset, seed=chosen, options=options
-                )
+                self._next_row = self._watch.call(self._row, self._reset, seed)
             except RowFaultError as fault:
-                self._restart(fault)
-            else:
-                self._new_seed = None
-                return result
+                self._make_again(fault)
+        assert self._next_row is not None
+        self.last_row, self._next_row = self._next_row, None
+        return self.last_row
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step; raises RowFaultError as the class says."""
-        try:
-            return self._watch.call(self._row, self._checked_step, action)
-        except RowFaultError as fault:
-            self._restart(fault)
-            return self._last_obs, 0.0, False, True, {}
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool]:
+        """Step; return row [F], reward, terminated and truncated."""
+        if self._next_row is None:
+            try:
+                return self._watch.call(self._row, self._step, action)
+            except RowFaultError as fault:
+                self._make_again(fault)
+        row = self.last_row.copy()
+        row[len(row) - int(self._mask_sizes.sum()) :] = 1.0
+        return row, 0.0, False, True
 
     def close(self) -> None:
-        """Close; what is broken may not even do that, and nothing depends on it."""
+        """Close; a broken environment may fail at it, and nothing depends on it."""
         try:
             self._watch.call(self._row, self.env.close)
         except RowFaultError as fault:
             _LOGGER.warning(self._watch.describe(self._row, f"{fault}, when it was closed"))
 
-    def _checked_reset(self, **kwargs: Any) -> Any:
-        obs, info = self.env.reset(**kwargs)
-        self._check(obs, info)
-        return obs, self._mask_of(info)
-
-    def _checked_step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        self._check(obs, info, reward)
-        if not isinstance(reward, float):  # numpy no longer takes arrays of one for a number
-            reward = np.asarray(reward, np.float64).item()
-        for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            if not (isinstance(flag, bool | np.bool_) or (np.size(flag) == 1 and are_flags(flag))):
-                shown = " ".join(repr(flag).split())[:40]
-                raise RowFaultError(self._row, f"{name} is {shown}, neither true nor false")
-        # no action follows the last observation of an episode
-        mask = {} if terminated or truncated else self._mask_of(info)
-        return obs, reward, terminated, truncated, mask | self._metrics_of(info)
-
-    def _mask_of(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the mask of actions in an info, where one is asked for."""
-        if not self._mask_sizes:
-            if MASK_KEY in info and (MASK_KEY,) not in self._spaces:
-                _say_unused()
-            return {}
-        if MASK_KEY not in info:
-            raise RowFaultError(self._row, f"info has no {MASK_KEY}, which --info_mask asks for")
-        mask = flat_mask(info[MASK_KEY])
-        if mask.shape != (sum(self._mask_sizes),):
-            problem = f"{MASK_KEY} has {len(mask)} numbers, not {mask_words(self._mask_sizes)}"
-            raise RowFaultError(self._row, problem)
-        return {MASK_KEY: mask.astype(np.float32)}
-
-    def _metrics_of(self, info: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return the numbers in info["metrics"], which the logs hold as env/NAME."""
-        metrics = info.get("metrics")
-        if not isinstance(metrics, Mapping):
-            return {}
-        numbers = {}
-        for name, value in metrics.items():
-            with suppress(ValueError):  # of a list whose parts differ in length
-                array = np.asarray(value)
-                if array.size == 1 and array.dtype.kind in "biuf":
-                    numbers[str(name)] = float(array.item())
-                    continue
-            say_dropped(str(name), f"a {type(value).__name__}")
-        return {"metrics": numbers}
-
-    def _check(self, obs: Any, info: Any, reward: Any = 0.0) -> None:
-        """Refuse wrong shapes and types, and infinity, which without restarts the batch refuses."""
-        parts = {path: np.asarray(self._part(obs, path)) for path in self._spaces}
-        for path, part in parts.items():
-            space = self._spaces[path]
-            if part.shape != (shape := space.shape or ()):
-                problem = f"observation has shape {part.shape}, not {shape}"
-                raise RowFaultError(self._row, f"{problem}{_at(path)}")
-            # as the batch requires
-            if space.dtype is not None and not np.can_cast(part.dtype, space.dtype, "same_kind"):
-                problem = f"observation has type {part.dtype}, not {space.dtype}"
-                raise RowFaultError(self._row, f"{problem}{_at(path)}")
-        if not isinstance(reward, float):
-            if reward is None:
-                raise RowFaultError(self._row, "reward is None, not a number")
-            reward = np.asarray(reward, np.float64)  # raises for what is no number
-            if reward.size != 1:
-                raise RowFaultError(self._row, f"reward has shape {reward.shape}, not ()")
-        if not isinstance(info, Mapping):
-            shown = None if info is None else f"a {type(info).__name__}"
-            raise RowFaultError(self._row, f"info is {shown}, not a dict")
-        if self._max_restarts:
-            checks = [(f"observation{_at(p)}", part, MAX_OBSERVATION) for p, part in parts.items()]
-            checks.append(("reward", reward, MAX_REWARD))
-            for name, values, limit in checks:
-                array = np.asarray(values)
-                usable = np.abs(array) <= limit if array.dtype.kind == "f" else np.True_
-                if not usable.all():
-                    raise RowFaultError(self._row, f"{name} is {array[~usable].flat[0]}")
-            self._last_obs = copy.deepcopy(obs)
-
-    def _part(self, obs: Any, path: Path) -> Any:
+    def begin_again(self, life_seed: int, restarts: int, last_row: np.ndarray) -> None:
+        """Replace an environment whose process has ended; its next step is truncated."""
+        self.life_seed = life_seed
+        self.restarts = restarts
+        self.last_row = last_row
         try:
-            return pick(obs, path)
-        except (KeyError, IndexError, TypeError):
-            raise RowFaultError(self._row, f"observation has nothing{_at(path)}") from None
+            self._begin()
+        except RowFaultError as fault:
+            self._make_again(fault)
 
-    def _restart(self, fault: RowFaultError) -> None:
-        """Make the environment again; a fault meanwhile counts, the last one is raised."""
-        for attempt in itertools.count():
+    def _make_again(self, fault: RowFaultError) -> None:
+        """Make the environment again and start an episode; every attempt takes a restart."""
+        while True:
             if self.restarts >= self._max_restarts:
                 used = f" (after {self.restarts} restarts, --env_restarts)" * bool(self.restarts)
                 raise RowFaultError(self._row, f"{fault}{used}") from fault.__cause__
             self.restarts += 1
             problem = f"{fault}; made again, {self.restarts} of {self._max_restarts}"
             _LOGGER.warning(self._watch.describe(self._row, problem))
-            if attempt == 0:
-                self.close()
+            self.close()
             try:
                 self.env = self._watch.call(self._row, self._make)
-            except RowFaultError as another:
-                fault = RowFaultError(self._row, f"could not be made again: {another}")
-            else:
-                break
-        self.begin_again(self.life_seed, self.restarts)
+                return self._begin()
+            except RowFaultError as error:
+                fault = RowFaultError(self._row, f"could not be made again: {error}")
 
-    def begin_again(self, life_seed: int, restarts: int) -> None:
-        """Let the next reset begin what follows so many restarts."""
-        self.life_seed = life_seed
-        self.restarts = restarts
-        entropy = np.random.SeedSequence([life_seed, restarts])
-        self._new_seed = int(entropy.generate_state(1, np.uint64)[0]) >> 1
+    def _begin(self) -> None:
+        """Start the episode that follows the last restart."""
+        entropy = np.random.SeedSequence([self.life_seed, self.restarts])
+        seed = int(entropy.generate_state(1, np.uint64)[0]) >> 1
+        self._next_row = self._watch.call(self._row, self._reset, seed)
 
-    def _find_stateful(self) -> tuple[Any, list[TimeLimit[Any, Any]]]:
-        """Return the environment with get_state and set_state (else None), its time limits."""
-        env = self.env
-        limits: list[TimeLimit[Any, Any]] = []
-        while not has_protocol(env):
-            if isinstance(env, TimeLimit):
-                limits.append(env)
-            elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
-                # an environment without the protocol, or a wrapper that may hold state of its own
-                return None, []
-            env = env.env
-        return env, limits
+    def _reset(self, seed: int | None) -> np.ndarray:
+        obs, info = self.env.reset(seed=seed)
+        return self._row_of(obs, info)
+
+    def _step(self, action: Any) -> tuple[np.ndarray, float, bool, bool]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        reward = np.asarray(reward, np.float64).item()
+        if not abs(reward) <= MAX_REWARD:  # NaN is not
+            raise RowFaultError(None, f"reward is {reward}")
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if flag not in (True, False):
+                raise RowFaultError(None, f"{name} is {flag!r:.40}, neither true nor false")
+        metrics = info.get("metrics")
+        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+            self._on_metric(name, value)
+        # no action follows the last observation of an episode
+        row = self._row_of(obs, None if terminated or truncated else info)
+        self.last_row = row
+        return row, reward, bool(terminated), bool(truncated)
+
+    def _row_of(self, obs: Any, info: Any) -> np.ndarray:
+        """Return the row of an observation; at the end of an episode `info` is None."""
+        row = self._encoder([obs], 1)[0]
+        if not len(self._mask_sizes):
+            if info and MASK_KEY in info and all(p.kind != "mask" for p in self._encoder.parts):
+                _warn_of_mask()
+            return row
+        mask = np.ones(int(self._mask_sizes.sum()), np.float32)
+        if info is not None:
+            if MASK_KEY not in info:
+                raise RowFaultError(None, f"info has no {MASK_KEY}, which --info_mask asks for")
+            given = flat_mask(info[MASK_KEY])
+            if given.shape != mask.shape:
+                problem = f"{MASK_KEY} has {len(given)} numbers, not {len(mask)}, one per option"
+                raise RowFaultError(None, problem)
+            mask = given
+            check_masks(mask[None], self._mask_sizes)
+        return np.concatenate([row, mask])
 
     @property
     def can_snapshot(self) -> bool:
@@ -223,38 +347,33 @@ class GuardedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Return the state of the environment, its time limits and its restarts."""
         env, limits = self._find_stateful()
         counts = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
-        state = {**env.get_state(), **counts}
-        state |= {"guard/restarts": self.restarts, "guard/life_seed": self.life_seed}
-        kept = self._spaces if self._max_restarts else ()
-        return state | {_saved_as(path): pick(self._last_obs, path) for path in kept}
+        guard = {"guard/restarts": self.restarts, "guard/life_seed": self.life_seed}
+        if self._max_restarts:
+            guard["guard/last_row"] = self.last_row  # type: ignore[assignment]
+        return {**env.get_state(), **counts, **guard}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where `get_state` was called; the guard's own entries may lack."""
+        """Continue where `get_state` was called; entries of the guard may be missing."""
         env, limits = self._find_stateful()
         self.restarts = state.pop("guard/restarts", self.restarts)
         self.life_seed = state.pop("guard/life_seed", self.life_seed)
-        kept = {path: state.pop(_saved_as(path), None) for path in self._spaces}
-        if self._max_restarts and all(values is not None for values in kept.values()):
-            self._last_obs = rebuilt(self.env.observation_space, kept)
+        self.last_row = np.asarray(state.pop("guard/last_row", self.last_row), np.float32)
+        self._next_row = None
         for i, limit in enumerate(limits):
             limit._elapsed_steps = state.pop(f"time_limit/{i}")
         env.set_state(state)
 
-
-@cache
-def _say_unused() -> None:
-    _LOGGER.warning("info has an %s that is not used: --info_mask uses it", MASK_KEY)
-
-
-@cache
-def say_dropped(name: str, what: str) -> None:
-    """Say once that something in info["metrics"] is not one finite number."""
-    _LOGGER.warning("info['metrics'][%r] is %s, not one finite number: it is left out", name, what)
-
-
-def _at(path: Path) -> str:
-    return f" at {named(path)!r}" if path else ""
-
-
-def _saved_as(path: Path) -> str:
-    return "/".join(["guard/last_obs", *map(str, path)])
+    def _find_stateful(self) -> tuple[Any, list[TimeLimit[Any, Any]]]:
+        """Return the environment with get_state and set_state (else None), its time limits."""
+        env: Any = self.env
+        limits: list[TimeLimit[Any, Any]] = []
+        while not has_snapshots(env):
+            if isinstance(env, TimeLimit):
+                limits.append(env)
+            elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
+                return (
+                    None,
+                    [],
+                )  # a wrapper that may hold state, or an environment without snapshots
+            env = env.env
+        return env, limits

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import PositiveInt, TypeAdapter
 
 from rl_dist.errors import UserError
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
 Kind = Literal["vector", "plain", "image", "mask"]
-MOST_DESCRIBED = 8  # parts of an observation in one line
+MAX_DESCRIBED = 8  # parts of an observation in one line
+MAX_NUMBERS = 10**9  # in a row
+_FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])  # of parts
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,11 @@ class Part:
 
     @property
     def size(self) -> int:
-        """How many numbers it takes."""
+        """Count of its numbers."""
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """Return in words how a policy reads it."""
+        """Say how a policy reads it."""
         if self.kind == "image":
             return f"image {' x '.join(map(str, self.shape))} through the CNN"
         if self.kind == "mask":
@@ -56,7 +60,7 @@ class Layout:
 
     @staticmethod
     def vector(size: int) -> Layout:
-        """Return the layout of rows of that many plain numbers."""
+        """Return the layout of rows of `size` numbers that are normalised."""
         return Layout((Part("observation", "vector", (size,)),))
 
     @property
@@ -72,44 +76,34 @@ class Layout:
             first += part.size
 
     def columns(self, kind: Kind) -> list[int]:
-        """Return the places of all numbers of a kind."""
-        found = (
-            range(place.start, place.stop) for part, place in self.slices() if part.kind == kind
-        )
-        return [column for columns in found for column in columns]
+        """Return the columns of all numbers of a kind."""
+        places = [place for part, place in self.slices() if part.kind == kind]
+        return [column for place in places for column in range(place.start, place.stop)]
 
     def describe(self) -> str:
-        """Return in one line how a policy reads the parts, the first few in words."""
+        """Say in one line how a policy reads the first parts, and count the others."""
         if [part.name for part in self.parts] == ["observation"]:
             return self.parts[0].describe()
-        words = [f"{part.name}: {part.describe()}" for part in self.parts]
-        more = len(words) - MOST_DESCRIBED
-        return "; ".join(words[:MOST_DESCRIBED]) + (f"; and {more} more" if more > 0 else "")
+        shown = [f"{part.name}: {part.describe()}" for part in self.parts[:MAX_DESCRIBED]]
+        more = len(self.parts) - len(shown)
+        return "; ".join(shown) + f"; and {more} more" * (more > 0)
 
     def kinds(self) -> str:
         """Return kinds and shapes of the parts: what policies depend on, without names."""
         return " ".join(f"{part.kind}{list(part.shape)}" for part in self.parts)
 
     def to_json(self) -> str:
-        """Return it as a checkpoint stores it."""
+        """Return the layout as a checkpoint stores it."""
         return json.dumps([[part.name, part.kind, part.shape] for part in self.parts])
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Invert `to_json`; refuse what is no layout."""
-        try:
-            layout = Layout(
-                tuple(Part(str(name), kind, tuple(shape)) for name, kind, shape in json.loads(text))
-            )
-            lengths = [length for part in layout.parts for length in part.shape]
-            good = all(type(length) is int and 0 < length < 10**9 for length in lengths)
-            good = good and all(part.kind in get_args(Kind) for part in layout.parts)
-            good = good and all(
-                len(p.shape) == (3 if p.kind == "image" else 1) for p in layout.parts
-            )
-        except (ValueError, TypeError, RecursionError):
-            good = False
-        if not good or not layout.parts:
+        """Invert `to_json`; anything else is a UserError."""
+        layout = Layout(())
+        with suppress(ValueError):
+            layout = Layout(tuple(Part(*fields) for fields in _FIELDS.validate_json(text)))
+        fits = [len(part.shape) == (3 if part.kind == "image" else 1) for part in layout.parts]
+        if not fits or not all(fits) or layout.size > MAX_NUMBERS:
             raise UserError(f"the checkpoint is damaged: its layout is {text[:80]!r}")
         return layout
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,59 +18,53 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from envs.vector.adapter import to_tensors
-from envs.vector.faults import EnvironmentFaultError, WorkerFaultError
-from envs.vector.hangs import GRACE_S
-from envs.vector.layout import Layout, TorchEnv
+from envs.vector.guards import GRACE_S, EnvironmentFaultError
+from envs.vector.layout import TorchEnv
 from envs.workers.host import WorkerProcess
 from envs.workers.worker import FACTS, NO_ROW, env_columns, shared_arrays, status_columns
 
 _LOGGER = logging.getLogger(__name__)
-_STEP_KEY = "lifetime_step"
 CLOSE_S = 10.0  # for environments to close
-ANSWERS = ("obs", "rewards", "terminated", "truncated", "final_obs")
-
-
-@dataclass
-class _Part:
-    """The environments of one worker and group, and what was asked of them last."""
-
-    worker: int
-    group: int
-    rows: slice
-    number: int = 0  # of the question
-    name: str = ""  # of the question
-    has_begun_again: bool = False  # and its next step is the one that its end cut short
-
-    @property
-    def count(self) -> int:
-        return self.rows.stop - self.rows.start
+Question = tuple[int, str, int | None, tuple[Any, ...]]  # number, name, group, arguments
 
 
 @dataclass
 class _Worker:
     """A process, and the environments it holds of each group."""
 
+    index: int
     process: WorkerProcess
-    parts: list[_Part]
-    since_s: float = 0.0  # when it last said that work goes on
+    parts: list[_Part] = field(default_factory=list)
+    beats: int = 0  # seen last
+    since_s: float = 0.0  # time of the last beat
     problem: str = ""  # for which it was killed
+    last_words: str = ""
+
+
+@dataclass
+class _Part:
+    """The environments of one worker and group."""
+
+    worker: _Worker
+    group: int
+    rows: slice
+    question: Question | None = None  # that is not answered yet
 
 
 class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     """Environments in processes, each with a contiguous part of every group.
 
-    What a worker does is what `TorchVectorEnv` does in place, with the same numbers, seeds, guards
-    and snapshots, so the results are the same bit for bit. Arrays lie in shared memory; a step is
-    one short message to and from each worker, where Gymnasium's AsyncVectorEnv sends two for every
+    A worker does what `TorchVectorEnv` does in place, with the same numbers, seeds, guards and
+    snapshots, so the results are the same bit for bit. Arrays lie in shared memory; a step is one
+    short message to and from each worker, where Gymnasium's AsyncVectorEnv sends two for every
     environment, has one process for each, and ends with EOFError when one is killed.
 
     A worker that dies, or hangs where nothing can interrupt it, is a fault of its environments: it
-    is named, or with restarts left for all of them they begin again in a new process.
+    is named, or with restarts left for all of them they begin again in a new process, which first
+    answers what the dead one left unanswered.
     """
 
-    layout: Layout
-    spaces_json: str
-    can_snapshot: bool
+    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
         self,
@@ -96,49 +88,46 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         self.env_offset = env_offset
         self.device = torch.device(device)
         self.kind = kind
-        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
         self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._timeout_s = env_timeout
         self._max_restarts = env_restarts
         self._heartbeat = heartbeat
-        self._questions = 0
-        self._lifetime_steps = [0] * len(self.groups)
-        kept = {"env_timeout": env_timeout, "env_restarts": env_restarts, "kind": kind}
-        self._make = {"env_id": env_id, "env_offset": env_offset, "options": options | kept}
-        self._make["path"] = sys.path
+        self._num_questions = 0
+        self._lifetime_steps = [0] * len(self._groups)
+        options |= {"env_timeout": env_timeout, "env_restarts": env_restarts, "kind": kind}
+        self._make = {"env_id": env_id, "env_offset": env_offset, "options": options}
+        self._make["log_level"] = logging.getLogger().level
 
-        # files in memory, then the workers, the environments, and what is known only then
-        num_workers = min(num_workers, *(rows.stop - rows.start for rows in self.groups))
-        self._files = _memory_file(), _memory_file()
+        # files in memory, the workers, their environments, and the arrays that these need
+        num_workers = min(num_workers, *(rows.stop - rows.start for rows in self._groups))
+        self._files = [os.memfd_create("status"), os.memfd_create("environments")]
         self._status = shared_arrays(self._files[0], status_columns(num_workers))
-        self._beats = self._status["beats"].copy()
-        self._workers: list[_Worker] = []
         self._arrays: dict[str, np.ndarray] = {}
-        shares = [_split(rows, num_workers) for rows in self.groups]
+        self._workers: list[_Worker] = []
         try:
             for index in range(num_workers):
-                parts = [_Part(index, group, share[index]) for group, share in enumerate(shares)]
-                self._workers.append(_Worker(self._new_process(), parts))
-            self._begin()
+                self._workers.append(_Worker(index, WorkerProcess(*self._files)))
+            self._parts = [
+                _Part(worker, group, rows)
+                for group, group_rows in enumerate(self._groups)
+                for worker, rows in zip(self._workers, _split(group_rows, num_workers), strict=True)
+            ]
+            for part in self._parts:
+                part.worker.parts.append(part)
+            numbers = [self._begin(worker) for worker in self._workers]
+            facts = [
+                self._required(worker, number)
+                for worker, number in zip(self._workers, numbers, strict=True)
+            ][0]
         except BaseException:
             self.close()
             raise
-        _LOGGER.info("%s in %d worker processes", env_id, num_workers)
-
-    def _new_process(self) -> WorkerProcess:
-        return WorkerProcess(self._files, self._timeout_s)
-
-    def _begin(self) -> None:
-        """Make the environments, and the arrays that they need."""
-        facts = self._on_workers("begin", self._beginning)[0]
         for name in FACTS:
             setattr(self, name, facts[name])
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        num_obs, shape = self.single_observation_space.shape, self.single_action_space.shape
-        self._columns = env_columns(self.num_envs, num_obs[0], shape)  # type: ignore[index, arg-type]
-        self._on_workers("share", lambda index: (self._columns,))
-        self._arrays = shared_arrays(self._files[1], self._columns)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._arrays = shared_arrays(self._files[1], env_columns(num_envs, self))
+        _LOGGER.info("%s in %d worker processes", env_id, num_workers)
 
     @property
     def groups(self) -> list[slice]:
@@ -146,72 +135,71 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         return self._groups
 
     @property
-    def num_workers(self) -> int:
-        """Number of processes."""
-        return len(self._workers)
+    def restarts(self) -> list[int]:
+        """Number of times that each environment was made again, [B]."""
+        return self._arrays["restarts"].tolist()
 
     @property
-    def restarts(self) -> list[int]:
-        """How often each environment was made again, [B]."""
-        return self._arrays["restarts"].tolist()
+    def process_ids(self) -> list[int]:
+        """Process of each worker."""
+        return [worker.process.pid for worker in self._workers]
 
     # ---- what a vector environment does
 
     def reset(
-        self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments, as `TorchVectorEnv` does."""
         if seed is not None:
-            if isinstance(seed, int) or len(seed) != self.num_envs:
-                raise ValueError(f"seed must be a list of {self.num_envs} integers, got {seed}")
-            self._arrays["life_seeds"][:] = list(seed)
-            self._lifetime_steps = [0] * len(self.groups)
-        self._on_parts("reset", lambda rows: (None if seed is None else list(seed[rows]),))
+            self._arrays["life_seeds"][:] = seed
+            self._lifetime_steps = [0] * len(self._groups)
+        self._on_parts("reset", lambda rows: (seed and seed[rows],))
         return self._tensors(slice(0, self.num_envs), "obs")[0], {}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Step all environments, as `TorchVectorEnv` does."""
-        for group, rows in enumerate(self.groups):
+        for group, rows in enumerate(self._groups):
             self.send(actions[rows], group)
-        self._read([part for worker in self._workers for part in worker.parts])
-        return self._answers(slice(0, self.num_envs))
+        return self._outcome(self._parts, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Let a group step by its actions [its environments, ...], and return at once."""
-        rows = self.groups[group]
-        wanted = (rows.stop - rows.start, *(self.single_action_space.shape or ()))
-        if tuple(actions.shape) != wanted:
-            raise ValueError(f"actions must have shape {wanted}, got {tuple(actions.shape)}")
-        kind = "float" if actions.is_floating_point() else "int"
-        self._arrays[f"{kind}_actions"][rows] = actions.detach().cpu().numpy()
+        """Let a group step by its actions [rows of it, ...], and return before it has."""
+        self._arrays["actions"][self._groups[group]] = actions.detach().cpu().numpy()
         self._lifetime_steps[group] += 1
-        for worker in self._workers:
-            self._ask(worker.parts[group], "step", kind)
+        for part in self._parts_of(group):
+            self._ask(part, "step")
 
     def recv(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Wait for a group's step; return what `step` does, of its environments."""
-        self._read([worker.parts[group] for worker in self._workers])
-        return self._answers(self.groups[group])
+        """Wait for a group's step; return what `step` returns, of its environments."""
+        return self._outcome(self._parts_of(group), self._groups[group])
+
+    def _parts_of(self, group: int) -> list[_Part]:
+        return [part for part in self._parts if part.group == group]
+
+    def _outcome(
+        self, parts: Sequence[_Part], rows: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        self._read(parts)
+        names = ("obs", "rewards", "terminated", "truncated", "final_obs")
+        obs, rewards, terminated, truncated, final_obs = self._tensors(rows, *names)
+        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+
+    def _tensors(self, rows: slice, *names: str) -> list[Tensor]:
+        """Return fresh tensors of some rows."""
+        return to_tensors([self._arrays[name][rows].copy() for name in names], self.device)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of what environments reported, as `TorchVectorEnv` does."""
-        parts = [p for w in self._workers for p in w.parts if not p.has_begun_again]
-        for part in parts:
-            self._ask(part, "take_metrics")
-        found: dict[str, tuple[float, int]] = {}
-        for part in parts:
-            # of a worker that has ended there is nothing; the next step finds its end
-            metrics = self._next(self._workers[part.worker], part.number)[1]
-            for name, (total, count) in (metrics or {}).items():
-                sums = found.get(name, (0.0, 0))
-                found[name] = (sums[0] + total, sums[1] + count)
-        return found
+        metrics: dict[str, tuple[float, int]] = {}
+        for reported in self._on_parts("take_metrics"):
+            for name, (total, count) in reported.items():
+                before = metrics.get(name, (0.0, 0))
+                metrics[name] = before[0] + total, before[1] + count
+        return metrics
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
         states = self._on_parts("get_state")
-        while None in states:  # of environments that have begun again meanwhile
-            states = self._on_parts("get_state")
         return {
             name: torch.from_numpy(np.concatenate([state[name] for state in states]))
             for name in states[0]
@@ -221,7 +209,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         """Continue exactly where `get_state` was called, on any number of workers."""
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in state.items()}
         self._on_parts("set_state", lambda rows: ({n: a[rows] for n, a in arrays.items()},))
-        self._lifetime_steps = [int(state[_STEP_KEY][0])] * len(self.groups)
+        self._lifetime_steps = [int(state["lifetime_step"][0])] * len(self._groups)
 
     def close_extras(self, **kwargs: Any) -> None:
         """Let the workers close their environments and end, in whatever way."""
@@ -230,7 +218,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             worker.process.send((0, "close", None, ()))
         for worker in self._workers:
             while reply := worker.process.receive(partial(self._hurry, worker, until_s)):
-                self._log(reply)
+                self._log(worker, reply)
             worker.process.end()
         for file in self._files:
             os.close(file)
@@ -241,123 +229,94 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             _LOGGER.warning("%s: worker process %d did not close", self.env_id, worker.process.pid)
             worker.process.kill()
 
-    def _answers(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        obs, rewards, terminated, truncated, final_obs = self._tensors(rows, *ANSWERS)
-        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
-
-    def _tensors(self, rows: slice, *names: str) -> list[Tensor]:
-        """Return fresh tensors of some rows."""
-        return to_tensors([self._arrays[name][rows].copy() for name in names], self.device)
-
     # ---- questions and answers
 
     def _on_parts(self, name: str, args: Callable[[slice], tuple] = lambda rows: ()) -> list[Any]:
         """Ask all parts; return their answers in the order of environments."""
-        by_group = [[worker.parts[g] for worker in self._workers] for g in range(len(self.groups))]
-        parts = [part for parts in by_group for part in parts]
-        # the truncation of a part that has begun again waits for its next step
-        pending = [part for part in parts if part.has_begun_again and name == "get_state"]
-        for part in parts:
-            part.has_begun_again = False
+        for part in self._parts:
             self._ask(part, name, *args(part.rows))
-        answers = self._read(parts)
-        for part in pending:
-            part.has_begun_again = True
-        return answers
+        return self._read(self._parts)
 
     def _ask(self, part: _Part, name: str, *args: Any) -> None:
-        self._questions += 1
-        part.number, part.name = self._questions, name
-        if not part.has_begun_again:
-            message = self._questions, name, part.group, args
-            self._workers[part.worker].process.send(message)
+        self._num_questions += 1
+        part.question = self._num_questions, name, part.group, args
+        part.worker.process.send(part.question)
 
     def _read(self, parts: Sequence[_Part]) -> list[Any]:
         """Return all answers; of several faults the one of the first environment is raised."""
-        found, problems = [], []
+        answers, faults = [], []
         for part in parts:
             try:
-                found.append(self._answer(part))
+                answers.append(self._answer(part))
             except EnvironmentFaultError as fault:
-                problems.append(fault)
-        if problems:
-            raise problems[0]
-        return found
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+        return answers
 
     def _answer(self, part: _Part) -> Any:
-        worker = self._workers[part.worker]
-        while not part.has_begun_again:
-            found, value = self._next(worker, part.number)
-            if found:
-                return value
-            self._begin_again(worker, part)
-        part.has_begun_again = part.name == "get_state"  # else the step that was cut short
-        return None
+        """Return the answer to a part's question, by a new process if its own has ended."""
+        assert part.question is not None
+        while (reply := self._reply(part.worker, part.question[0])) is None:
+            self._begin_again(part)
+        part.question = None
+        return _value(reply)
 
-    def _on_workers(self, name: str, args: Callable[[int], tuple]) -> list[Any]:
-        """Ask all workers what is about all their parts."""
-        self._questions += 1
-        for index, worker in enumerate(self._workers):
-            worker.process.send((self._questions, name, None, args(index)))
-        return [self._of_worker(worker) for worker in self._workers]
-
-    def _of_worker(self, worker: _Worker) -> Any:
-        found, value = self._next(worker, self._questions)
-        if not found:
-            raise self._fault(worker, 0)
-        return value
-
-    def _beginning(self, index: int) -> tuple[Any, ...]:
-        chunks = [(part.rows.start, part.count) for part in self._workers[index].parts]
-        level = logging.getLogger().level
-        return index, self.num_workers, level, chunks, self._make
-
-    def _next(self, worker: _Worker, number: int) -> tuple[bool, Any]:
-        """Wait for the answer to a question; not found: the worker has ended."""
+    def _reply(self, worker: _Worker, number: int) -> tuple[Any, ...] | None:
+        """Wait for the reply to a question; None: the worker has ended."""
         worker.since_s = time.monotonic()
         while reply := worker.process.receive(partial(self._look_after, worker)):
             if reply[0] == number:
-                if reply[1] is not None:
-                    raise reply[1]
-                return True, reply[2]
-            self._log(reply)  # else of a question that a fault cut short
-        return False, None
+                return reply
+            self._log(worker, reply)
+        return None
 
-    def _log(self, reply: tuple[int | None, Any, Any]) -> None:
-        if reply[0] is None:
-            logging.getLogger(reply[1]).log(*reply[2])
+    def _log(self, worker: _Worker, reply: tuple[int | None, str, tuple[int, str]]) -> None:
+        """Log what a worker says; without a name these are its last words."""
+        number, name, record = reply
+        if number is None and name:
+            logging.getLogger(name).log(*record)
+        elif number is None:
+            worker.last_words = record[1]
+
+    def _send(self, worker: _Worker, name: str, group: int | None, *args: Any) -> int:
+        """Ask a worker; return the number of the question."""
+        self._num_questions += 1
+        worker.process.send((self._num_questions, name, group, args))
+        return self._num_questions
+
+    def _required(self, worker: _Worker, number: int) -> Any:
+        """Return a worker's answer to a question; its end is a fault."""
+        reply = self._reply(worker, number)
+        if reply is None:
+            raise self._fault(worker, 0)
+        return _value(reply)
 
     # ---- workers that end
 
     def _look_after(self, worker: _Worker) -> None:
-        """Say that work goes on as long as it does; kill a worker in which nothing moves."""
-        index = worker.parts[0].worker
-        moved = self._status["beats"] != self._beats  # [workers]
-        self._beats = self._status["beats"].copy()
-        now_s = time.monotonic()
-        if moved.any():
+        """Report that work goes on as long as it does; kill a worker in which nothing moves."""
+        beats, now_s = int(self._status["beats"][worker.index]), time.monotonic()
+        if beats != worker.beats:
+            worker.beats, worker.since_s = beats, now_s
             self._heartbeat()
-        if moved[index]:
-            worker.since_s = now_s
         limit_s = self._timeout_s + GRACE_S + 1.0  # the worker itself knows sooner, if it can
         if self._arrays and self._timeout_s and now_s - worker.since_s > limit_s:
             worker.problem = f"did not come back within {self._timeout_s:g} s (--env_timeout)"
             worker.process.kill()
 
-    def _fault(self, worker: _Worker, step: int) -> WorkerFaultError:
+    def _fault(self, worker: _Worker, step: int) -> EnvironmentFaultError:
         """Return why a worker has ended, in one line."""
-        index = worker.parts[0].worker
         how = worker.process.end()
-        last_words = self._status["last_words"][index].tobytes().rstrip(b"\0")
-        if last_words:
-            return WorkerFaultError(last_words.decode(errors="replace"))
-        row, numbers = int(self._status["row"][index]), self._numbers(worker)
+        if worker.last_words:
+            return EnvironmentFaultError(worker.last_words)
+        row, numbers = int(self._status["row"][worker.index]), self._numbers(worker)
         number = f"one of {numbers}" if row == NO_ROW else str(row)
         problem = worker.problem
         if not problem:
             problem = f"its worker process {worker.process.pid} (environments {numbers}) {how}"
-        named = f"{self.kind} {self.env_id} number {number} at its step {step}"
-        return WorkerFaultError(f"{named}: {problem}")
+        where = f"{self.kind} {self.env_id} number {number} at its step {step}"
+        return EnvironmentFaultError(f"{where}: {problem}")
 
     def _numbers(self, worker: _Worker) -> str:
         """Return the global numbers of a worker's environments."""
@@ -365,48 +324,45 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         ranges = [f"{first + p.rows.start}..{first + p.rows.stop - 1}" for p in worker.parts]
         return " and ".join(ranges)
 
-    def _begin_again(self, worker: _Worker, cause: _Part) -> None:
-        """Put a new process in the place of one that has ended, or raise its fault."""
-        index = cause.worker
-        fault = self._fault(worker, self._lifetime_steps[cause.group])
-        restarts = self._arrays["restarts"]
+    def _begin_again(self, part: _Part) -> None:
+        """Put a new process in the place of a part's, which has ended, or raise its fault."""
+        worker, restarts = part.worker, self._arrays["restarts"]
+        fault = self._fault(worker, self._lifetime_steps[part.group])
         used = max(int(restarts[part.rows].max()) for part in worker.parts)
-        if used >= self._max_restarts or cause.name == "set_state":
+        if used >= self._max_restarts:
             again = f" (after {used} restarts, --env_restarts)" if used else ""
-            raise WorkerFaultError(f"{fault}{again}")
+            raise EnvironmentFaultError(f"{fault}{again}")
         numbers = self._numbers(worker)
         _LOGGER.warning("%s; %s are made again in a new process", fault, numbers)
-        self._status["last_words"][index] = 0
-        self._status["row"][index] = NO_ROW
-        worker.process, worker.problem = self._new_process(), ""
-        for name, args in (("begin", self._beginning(index)), ("share", (self._columns,))):
-            self._questions += 1
-            worker.process.send((self._questions, name, None, args))
-            self._of_worker(worker)
-        for part in worker.parts:
-            rows, last_obs = part.rows, self._arrays["obs"][part.rows].copy()
-            life_seeds = self._arrays["life_seeds"][rows].tolist()
-            counts = (restarts[rows] + 1).tolist()
-            step = self._lifetime_steps[part.group]
-            self._questions += 1
-            args = life_seeds, counts, step
-            worker.process.send((self._questions, "begin_again", part.group, args))
-            self._of_worker(worker)
-            self._arrays["final_obs"][rows] = last_obs
-            self._arrays["rewards"][rows] = 0.0
-            self._arrays["terminated"][rows] = False
-            self._arrays["truncated"][rows] = True
-            part.has_begun_again = True
+        self._status["row"][worker.index] = NO_ROW
+        worker.process, worker.problem, worker.last_words = WorkerProcess(*self._files), "", ""
+        self._required(worker, self._begin(worker))
+        for each in worker.parts:
+            restarts[each.rows] += 1
+            is_stepping = each.question is not None and each.question[1] == "step"
+            steps_before = self._lifetime_steps[each.group] - is_stepping
+            number = self._send(worker, "begin_again", each.group, steps_before)
+            self._required(worker, number)
+        for each in worker.parts:
+            if each.question:
+                worker.process.send(each.question)
+
+    def _begin(self, worker: _Worker) -> int:
+        """Let a worker make its environments; its answer are facts of them."""
+        groups = [part.rows for part in worker.parts]
+        args = worker.index, len(self._workers), self.num_envs, groups, self._make
+        return self._send(worker, "begin", None, *args)
+
+
+def _value(reply: tuple[Any, ...]) -> Any:
+    """Return the value of a reply, or raise its problem."""
+    _, problem, value = reply
+    if problem is not None:
+        raise problem
+    return value
 
 
 def _split(rows: slice, count: int) -> list[slice]:
     """Split rows into contiguous slices that differ in length by one at most."""
     edges = [rows.start + (rows.stop - rows.start) * i // count for i in range(count + 1)]
-    return [slice(first, last) for first, last in zip(edges, edges[1:], strict=False)]
-
-
-def _memory_file() -> int:
-    with contextlib.suppress(AttributeError, OSError):  # another system, or a strict container
-        return os.memfd_create("environments")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    return [slice(first, last) for first, last in pairwise(edges)]

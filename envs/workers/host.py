@@ -8,8 +8,6 @@ ignores stop signals, and it and the workers die with the rank, however that end
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import select
 import signal
@@ -22,68 +20,59 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from envs.vector.faults import WorkerFaultError
-from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent
+from envs.vector.guards import EnvironmentFaultError
+from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent, how_it_ended
 
-_LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # between two looks at a worker that is waited for
-START_S = 120.0  # at least, for the host to import what workers need
-_MESSAGE_BYTES = 4096
+ANSWER_S = 120.0  # longest time for an answer of the host, which first imports what workers need
+_MAX_BYTES = 64  # of a message
 
 
 class WorkerHost:
     """The host as its rank sees it."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()
+        self._owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         code = "from envs.workers.host import serve; serve()"
         # -P: the current directory is no place for modules unless the rank looks there, too
         command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())]
-        paths = os.pathsep.join(sys.path)
         with theirs:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             )
 
     @property
     def lives(self) -> bool:
         """Whether this process may ask it for workers."""
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self, limit_s: float, *descriptors: int) -> int:
+    def fork(self, *descriptors: int) -> int:
         """Fork a worker that gets these descriptors; return its process id."""
-        return self._ask({"fork": True}, limit_s and max(limit_s, START_S), descriptors)
+        return self._ask("fork", *descriptors)
 
-    def exit_code(self, limit_s: float, pid: int) -> int:
+    def exit_code(self, pid: int) -> int:
         """Kill a worker if it still runs; return its code, or minus its signal's number."""
-        return self._ask({"wait": pid}, limit_s)
+        return self._ask(f"wait {pid}")
 
-    def _ask(
-        self, question: dict[str, Any], limit_s: float, descriptors: tuple[int, ...] = ()
-    ) -> int:
-        """Return the answer of the host; one that does not come within the limit ends it."""
-        self._socket.settimeout(limit_s or None)
+    def _ask(self, question: str, *descriptors: int) -> int:
+        answer = b""
+        self._socket.settimeout(ANSWER_S)
         try:
-            socket.send_fds(self._socket, [json.dumps(question).encode()], descriptors)
-            answer = self._socket.recv(_MESSAGE_BYTES)
-        except OSError as error:
-            answer = b""
-            if isinstance(error, TimeoutError):
-                problem = "the host of worker processes (process %d) did not answer within %g s: "
-                problem += "it and they are ended"
-                _LOGGER.warning(problem, self._process.pid, limit_s)
-                self._process.kill()
-                self._process.wait()
+            socket.send_fds(self._socket, [question.encode()], descriptors)
+            answer = self._socket.recv(_MAX_BYTES)
+        except TimeoutError:
+            self._process.kill()
+            self._process.wait()
+        except OSError:
+            pass  # it has ended
         if not answer:
-            raise WorkerFaultError("the host of worker processes has ended: see the lines above")
-        value = json.loads(answer)
-        if isinstance(value, list):
-            raise OSError(*value)
-        return value
+            problem = f"the host of worker processes (process {self._process.pid}) ended or hung"
+            raise EnvironmentFaultError(f"{problem}: see the lines above")
+        return int(answer)
 
 
 _host: WorkerHost | None = None
@@ -98,21 +87,20 @@ def host() -> WorkerHost:
 
 
 class WorkerProcess:
-    """One worker as its rank sees it; it says nothing about environments."""
+    """One worker as its rank sees it; it knows nothing of environments."""
 
-    def __init__(self, descriptors: tuple[int, ...], limit_s: float) -> None:
-        """Start it within the limit (0: any), as its end must come."""
+    def __init__(self, *descriptors: int) -> None:
         ours, theirs = socket.socketpair()
+        self._end = ""
         self._host = host()
-        self._limit_s = limit_s
         with theirs:
-            self.pid = self._host.fork(limit_s, theirs.fileno(), *descriptors)
+            self.pid = self._host.fork(theirs.fileno(), *descriptors)
         self._connection = Connection(ours.detach())
         self._poll = select.poll()
         self._poll.register(self._connection.fileno(), select.POLLIN)
 
     def send(self, message: Any) -> None:
-        """Send a message; one that nobody can get is lost."""
+        """Send a message; one to a worker that has ended is lost."""
         with suppress(OSError):
             self._connection.send(message)
 
@@ -126,20 +114,19 @@ class WorkerProcess:
             return None
 
     def kill(self) -> None:
-        """End the worker, which is then found dead."""
+        """End the worker; `receive` then returns None."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Make sure of its end; say how it came."""
-        self._connection.close()
-        try:
-            code = self._host.exit_code(self._limit_s, self.pid)
-        except (OSError, WorkerFaultError):
-            return "ended with its host"
-        known = -code in {one.value for one in signal.Signals}
-        name = signal.Signals(-code).name if known else f"signal {-code}"
-        return f"ended with code {code}" if code >= 0 else f"was ended by {name}"
+        """Make sure that it has ended; say how. Its process id is free afterwards."""
+        if not self._end:
+            self._connection.close()
+            try:
+                self._end = how_it_ended(self._host.exit_code(self.pid))
+            except EnvironmentFaultError:
+                self._end = "ended with its host"
+        return self._end
 
 
 # ---- in the host
@@ -154,20 +141,16 @@ def serve() -> None:
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:
-        data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 8)
+        data, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 8)
         if not data:
             return
-        question = json.loads(data)
-        answer: Any
-        try:
-            if "fork" in question:
-                answer = _fork(channel, work, descriptors)
-            else:
-                os.kill(question["wait"], signal.SIGKILL)
-                answer = os.waitstatus_to_exitcode(os.waitpid(question["wait"], 0)[1])
-        except OSError as error:
-            answer = [error.errno or 0, error.strerror or str(error)]
-        channel.sendall(json.dumps(answer).encode())
+        if data == b"fork":
+            answer = _fork(channel, work, descriptors)
+        else:
+            pid = int(data.split()[1])
+            os.kill(pid, signal.SIGKILL)
+            answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        channel.sendall(str(answer).encode())
 
 
 def _fork(channel: socket.socket, work: Callable[..., None], descriptors: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""A worker: it steps chunks of environments as a rank does in place."""
+"""A worker: it steps environments of each group as a rank does in place."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import mmap
 import os
 import random
-import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,48 +19,40 @@ import torch
 
 from envs import make_vector_env
 from envs.vector.adapter import TorchVectorEnv
-from envs.vector.faults import EnvironmentFaultError
-from envs.vector.hangs import own_place_of
+from envs.vector.guards import EnvironmentFaultError
+from envs.vector.layout import TorchEnv
 from rl_dist.errors import one_line
 
 NO_ROW = -1
-LAST_WORDS_BYTES = 1000
-_LOGGER = logging.getLogger(__name__)
-# of the adapter, for the environment that stands for all chunks
-FACTS = (
-    "layout",
-    "single_observation_space",
-    "single_action_space",
-    "spaces_json",
-    "can_snapshot",
-)
+# attributes of a worker's environments that hold for those of all workers
+FACTS = ("layout", "single_observation_space", "single_action_space", "spaces_json", "can_snapshot")
 Columns = Mapping[str, tuple[tuple[int, ...], str]]  # shape and type by name
 
 
 def status_columns(num_workers: int) -> Columns:
-    """Return what each worker says without a message."""
-    return {
-        "beats": ((num_workers,), "i8"),  # grows while work goes on
-        "row": ((num_workers,), "i8"),  # global number of the environment that it is in
-        "last_words": ((num_workers, LAST_WORDS_BYTES), "u1"),
-    }
+    """Return what each worker reports without a message.
+
+    "beats" grow while work goes on; "row" is the global number of the environment that it is in.
+    """
+    return {"beats": ((num_workers,), "i8"), "row": ((num_workers,), "i8")}
 
 
-def env_columns(num_envs: int, num_obs: int, action_shape: tuple[int, ...]) -> Columns:
+def env_columns(num_envs: int, env: TorchEnv) -> Columns:
     """Return what goes to environments and comes from them, [B, ...]."""
-    numbers = ("rewards", "f8"), ("terminated", "?"), ("truncated", "?")
-    counts = ("restarts", "i8"), ("life_seeds", "i8")
+    action_shape = env.single_action_space.shape
+    action_type = "f8" if env.single_action_space.dtype.kind == "f" else "i8"
+    numbers = {"rewards": "f8", "terminated": "?", "truncated": "?"}
+    numbers |= {"restarts": "i8", "life_seeds": "i8"}
     return {
-        "int_actions": ((num_envs, *action_shape), "i8"),
-        "float_actions": ((num_envs, *action_shape), "f8"),
-        "obs": ((num_envs, num_obs), "f4"),
-        "final_obs": ((num_envs, num_obs), "f4"),
-        **{name: ((num_envs,), kind) for name, kind in (*numbers, *counts)},
+        "actions": ((num_envs, *action_shape), action_type),
+        "obs": ((num_envs, env.layout.size), "f4"),
+        "final_obs": ((num_envs, env.layout.size), "f4"),
+        **{name: ((num_envs,), kind) for name, kind in numbers.items()},
     }
 
 
 def shared_arrays(descriptor: int, columns: Columns) -> dict[str, np.ndarray]:
-    """Map arrays onto a file in memory: whoever maps it shares them."""
+    """Map arrays onto a file in memory: all processes that map it share them."""
     offsets: dict[str, int] = {}
     size = 0
     for name, (shape, kind) in columns.items():
@@ -75,61 +67,14 @@ def shared_arrays(descriptor: int, columns: Columns) -> dict[str, np.ndarray]:
     }
 
 
-class Chunk:
-    """Environments of one worker that step together, and their rows."""
-
-    def __init__(self, env: TorchVectorEnv, rows: slice) -> None:
-        self.env = env
-        self.rows = rows
-        self.arrays: dict[str, np.ndarray] = {}
-
-    def _write(self, **columns: Any) -> None:
-        counts = {"restarts": self.env.restarts, "life_seeds": self.env.life_seeds}
-        for name, values in (columns | counts).items():
-            self.arrays[name][self.rows] = values
-
-    def reset(self, seeds: list[int] | None) -> None:
-        """Start all; see `TorchVectorEnv.reset`."""
-        self._write(obs=self.env.reset(seed=seeds)[0])
-
-    def begin_again(self, life_seeds: list[int], restarts: list[int], lifetime_step: int) -> None:
-        """Start all in the place of environments whose process has ended."""
-        self._write(obs=self.env.begin_again(life_seeds, restarts, lifetime_step)[0])
-
-    def step(self, kind: str) -> None:
-        """Step by the actions in the shared arrays."""
-        actions = torch.from_numpy(self.arrays[f"{kind}_actions"][self.rows])
-        obs, rewards, terminated, truncated, info = self.env.step(actions)
-        self._write(
-            obs=obs,
-            rewards=rewards,
-            terminated=terminated,
-            truncated=truncated,
-            final_obs=info["final_obs"],
-        )
-
-    def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return what the environments reported of themselves since the last call."""
-        return self.env.take_metrics()
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Return all the future depends on, as arrays: torch would send tensors by files."""
-        return {name: tensor.numpy() for name, tensor in self.env.get_state().items()}
-
-    def set_state(self, state: dict[str, np.ndarray]) -> None:
-        """Continue exactly where `get_state` was called."""
-        self.env.set_state({name: torch.from_numpy(array) for name, array in state.items()})
-        self._write()
-
-
 class Worker:
-    """Answers what the rank asks, in order."""
+    """Answers what the rank asks, in order. A group is a batch and its rows."""
 
     def __init__(self, connection: int, status: int, data: int) -> None:
         self._connection = Connection(connection)
         self._sending = threading.Lock()
-        self._status, self._data = status, data
-        self._chunks: list[Chunk] = []
+        self._files = status, data
+        self._groups: list[tuple[TorchVectorEnv, slice]] = []
         self._active: TorchVectorEnv | None = None
 
     def run(self) -> None:
@@ -145,84 +90,108 @@ class Worker:
                 if group is None:
                     value = getattr(self, name)(*args)
                 else:
-                    self._active = self._chunks[group].env
-                    value = getattr(self._chunks[group], name)(*args)
-            except EnvironmentFaultError as fault:
-                problem = fault
-            except ValueError as error:
-                problem = ValueError(str(error))
+                    self._active, rows = self._groups[group]
+                    value = getattr(self, name)(self._active, rows, *args)
+            except (EnvironmentFaultError, ValueError) as error:
+                kind = ValueError if isinstance(error, ValueError) else EnvironmentFaultError
+                problem = kind(str(error))
             except Exception as error:
                 traceback.print_exc()
                 problem = RuntimeError(one_line(error))
-            self._here["row"][0] = NO_ROW
+            self._row[0] = NO_ROW
             self.send((number, problem, value))
             if name == "close":
                 return
 
     def send(self, message: Any) -> None:
-        """Send a message; threads may."""
-        with self._sending:
+        """Send a message; threads may. One that nobody can get is lost."""
+        with self._sending, suppress(OSError):
             self._connection.send(message)
 
+    # ---- questions about all groups
+
     def begin(
-        self, index: int, num_workers: int, log_level: int, chunks: list[Any], make: dict[str, Any]
+        self, index: int, num_workers: int, num_envs: int, groups: list[slice], make: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make chunks, each (first row, number of environments); return FACTS."""
-        arrays = shared_arrays(self._status, status_columns(num_workers))
-        self._here = {name: array[index : index + 1] for name, array in arrays.items()}
+        """Make the environments of this worker, one for each row; return FACTS."""
+        status = shared_arrays(self._files[0], status_columns(num_workers))
+        self._beats, self._row = (status[name][index : index + 1] for name in ("beats", "row"))
         logging.getLogger().addHandler(_Forward(self))
-        logging.getLogger().setLevel(log_level)
+        logging.getLogger().setLevel(make["log_level"])
         logging.captureWarnings(True)
-        threading.excepthook = self._log_end_of_thread
-        sys.path[:] = make["path"]
-        # what shares a generator of its process shall not draw the same in every one
-        first = make["env_offset"] + chunks[0][0]
+        # forked workers share the states of these generators
+        first = make["env_offset"] + groups[0].start
         random.seed(first)
         np.random.seed(first % 2**32)  # noqa: NPY002  # which old environments draw from
         torch.manual_seed(first)
-        for row, count in chunks:
-            own = {
-                "env_offset": make["env_offset"] + row,
-                "end": self._end,
-                "heartbeat": self._beat,
-            }
-            env = make_vector_env(make["env_id"], count, **make["options"], **own)
-            self._chunks.append(Chunk(env, slice(row, row + count)))
-        return {name: getattr(self._chunks[0].env, name) for name in FACTS}
-
-    def share(self, columns: Columns) -> None:
-        """Share arrays with the rank from now on."""
-        arrays = shared_arrays(self._data, columns)
-        for chunk in self._chunks:
-            chunk.arrays = arrays
+        for rows in groups:
+            env = make_vector_env(
+                make["env_id"],
+                rows.stop - rows.start,
+                env_offset=make["env_offset"] + rows.start,
+                end=self._end,
+                heartbeat=self._beat,
+                **make["options"],
+            )
+            self._groups.append((env, rows))
+        env = self._groups[0][0]
+        self._arrays = shared_arrays(self._files[1], env_columns(num_envs, env))
+        return {name: getattr(env, name) for name in FACTS}
 
     def close(self) -> None:
         """Close all environments."""
-        for chunk in self._chunks:
-            self._active = chunk.env
-            chunk.env.close()
+        for env, _ in self._groups:
+            self._active = env
+            env.close()
 
-    def _log_end_of_thread(self, args: threading.ExceptHookArgs) -> None:
-        """Warn of a thread of an environment that an exception has ended."""
-        error = args.exc_value
-        if error is None or isinstance(error, SystemExit):
-            return
-        envs = [chunk.env for chunk in self._chunks]
-        numbers = [f"{env.env_offset}..{env.env_offset + env.num_envs - 1}" for env in envs]
-        where = f"worker process {os.getpid()} of {envs[0].env_id} ({' and '.join(numbers)})"
-        why = f"{one_line(error)}{own_place_of(error)}"
-        _LOGGER.warning("%s: a thread ended: %s", where, why)
+    # ---- questions about one group
+
+    def reset(self, env: TorchVectorEnv, rows: slice, seeds: list[int] | None) -> None:
+        """Start all environments."""
+        self._write(env, rows, obs=env.reset(seed=seeds)[0])
+
+    def step(self, env: TorchVectorEnv, rows: slice) -> None:
+        """Step by the actions in the shared arrays."""
+        outcome = env.step(torch.from_numpy(self._arrays["actions"][rows]))
+        columns = dict(zip(("obs", "rewards", "terminated", "truncated"), outcome[:4], strict=True))
+        self._write(env, rows, **columns, final_obs=outcome[4]["final_obs"])
+
+    def begin_again(self, env: TorchVectorEnv, rows: slice, lifetime_step: int) -> None:
+        """Replace environments whose process has ended; the next step is truncated."""
+        kept = (self._arrays[name][rows] for name in ("life_seeds", "restarts", "obs"))
+        env.begin_again(lifetime_step, *kept)
+        self._write(env, rows)
+
+    def take_metrics(self, env: TorchVectorEnv, rows: slice) -> dict[str, tuple[float, int]]:
+        """Return what the environments reported since the last call."""
+        return env.take_metrics()
+
+    def get_state(self, env: TorchVectorEnv, rows: slice) -> dict[str, np.ndarray]:
+        """Return all the future depends on, as arrays: torch would send tensors by files."""
+        return {name: tensor.numpy() for name, tensor in env.get_state().items()}
+
+    def set_state(self, env: TorchVectorEnv, rows: slice, state: dict[str, np.ndarray]) -> None:
+        """Continue exactly where `get_state` was called."""
+        env.set_state({name: torch.from_numpy(array) for name, array in state.items()})
+        self._write(env, rows)
+
+    def _write(self, env: TorchVectorEnv, rows: slice, **columns: Any) -> None:
+        """Write columns, and what a new process needs if this one ends."""
+        columns |= {"restarts": env.restarts, "life_seeds": env.life_seeds}
+        for name, values in columns.items():
+            self._arrays[name][rows] = values
+
+    # ---- threads
 
     def _beat(self) -> None:
         env = self._active
-        row = env.row_under_way if env else None
-        self._here["row"][0] = NO_ROW if env is None or row is None else env.env_offset + row
-        self._here["beats"] += 1
+        row = env.watch.row if env else None
+        self._row[0] = NO_ROW if env is None or row is None else env.env_offset + row
+        self._beats += 1
 
     def _end(self, message: str) -> None:
-        """End this process when a call cannot be interrupted; the rank finds the message."""
-        data = message.encode()[:LAST_WORDS_BYTES]
-        self._here["last_words"][0, : len(data)] = np.frombuffer(data, np.uint8)
+        """End this process when a call cannot be interrupted; the rank says why."""
+        self.send((None, "", (logging.ERROR, message)))
         os._exit(1)
 
 
@@ -234,12 +203,9 @@ class _Forward(logging.Handler):
         self._worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._worker.send((None, record.name, (record.levelno, self.format(record))))
-        except OSError:  # the rank has gone, or an environment has closed the connection
-            self.handleError(record)
+        self._worker.send((None, record.name, (record.levelno, self.format(record))))
 
 
 def work(connection: int, status: int, data: int) -> None:
-    """Be a worker: of a rank, with files in memory for its status and its arrays."""
+    """Run a worker; its status and arrays are files in memory that the rank shares."""
     Worker(connection, status, data).run()

@@ -121,15 +121,15 @@ def test_what_reset_returns_is_no_observation(pendulum):
 def test_a_loaded_policy_acts_as_the_evaluation_does(pendulum, batched):
     policy = load_policy(pendulum.run_dir)
     env = make_vector_env("Pendulum-v1", 3)
-    assert policy.observation_space == env.env.single_observation_space
-    assert policy.action_space == env.env.single_action_space
+    assert policy.observation_space == env.source_spaces[0]
+    assert policy.action_space == env.source_spaces[1]
     agent = load_agent(pendulum.run_dir, which="")
     controller = PolicyController(agent.policy, agent.normalizer)
     obs = env.reset(seed=[1, 2, 3])[0]
     start = torch.ones(3, dtype=torch.bool)
     state, single = None, [None] * 3
     for _ in range(5):
-        expected = env._decoder(controller(env, obs, start), 3)
+        expected = env._decoder(controller(env, obs, start))
         if batched:
             found, state = policy.predict(obs.numpy(), state, start.numpy())
         else:
@@ -179,7 +179,7 @@ def test_masks_last_actions_and_rewards_reach_a_loaded_policy(env_id, tmp_path):
         more |= {"reward": reward} if "previous_reward" in settings else {}
         expected = controller(rows, row, start)
         action, state = policy.predict(obs, state, start.numpy(), **more)
-        assert np.array_equal(action, rows._decoder(expected, 1)[0])
+        assert np.array_equal(action, rows._decoder(expected)[0])
         row, _, terminated, truncated, _ = rows.step(expected)
         obs, reward, *ends, info = single.step(action)
         start = terminated | truncated

