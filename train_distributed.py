@@ -16,7 +16,6 @@ from contextlib import ExitStack
 
 from agents.api.rank import check_weights, run_rank, train_several
 from rl_dist.errors import explains_errors, outlive_readers
-from rl_dist.launch.ranks import launch
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
 
@@ -27,20 +26,8 @@ def main() -> int:
     from agents.run.start import prepare
 
     with ExitStack() as held:  # the run's lock
-        start = prepare(held, check_weights, several_seeds=train_several)
-        if isinstance(start, int):
-            return start
-        code = launch(
-            run_rank,
-            (start.config, start.resolved, start.run_dir, start.resume_from, start.lock),
-            start.resolved.num_ranks,
-            max_restarts=start.config.launch.max_restarts,
-            run_dir=start.run_dir,
-            threads=start.resolved.threads,
-        )
-        if code:
-            start.discard(code)
-        return code
+        run = prepare(held, check_weights, several_seeds=train_several)
+        return run if isinstance(run, int) else run.launch(run_rank)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of a training, from the agreement on its start to its last word."""
+"""One rank of a training: agree on the start, train, evaluate."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import signal
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.run.config import OWNERS, RunConfig, load_newest, open_run_writer
+from agents.run.config import RunConfig, load_newest, open_run_writer
 from agents.run.limits import check_rollouts, explained_faults
+from agents.run.start import Run
 from agents.sizes import AUTO
 from agents.trainer import Training, Validate, train
 from rl_dist.checkpoint.store import (
-    CHECKPOINT_DIR,
     iteration_in_name,
     load_checkpoint,
     write_atomically,
@@ -25,7 +26,6 @@ from rl_dist.checkpoint.trust import module_files
 from rl_dist.errors import UserError
 from rl_dist.files import remove
 from rl_dist.flags import ParsedFlags
-from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.addresses import may_start_again
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
@@ -46,60 +46,26 @@ OF_A_HOST = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", 
 OF_A_HOST |= {"chosen_on", "pretrained", "init_from"}
 
 
-def run_rank(
-    config: RunConfig,
-    resolved: ResolvedLaunch,
-    run_dir: Path,
-    resume_from: str,
-    lock: RunDir | None,
-    callbacks: Callbacks = MappingProxyType({}),
-) -> int:
+def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
     """Train, evaluate and leave, on every rank; return the exit code."""
-    world = open_watched(config, resolved)
+    world = open_watched(run)
     with ExitStack() as closing:
-        closing.enter_context(explained_faults(config, run_dir, world))
-        run_dir, resume_from = agree_on_start(run_dir, resume_from, config, world)
+        closing.enter_context(explained_faults(run.config, run.path, world))
+        run = agree(run, world)
         if world.is_main_process:
-            events.configure(config.launch.on_event, run_dir)
-        setup_logging(run_dir, world.rank)
-        logger.info("%s, rank %d of %d", config.task.env, world.rank, world.size)
+            events.configure(run.config.launch.on_event, run.path)
+        setup_logging(run.path, world.rank)
+        logger.info("%s, rank %d of %d", run.config.task.env, world.rank, world.size)
+        run = choose(run, world)
+        closing.enter_context(explained_faults(run.config, run.path, world))  # with its sizes
+        check_rollouts(run.config, world.device, world.size)
 
-        # the task, and the choices that only measurements can make
-        task = config.prepare_task(world.heartbeat)
-
-        if any(all_gather_json(has_auto(config), world)):
-            from agents.run.auto import choose
-
-            config, task = choose(config, task, resolved, run_dir, world)
-
-        def make_env(count: int, first: int) -> Any:
-            return task.training_env(count, first, str(world.device))
-
-        closing.enter_context(explained_faults(config, run_dir, world))  # with measured sizes
-        check_rollouts(config, world.device, world.size)
-
-        # policy, optimizer, environments: new ones, or those of the checkpoint
-        parts: dict[str, Any] = {}
-        if not resume_from:
-            parts["pretrained"] = initial_weights(config)
-        if config.train.validate_every:
-            parts["validate"] = validation_of(config, task, world)
-        if config.train.stop_at or config.train.callback or callbacks:
-            from agents.api.callbacks import make_watch
-
-            parts["watch"] = make_watch(
-                config.train.stop_at, config.train.callback, callbacks, world
-            )
-        training = Training(config.job(make_env, run_dir, resolved.gpu_ids, **parts), world)
-        if world.is_main_process:
-            print(f"observation: {training.policy.layout.describe()}", flush=True)
-        training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
+        task = run.config.prepare_task(world.heartbeat)
+        training = make_training(run, task, callbacks, world)
         closing.callback(training.monitor.close)
-        if resume_from:
-            training.restore(load_checkpoint(resume_from))
         if world.is_main_process and training.progress < 1.0:
-            remove(RunDir(run_dir).summary_path)  # it says that the run has finished
-        writer = open_run_writer(training, config.task.env, lock)
+            remove(run.directory.summary_path)  # it says that the run has finished
+        writer = open_run_writer(training, run.config.task.env, run.directory)
         closing.callback(writer.close)
         stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
         signum = train(training, writer, stop_flag)
@@ -109,42 +75,78 @@ def run_rank(
         training.env.close()
         if signum:
             if world.is_main_process:
-                say_stopped(signum, run_dir)
+                say_stopped(signum, run.directory)
             return 128 + signum
         if world.is_main_process:
-            RunDir(run_dir).update_state(phase="evaluation")
+            run.directory.update_state(phase="evaluation")
         from agents.evaluate.final import evaluate_and_finish
 
-        return evaluate_and_finish(config, task, training, run_dir)
+        return evaluate_and_finish(run.config, task, training, run.path)
 
 
-def has_auto(config: RunConfig) -> bool:
-    """Return True if a flag of this rank is to be measured before training."""
+def choose(run: Run, world: World) -> Run:
+    """Return the run with a measured value for every auto; all ranks call."""
+    config = run.config
     measured = config.train.batch_size == AUTO or config.task.env_workers < 0
-    return measured or "auto" in (config.launch.precision, config.launch.strategy)
+    has_auto = measured or "auto" in (config.launch.precision, config.launch.strategy)
+    if not any(all_gather_json(has_auto, world)):
+        return run
+    from agents.run.auto import choose
+
+    task = config.prepare_task(world.heartbeat)
+    config, _ = choose(config, task, run.resolved, run.path, world)
+    return replace(run, config=config)
 
 
-def open_watched(config: RunConfig, resolved: ResolvedLaunch) -> World:
+def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
+    """Return a new training, or the one of the checkpoint."""
+    config = run.config
+
+    def make_env(count: int, first: int) -> Any:
+        return task.training_env(count, first, str(world.device))
+
+    parts: dict[str, Any] = {}
+    if not run.resume_from:
+        parts["pretrained"] = initial_weights(config)
+    if config.train.validate_every:
+        parts["validate"] = validation_of(config, task, world)
+    if config.train.stop_at or config.train.callback or callbacks:
+        from agents.api.callbacks import make_watch
+
+        parts["watch"] = make_watch(config.train.stop_at, config.train.callback, callbacks, world)
+    training = Training(config.job(make_env, run.path, run.resolved.gpu_ids, **parts), world)
+    if world.is_main_process:
+        print(f"observation: {training.policy.layout.describe()}", flush=True)
+    training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
+    if run.resume_from:
+        training.restore(load_checkpoint(run.resume_from))
+    return training
+
+
+def open_watched(run: Run) -> World:
     """Join the other ranks; whatever hangs from here on is ended."""
+    config = run.config
     return open_world(
-        resolved.device_type,
+        run.resolved.device_type,
         config.train.collective_timeout,
-        resolved.gpu_ids,
-        resolved.threads,
+        run.resolved.gpu_ids,
+        run.resolved.threads,
         config.train.startup_timeout,
         module_files([config.task.env, config.policy.core, config.train.callback]),
         watches_work=True,
     )
 
 
-def say_stopped(signum: int, run_dir: Path) -> None:
-    """Say that a signal ended the run, or that torchrun ended its ranks for a while."""
+def say_stopped(signum: int, directory: RunDir) -> None:
+    """Print that a signal ended the run, or that torchrun stopped its ranks."""
     again = may_start_again(signum)
-    RunDir(run_dir).update_state(phase="restarting" if again else "stopped")
+    directory.update_state(phase="restarting" if again else "stopped")
     if again:
-        print("saved, as torchrun ends its ranks; it starts them again where a host came or went")
+        print("saved: torchrun stopped this rank, and restarts it if a host joined or left")
     name = signal.Signals(signum).name
-    print(f"{'else' if again else f'stopped by {name}, saved;'} go on with --resume {run_dir}")
+    print(
+        f"{'else' if again else f'stopped by {name}, saved;'} go on with --resume {directory.path}"
+    )
 
 
 def check_weights(config: RunConfig, task: Any) -> None:
@@ -198,52 +200,51 @@ def initial_weights(config: RunConfig) -> Any:
     return None
 
 
-def agree_on_start(
-    run_dir: Path, resume_from: str, config: RunConfig, world: World
-) -> tuple[Path, str]:
+def agree(run: Run, world: World) -> Run:
     """Compare configurations, agree on directory and checkpoint, record all ranks.
 
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
-    shared = {name: section for name, section in OWNERS.items() if name not in OF_A_HOST}
-    settings = {name: getattr(getattr(config, section), name) for name, section in shared.items()}
-    check_settings(settings, world)
+    shared = {name: v for name, v in run.config.values.items() if name not in OF_A_HOST}
+    check_settings(shared, world)
+    resume_from = run.resume_from
     if world.is_main_process and restart_count():
-        newest = load_newest(run_dir)
-        RunDir(run_dir).cut_records(newest.state["iteration"] if newest else 0)
+        newest = load_newest(run.path)
+        run.directory.cut_records(newest.state["iteration"] if newest else 0)
         resume_from = str(newest.path) if newest else ""
-    mine = {
+    entry = {
         "rank": world.rank,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "device": str(world.device),
     }
     offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
-    gathered = all_gather_json([str(run_dir), offer, mine], world)
-    run_dir = Path(gathered[0][0])
+    gathered = all_gather_json([str(run.path), offer, entry], world)
+    if str(run.path) != gathered[0][0]:  # else its lock stays
+        run = replace(run, directory=RunDir(gathered[0][0]))
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]
-        RunDir(run_dir).update_state(ranks=ranks, num_ranks=world.size, phase="starting")
-    return run_dir, share_checkpoint(run_dir, [each[1] for each in gathered], world)
+        run.directory.update_state(ranks=ranks, num_ranks=world.size, phase="starting")
+    offers = [offer for _, offer, _ in gathered]
+    return replace(run, resume_from=share_checkpoint(run.directory, offers, world))
 
 
-def share_checkpoint(run_dir: Path, chosen: list[str], world: World) -> str:
+def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     """Return the newest of the ranks' checkpoints; hosts that lack it get a copy.
 
     Another rank's choice counts only where rank 0 has no such file: else it has refused it.
     """
-    folder = run_dir / CHECKPOINT_DIR
 
     def newness(rank: int) -> int:
-        path = Path(chosen[rank])
-        counts = path.parent == folder and (rank == 0 or not path.exists())
+        path = Path(offers[rank])
+        counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
         return iteration_in_name(path) if counts else -2
 
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
-    path = Path(chosen[owner])
-    if chosen[owner] and any(all_gather_json(not path.exists(), world)):
+    path = Path(offers[owner])
+    if offers[owner] and any(all_gather_json(not path.exists(), world)):
         data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
         if world.local_rank == 0 and not path.exists():
             write_atomically(path, data)
         all_gather_json("written", world)
-    return chosen[owner]
+    return offers[owner]

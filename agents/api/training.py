@@ -14,10 +14,9 @@ from typing import Any
 from agents.api.callbacks import Callback, Callbacks
 from agents.api.policy import LoadedPolicy, load_policy
 from agents.api.rank import check_weights, run_rank
-from agents.run.start import Start, prepare
+from agents.run.start import Run, prepare
 from rl_dist.errors import UserError, one_line, reported
 from rl_dist.launch.child import as_flags
-from rl_dist.launch.ranks import launch
 from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import close_logging
@@ -93,38 +92,28 @@ def train(
                 "or callback='module:function'"
             )
     with ExitStack() as held:
-        start = _prepare(held, as_flags(_flat(named)))
-        args = start.config, start.resolved, start.run_dir, start.resume_from, start.lock
-        restarts = start.config.launch.max_restarts
-        if "RANK" not in os.environ and (start.resolved.num_ranks > 1 or restarts):
-            _check_importable(callbacks, start)
+        run = _prepare(held, as_flags(_flat(named)))
+        in_new_processes = run.resolved.num_ranks > 1 or run.config.launch.max_restarts
+        if "RANK" not in os.environ and in_new_processes:
+            _check_importable(callbacks, run)
         try:
-            code = launch(
-                run_rank,
-                (*args, callbacks),
-                start.resolved.num_ranks,
-                max_restarts=restarts,
-                run_dir=start.run_dir,
-                threads=start.resolved.threads,
-            )
+            code = run.launch(run_rank, callbacks)
         finally:
             close_logging()
-        if code:
-            start.discard(code)
         if 0 < code < 128:
             raise UserError(f"training failed with code {code}: {_reason()}", exit_code=code)
-        return TrainedRun(run_dir=start.run_dir.absolute(), exit_code=code)
+        return TrainedRun(run_dir=run.path.absolute(), exit_code=code)
 
 
-def _prepare(held: ExitStack, words: list[str]) -> Start:
+def _prepare(held: ExitStack, words: list[str]) -> Run:
     """Choose and check the run; what is printed for users of the command becomes an error."""
     try:
-        start = prepare(held, check_weights, words)
+        run = prepare(held, check_weights, words)
     except SystemExit as leaving:  # a flag that cannot be read
         raise leaving.__cause__ or UserError("the settings do not fit") from None
-    if isinstance(start, int):
-        raise UserError(_reason(), exit_code=start)
-    return start
+    if isinstance(run, int):
+        raise UserError(_reason(), exit_code=run)
+    return run
 
 
 def _reason() -> str:
@@ -132,12 +121,12 @@ def _reason() -> str:
     return reported.get("error", "the lines above say why")
 
 
-def _check_importable(callbacks: Callbacks, start: Start) -> None:
+def _check_importable(callbacks: Callbacks, run: Run) -> None:
     """Refuse callbacks that new processes cannot import."""
     try:
         ForkingPickler.dumps(callbacks)  # as a start of ranks will
     except Exception as error:  # of several kinds
-        start.discard(2)
+        run.discard(2)
         raise UserError(
             f"on_iteration, on_evaluation and on_checkpoint must be functions of a module, for "
             f"ranks are new processes that import them: {one_line(error, named=False)}"

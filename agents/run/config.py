@@ -323,11 +323,11 @@ def save_config(config: Any, run_dir: Path) -> None:
     RunDir(run_dir).write_config(config.to_dict())
 
 
-def open_run_writer(training: Training, env: str, lock: RunDir | None) -> NullWriter:
+def open_run_writer(training: Training, env: str, directory: RunDir) -> NullWriter:
     """Open the writer of metrics; on other ranks than 0 it writes nothing."""
     train = training.job.train
     writer = open_writer(
-        lock or RunDir(training.job.run_dir),
+        directory,
         training.world,
         train.total_steps or train.num_episodes,
         "steps" if train.total_steps else "episodes",

@@ -29,7 +29,7 @@ from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.launch.ranks import restart_count
+from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.process_ends import report
 from rl_dist.run_dir import ENDED, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
@@ -38,22 +38,40 @@ from rl_dist.telemetry.metrics import close_logging
 CheckWeights = Callable[[RunConfig, Any], None]
 
 
-@dataclass(frozen=True)
-class Start:
-    """A run that is ready to start."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that is ready to start; every rank gets it."""
 
+    directory: RunDir  # locked by the first process; torchrun's other ranks learn its path there
     config: RunConfig
     resolved: ResolvedLaunch
-    run_dir: Path  # ranks of torchrun but the first ask that one
     resume_from: str  # a checkpoint; "": the run begins
-    lock: RunDir | None  # of the first process
     is_new: bool  # its directory was empty or missing
+
+    @property
+    def path(self) -> Path:
+        """Return the run directory."""
+        return self.directory.path
+
+    def launch(self, run_rank: Callable[..., int], *arguments: Any) -> int:
+        """Call `run_rank(run, *arguments)` on all ranks; return the exit code."""
+        code = launch(
+            run_rank,
+            (self, *arguments),
+            self.resolved.num_ranks,
+            max_restarts=self.config.launch.max_restarts,
+            run_dir=self.path,
+            threads=self.resolved.threads,
+        )
+        if code:
+            self.discard(code)
+        return code
 
     def discard(self, exit_code: int) -> None:
         """Remove a new run that has failed before its first iteration ended."""
-        if self.is_new and self.lock and self.lock.is_in_place():
+        if self.is_new and self.directory.lock and self.directory.is_in_place():
             close_logging()
-            self.lock.discard_unstarted(exit_code)
+            self.directory.discard_unstarted(exit_code)
 
 
 def prepare(
@@ -61,7 +79,7 @@ def prepare(
     check_weights: CheckWeights,
     argv: Sequence[str] | None = None,
     several_seeds: Callable[[ParsedFlags], int] | None = None,
-) -> Start | int:
+) -> Run | int:
     """Choose the run that the flags mean, check it, and write its configuration.
 
     `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained or
@@ -97,17 +115,22 @@ def prepare(
             _record(config, resolved, run_dir, found, parsed.extra)
     except (ValueError, OSError) as error:
         return _refuse(error, config, run_dir)
-    resume_from = str(found.path) if found else ""
-    start = Start(config, resolved, run_dir or RUNS, resume_from, lock, is_new)
-    report(run_dir=str(start.run_dir), on_event=config.launch.on_event)
-    report_to_caller(run_dir=str(start.run_dir))
+    run = Run(
+        directory=lock or RunDir(run_dir or RUNS),
+        config=config,
+        resolved=resolved,
+        resume_from=str(found.path) if found else "",
+        is_new=is_new,
+    )
+    report(run_dir=str(run.path), on_event=config.launch.on_event)
+    report_to_caller(run_dir=str(run.path))
     if is_first():
-        events.configure(config.launch.on_event, start.run_dir)
+        events.configure(config.launch.on_event, run.path)
         if again:  # by torchrun; our own launcher sends this event itself
-            where, count = resume_from or "the beginning", restart_count()
+            where, count = run.resume_from or "the beginning", restart_count()
             number = f"restart {count}, " if count else ""  # 0: a host came or went
             events.notify("restarted", f"{number}going on from {where}", restart=count)
-    return start
+    return run
 
 
 def _is_restart(run_dir: Path) -> bool:

@@ -13,7 +13,6 @@ import torch
 from train_runs import only_error, start, train_here
 
 import agents.trainer
-import train_distributed
 from agents.api import rank
 from agents.evaluate import final
 from agents.ppo import PPO
@@ -165,7 +164,7 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
 
 
 def test_rollouts_that_cannot_fit_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: fail())
+    monkeypatch.setattr("agents.run.start.launch", lambda *_, **__: fail())
     flags = ["--env", "CartPole-v1", "--num_envs", 10_000_000, "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *flags) == 2
     error = only_error(capsys.readouterr().err)

@@ -10,12 +10,11 @@ import pytest
 from odd_files import ODD_FILES
 from train_runs import evaluate_here, only_error, run_here, train_here
 
-import train_distributed
 from agents import load_policy
 from agents.api.training import TrainedRun
 from agents.export import command as export
 from agents.pretrain import command as pretrain
-from agents.run import choice
+from agents.run import choice, start
 from agents.run.config import SECTIONS, RunConfig
 from envs.task import GymTask
 from rl_dist import status
@@ -266,7 +265,7 @@ def test_whatever_a_field_holds_the_run_goes_on_or_one_line_says_why_not(
     found = load_checkpoint(latest_checkpoint(copy))
     started = []
     monkeypatch.setattr(
-        train_distributed, "launch", lambda fn, args, *_, **__: started.append(args[0]) or 0
+        start, "launch", lambda fn, args, *_, **__: started.append(args[0].config) or 0
     )
     for value in values:
         config = json.loads(found["config"])

@@ -12,6 +12,7 @@ import check_gpu_setup
 import train_distributed
 from agents.export import command as export
 from agents.pretrain import command as pretrain
+from agents.run import start
 from envs.trading.market_data import MarketDataError, read_bars
 from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint
@@ -97,7 +98,7 @@ def test_what_lies_in_the_place_of_a_file_or_folder_is_one_line(
         target.write_text("kept")
     MAKE.get(kind, lambda path: path.symlink_to(target))(path)
     kept = everything_in(target)
-    monkeypatch.setattr(train_distributed, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
     main, words = COMMANDS["export" if place.startswith("export") else "resume"]
     assert run_here(main, [*words, copy], monkeypatch) == 2
     assert str(path) in only_error(capsys.readouterr().err)
