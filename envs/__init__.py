@@ -22,20 +22,14 @@ if TYPE_CHECKING:
 
 TRADING_ID = "StockTrading-v0"
 # Gymnasium's own batch has one generator for all its environments
-OUR_CART_POLE = "envs.memory_tasks.cartpole_positions:CartPoleVectorEnv"
+OUR_CART_POLE = "envs.memory_tasks:CartPoleVectorEnv"
 
 _LOGGER = logging.getLogger(__name__)
 _ENTRY_POINTS = {
     TRADING_ID: ("trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
 }
-for _env_id, _module in (
-    ("Recall-v0", "recall"),
-    ("CartPolePositions-v1", "cartpole_positions"),
-    ("PocMemory-v0", "poc_memory"),
-    ("MemoryLength-v0", "memory_length"),
-    ("MountainCarPositions-v0", "mountain_car_positions"),
-):
-    _name = f"memory_tasks.{_module}:{_env_id.partition('-')[0]}"
+for _env_id in ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0"):
+    _name = f"memory_tasks:{_env_id.partition('-')[0]}"
     _ENTRY_POINTS[_env_id] = (f"{_name}Env", f"{_name}VectorEnv")
 for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
     if _env_id not in gymnasium.registry:

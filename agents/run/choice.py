@@ -253,7 +253,7 @@ def kind_of_task(task: TaskConfig) -> str:
     """Return the preset for a task, by its environment."""
     if task.is_trading:
         return "trading"
-    if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks."):
+    if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks:"):
         return "memory"
     is_box = isinstance(probe(GymTask(task)).action_space, spaces.Box)
     return "control" if is_box else "small"

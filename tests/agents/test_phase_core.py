@@ -31,5 +31,10 @@ def test_every_input_of_the_window_can_be_read_from_the_state():
 def test_a_policy_with_it_learns_what_must_be_remembered(tmp_path):
     settings = {"env_kwargs": {"length": 12}, "total_steps": 20_480, "validate_every": 0}
     settings |= {"core": "examples.phase_core:PhaseCore", "hidden_size": 32, "threads": 1}
-    run = train("MemoryLength-v0", policy="own", run_dir=tmp_path / "run", **settings)
+    run = train(
+        "benchmarks.published_tasks:MemoryLength-v0",
+        policy="own",
+        run_dir=tmp_path / "run",
+        **settings,
+    )
     assert run.test["return"] > 0.9  # a guess: 0

@@ -52,7 +52,7 @@ def write_module(folder, canary, name="foreign_envs"):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(
         f"open({str(canary)!r}, 'w').close()\nimport gymnasium\n"
-        "gymnasium.register('Foreign-v0', entry_point='envs.memory_tasks.recall:RecallEnv')\n"
+        "gymnasium.register('Foreign-v0', entry_point='envs.memory_tasks:RecallEnv')\n"
     )
 
 

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 
 from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
-from envs.memory_tasks.cartpole_positions import CartPoleVectorEnv
+from envs.memory_tasks import CartPoleVectorEnv
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.batched import pack_generator, unpack_generator
 

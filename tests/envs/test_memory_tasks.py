@@ -9,23 +9,19 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.utils.env_checker import check_env
 
 from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
-from envs.memory_tasks.cartpole_positions import CartPolePositionsEnv, CartPolePositionsVectorEnv
-from envs.memory_tasks.recall import RecallEnv, RecallVectorEnv
+from envs.memory_tasks import CartPolePositionsEnv, CartPolePositionsVectorEnv, RecallVectorEnv
 
+IDS = ["Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0"]
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 
 
-@pytest.mark.parametrize(
-    "env_id", ["Recall-v0", "CartPolePositions-v1", "PocMemory-v0", "MemoryLength-v0"]
-)
+@pytest.mark.parametrize("env_id", IDS)
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_the_single_environments_pass_gymnasiums_checker(env_id):
     check_env(gymnasium.make(env_id).unwrapped, skip_render_check=True)
 
 
-@pytest.mark.parametrize(
-    "env_id", ["Recall-v0", "CartPolePositions-v1", "PocMemory-v0", "MemoryLength-v0"]
-)
+@pytest.mark.parametrize("env_id", IDS)
 def test_gymnasium_makes_the_batch_by_itself_and_an_integer_seed_counts_up(env_id):
     batch = gymnasium.make_vec(env_id, 3)
     listed = gymnasium.make_vec(env_id, 3)
@@ -59,11 +55,6 @@ def test_cart_pole_positions_follows_cart_pole_exactly_from_the_same_start(pole)
             else:
                 np.testing.assert_array_equal(batch.state[i], originals[i].state)
     assert not running.any()
-
-
-def test_a_pole_has_a_length_and_a_mass():
-    with pytest.raises(ValueError, match="length must be above 0, got 0"):
-        CartPolePositionsVectorEnv(2, length=0)
 
 
 def test_cart_pole_positions_truncates_at_its_own_limit():
@@ -107,6 +98,25 @@ def test_recall_gives_a_quarter_to_every_constant_answer(answer):
     assert returns.mean() == pytest.approx(0.25, abs=0.03)  # standard error 0.008
 
 
-def test_recall_refuses_sizes_without_sense():
-    with pytest.raises(ValueError, match="num_cues must be at least 2, delay and num_noise"):
-        RecallEnv(num_cues=1)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_it_moves_and_pays_as_gymnasiums_car_does(seed):
+    theirs, ours = map(gymnasium.make, ("MountainCarContinuous-v0", "MountainCarPositions-v0"))
+    state, _ = theirs.reset(seed=seed)
+    position, _ = ours.reset(seed=seed)
+    for _ in range(999):
+        np.testing.assert_allclose(position, state[:1], atol=1e-6)
+        push = np.array([1.0 if state[1] >= 0 else -1.0], np.float32)  # always along: it arrives
+        state, reward, *ends, _ = theirs.step(push)
+        position, own_reward, *own_ends, _ = ours.step(push)
+        assert own_reward == pytest.approx(reward) and own_ends == ends
+        if ends[0]:
+            return
+    pytest.fail("the car never arrived")
+
+
+def test_a_car_at_rest_is_truncated_at_the_limit_without_reward():
+    env = gymnasium.make("MountainCarPositions-v0", max_episode_steps=20)
+    env.reset(seed=0)
+    results = [env.step(np.zeros(1, np.float32)) for _ in range(20)]
+    assert sum(reward for _, reward, *_ in results) == 0.0
+    assert [truncated for *_, truncated, _ in results].index(True) == 19

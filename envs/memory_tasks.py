@@ -1,0 +1,203 @@
+"""Tasks that need memory: Recall, CartPolePositions and MountainCarPositions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_MountainCarEnv
+
+from envs.vector.batched import BatchedEnv, SingleEnv
+
+_START_BOUND = 0.05  # every start coordinate of CartPole is uniform in [-0.05, 0.05]
+_GRAVITY = 0.0025  # of the mountain car
+_COST = 0.1  # of its squared action
+_PRIZE = 100.0
+
+
+class RecallVectorEnv(BatchedEnv):
+    """Recall-v0: a tiny task that only memory solves.
+
+    The first observation shows one of `num_cues` cues. `delay` observations of noise follow. Then
+    the query flag is up, and the action taken at that moment earns 1 if it is the cue's number.
+    Without memory the best is 1 / num_cues.
+
+    Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zero), noise in
+    [-1, 1], the query flag. An episode lasts delay + 2 steps and then terminates.
+    """
+
+    state_names = ("cue", "age", "noise")
+
+    def __init__(
+        self, num_envs: int = 1, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2
+    ) -> None:
+        low = np.array([0.0] * num_cues + [-1.0] * num_noise + [0.0], dtype=np.float32)
+        super().__init__(num_envs, spaces.Box(low, np.ones_like(low)), spaces.Discrete(num_cues))
+        self.num_cues = num_cues
+        self.query_age = delay + 1
+        self.cue = np.zeros(num_envs, dtype=np.int64)
+        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
+        self.noise = np.zeros((num_envs, delay + 2, num_noise))
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the cue and the noise of every step as uniforms in [0, 1)."""
+        return generator.random(1 + self.noise[0].size)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes: a new cue and new noise."""
+        self.cue[rows] = (draws[:, 0] * self.num_cues).astype(np.int64)
+        self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
+        self.age[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the observations; the one after the query is all zeros."""
+        obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
+        (fresh,) = np.nonzero(self.age == 0)
+        obs[fresh, self.cue[fresh]] = 1.0
+        (running,) = np.nonzero(self.age <= self.query_age)
+        obs[running, self.num_cues : -1] = self.noise[running, self.age[running]]
+        obs[:, -1] = self.age == self.query_age
+        return obs
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reward the right answer at the query, which ends the episode."""
+        asked = self.age == self.query_age
+        rewards = (asked & (actions == self.cue)).astype(np.float64)
+        self.age += 1
+        return rewards, asked, np.zeros(self.num_envs, dtype=bool)
+
+
+class CartPoleVectorEnv(BatchedEnv):
+    """CartPole-v1 as a batch: every environment equals Gymnasium's to the last bit.
+
+    The time limit is part of the environment, so that a snapshot holds it.
+
+    Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson
+    1983).
+    """
+
+    state_names = ("state", "elapsed")
+    observed: tuple[int, ...] = (0, 1, 2, 3)  # of the state (x, x_dot, theta, theta_dot)
+
+    def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
+        self._physics = CartPoleEnv()  # read for its constants only
+        space = self._physics.observation_space
+        assert isinstance(space, spaces.Box)
+        observed = list(self.observed)
+        seen = spaces.Box(space.low[observed], space.high[observed])
+        super().__init__(num_envs, seen, spaces.Discrete(2))
+        self.max_episode_steps = max_episode_steps
+        self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
+        self.elapsed = np.zeros(num_envs, dtype=np.int64)
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the start state."""
+        return generator.uniform(-_START_BOUND, _START_BOUND, 4)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes from the drawn states."""
+        self.state[rows] = draws
+        self.elapsed[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the observed columns of the state."""
+        return self.state[:, self.observed].astype(np.float32)
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Integrate one Euler step in CartPoleEnv.step's order: equal to the last bit."""
+        it = self._physics
+        x, x_dot, theta, theta_dot = self.state.T
+        force = np.where(actions == 1, it.force_mag, -it.force_mag)
+        cos, sin = np.cos(theta), np.sin(theta)
+        temp = (force + it.polemass_length * np.square(theta_dot) * sin) / it.total_mass
+        theta_acc = (it.gravity * sin - cos * temp) / (
+            it.length * (4.0 / 3.0 - it.masspole * np.square(cos) / it.total_mass)
+        )
+        x_acc = temp - it.polemass_length * theta_acc * cos / it.total_mass
+        rates = np.stack([x_dot, x_acc, theta_dot, theta_acc], axis=1)
+        self.state = self.state + it.tau * rates
+        self.elapsed += 1
+        terminated = np.abs(self.state[:, 0]) > it.x_threshold
+        terminated |= np.abs(self.state[:, 2]) > it.theta_threshold_radians
+        return np.ones(self.num_envs), terminated, self.elapsed >= self.max_episode_steps
+
+
+class CartPolePositionsVectorEnv(CartPoleVectorEnv):
+    """CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
+
+    Observed are cart positions (m) and pole angles (rad). Parameters as CartPoleEnv has them:
+    length: half of the pole's (m); masspole: its mass (kg); force_mag: the push (N).
+    """
+
+    observed = (0, 2)
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        max_episode_steps: int = 500,
+        length: float = 0.5,
+        masspole: float = 0.1,
+        force_mag: float = 10.0,
+    ) -> None:
+        super().__init__(num_envs, max_episode_steps=max_episode_steps)
+        it = self._physics
+        it.length, it.masspole, it.force_mag = length, masspole, force_mag
+        it.total_mass, it.polemass_length = masspole + it.masscart, masspole * length
+
+
+class MountainCarPositionsVectorEnv(BatchedEnv):
+    """MountainCarPositions-v0: sparse reward, continuous actions, no velocities.
+
+    MountainCarContinuous-v0 shown by its position alone. Effort costs, and only the summit pays,
+    which no noise that is white in time reaches: a policy then learns to stand still.
+
+    Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.py (Moore 1990).
+    """
+
+    state_names = ("position", "velocity", "elapsed")
+
+    def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 999) -> None:
+        self._physics = Continuous_MountainCarEnv()  # read for its constants only
+        bounds = (self._physics.min_position, self._physics.max_position)
+        observations = spaces.Box(*bounds, (1,), np.float32)
+        super().__init__(num_envs, observations, spaces.Box(-1.0, 1.0, (1,), np.float32))
+        self.max_episode_steps = max_episode_steps
+        self.position = np.zeros(num_envs)
+        self.velocity = np.zeros(num_envs)
+        self.elapsed = np.zeros(num_envs, dtype=np.int64)
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the start position."""
+        return generator.uniform(-0.6, -0.4, 1)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes at the drawn positions, at rest."""
+        self.position[rows] = draws[:, 0]
+        self.velocity[rows] = 0.0
+        self.elapsed[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the positions."""
+        return self.position[:, None].astype(np.float32)
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Move all cars one step on."""
+        it = self._physics
+        force = np.clip(actions[:, 0].astype(np.float64), -1.0, 1.0)
+        velocity = self.velocity + force * it.power - _GRAVITY * np.cos(3.0 * self.position)
+        velocity = np.clip(velocity, -it.max_speed, it.max_speed)
+        self.position = np.clip(self.position + velocity, it.min_position, it.max_position)
+        stopped = (self.position == it.min_position) & (velocity < 0)
+        self.velocity = np.where(stopped, 0.0, velocity)
+        self.elapsed += 1
+        terminated = (self.position >= it.goal_position) & (self.velocity >= it.goal_velocity)
+        rewards = _PRIZE * terminated - _COST * np.square(force)
+        return rewards, terminated, self.elapsed >= self.max_episode_steps
+
+
+RecallEnv = partial(SingleEnv, RecallVectorEnv)
+CartPolePositionsEnv = partial(SingleEnv, CartPolePositionsVectorEnv)
+MountainCarPositionsEnv = partial(SingleEnv, MountainCarPositionsVectorEnv)
