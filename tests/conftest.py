@@ -28,7 +28,7 @@ LONGEST = (
     *("batch_size", "world_size", "rl_dist_launch", "train_command", "setup_check"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
     *("short_run", "supervisor", "export", "docs_run", "faults", "imports", "workers", "watchdog"),
-    *("foreign_runs", "state_schema", "all_reduce_bench", "supervised", "memory"),
+    *("hostile", "all_reduce_bench", "supervised", "memory"),
 )
 
 

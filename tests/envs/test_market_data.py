@@ -106,7 +106,7 @@ def test_missing_files_and_columns_are_named(tmp_path):
     assert "no column adj_close, volume" in refusal(path)
 
 
-@pytest.mark.parametrize("text", ["01/02/2020", "2020-02-30", ""])
+@pytest.mark.parametrize("text", ["01/02/2020", "2020-02-30", "0000-01-01", "-001-01-01", ""])
 def test_a_date_that_is_none_is_named_with_its_ticker(tmp_path, text):
     frame = good_bars()
     frame.loc[row_of("BBB", 4), "date"] = text

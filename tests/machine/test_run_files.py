@@ -1,7 +1,7 @@
 """Plain files of a sane size in a run directory are read, all else is refused at once."""
 
 import pytest
-from odd_files import ODD_FILES
+from hostile import ODD_FILES
 
 from rl_dist.files import path_to_write, read_plain
 

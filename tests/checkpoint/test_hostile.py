@@ -1,0 +1,296 @@
+"""A run directory of somebody else runs no code, and what does not fit is one line."""
+
+import copy as copies
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from hostile import CASES, FOREIGN, check, setting, text, together, write_module
+from train_runs import evaluate_here, run_here, train_here
+
+from agents import load_policy
+from agents.api.training import TrainedRun
+from agents.export import command as export
+from agents.run import choice, start
+from agents.run.config import SECTIONS, RunConfig
+from envs.task import GymTask
+from rl_dist import status
+from rl_dist.checkpoint.__main__ import main
+from rl_dist.checkpoint.spec import CheckpointError, check_state
+from rl_dist.checkpoint.store import (
+    Found,
+    latest_checkpoint,
+    load_checkpoint,
+    pack,
+    write_atomically,
+)
+from rl_dist.checkpoint.trust import check_named
+from rl_dist.errors import UserError, explained, explains_errors
+from rl_dist.process_group.world import World
+from rl_dist.resume_check import parameter_sha256 as hash_of
+from rl_dist.run_dir import RunDir
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.strategy import Strategy
+from rl_dist.supervised.fit import FitState
+
+HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
+NESTED = json.loads("[" * 500 + "]" * 500)
+WRONG = [None, True, -1, 0, 0.5, "", "\0", "\x1b[2J", "\ud800", "x" * 10**5, [], {}]
+WRONG += [{"a": NESTED}, NESTED, *HUGE]
+
+
+@pytest.fixture
+def canary(tmp_path, monkeypatch):
+    """A file that foreign code makes: a module on the path does, and so does `touch`."""
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    write_module(tmp_path / "modules", tmp_path / "canary")
+    yield tmp_path / "canary"
+    for name in [name for name in sys.modules if name.startswith(("foreign", "lab"))]:
+        del sys.modules[name]
+
+
+@pytest.mark.timeout(60)  # opening a pipe would take for ever
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_run_or_command_is_one_line_or_does_no_harm(
+    name, copy, canary, untraced, monkeypatch, capsys
+):
+    check(CASES[name], copy, canary, monkeypatch, capsys)
+
+
+# ---- modules
+
+
+@pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
+def test_the_users_own_run_and_a_named_module_are_imported(
+    module, copy, canary, tmp_path, monkeypatch
+):
+    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # folders without __init__
+    env = f"{module}:Foreign-v0"
+    setting("task", "env", env)(copy)
+    assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0
+    assert canary.exists()
+    (copy / "config.json").chmod(0o666)
+    assert evaluate_here(monkeypatch, copy) == 2
+    assert evaluate_here(monkeypatch, copy, "--env", env) == 0
+
+
+def test_a_named_core_is_imported_and_one_that_is_not_named_is_not(copy, canary):
+    setting("policy", "policy", "own")(copy)
+    setting("policy", "core", "foreign_envs:Foreign", config=False)(copy)
+    with pytest.raises(UserError, match="--core foreign_envs:Foreign"):
+        load_policy(copy)
+    assert not canary.exists()
+    with pytest.raises(UserError, match="no function or class Foreign"):  # it is imported now
+        load_policy(copy, core="foreign_envs:Foreign")
+    assert canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ("foreign_envs", True),
+        ("run.foreign_envs", False),
+        ("run.foreign_package.inner", True),
+        ("linked", False),
+    ],
+)
+def test_no_module_is_imported_from_the_run_directory(
+    module, named, copy, canary, tmp_path, monkeypatch
+):
+    shutil.rmtree(tmp_path / "modules")
+    write_module(copy, canary)
+    for name in ("inner", "__init__"):
+        write_module(copy / "foreign_package", canary, name)
+    write_module(tmp_path / "elsewhere", canary, "target")
+    (copy / "linked.py").symlink_to(tmp_path / "elsewhere" / "target.py")
+    env = f"{module}:Foreign-v0"
+    setting("task", "env", env)(copy)
+    monkeypatch.chdir(copy)
+    monkeypatch.setattr(sys, "path", ["", str(copy), str(tmp_path), *sys.path])
+    words = ["--env", env] if named else []
+    assert train_here(monkeypatch, "--resume", copy, *words) == 2
+    assert evaluate_here(monkeypatch, copy, *words) == 2 and not canary.exists()
+    assert str(copy) not in sys.path and "" not in sys.path
+
+
+@pytest.mark.parametrize("env", [".x:Id", ":Id", "a..b:Id", "no such:Id", "os\0:Id"])
+def test_names_that_are_no_modules_are_one_line(env, tmp_path):
+    with pytest.raises(ValueError, match=r"env"):
+        check_named(tmp_path, "task", {"env": env, "env_kwargs": ""}, None)
+        GymTask(dataclasses.replace(RunConfig().task, env=env))
+
+
+# ---- commands for events, and text for people
+
+
+def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
+    copy, secret, monkeypatch, capsys, canary
+):
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    assert files and not any(secret.encode() in path.read_bytes() for path in files)
+    assert main(["inspect", str(copy), "--json"]) == 0
+    assert secret not in capsys.readouterr().out
+    assert train_here(monkeypatch, "--resume", copy, "--on_event", f"touch {canary}") == 0
+    assert canary.exists()
+
+
+def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys):
+    odd = "\x1b[2J\nINJECTED"
+    for path in (copy / "checkpoints").glob("*.pt"):
+        state = load_checkpoint(path) | {"measured": {f"valid{odd}": 1.0}}
+        write_atomically(path, pack(state))
+    summary = json.dumps({"iteration": 1, "test": {f"return{odd}": 1.0}})
+    together(text("summary.json", summary), setting("task", "env", "Recall-v0\nINJECTED"))(copy)
+    for read, words in ((main, ["list"]), (main, ["inspect"]), (status.main, [])):
+        assert read([*words, str(copy)]) == 0
+    assert run_here(export.main, [copy], monkeypatch) == 0
+    assert evaluate_here(monkeypatch, copy) == train_here(monkeypatch, "--resume", copy) == 2
+    printed = capsys.readouterr()
+    for shown in (*printed, (copy / "export" / "onnx" / "README.md").read_text()):
+        assert shown.count("INJECTED") >= 2
+        assert "\x1b" not in shown and "\nINJECTED" not in shown
+
+
+def test_an_odd_summary_is_named_to_programs_too(copy):
+    text("summary.json", "[]")(copy)
+    for read in (lambda: TrainedRun(run_dir=copy, exit_code=0).test, lambda: hash_of(copy)):
+        with pytest.raises(UserError, match=f"^{copy}/summary.json.*$"):
+            read()
+
+
+def test_a_refusal_of_the_system_is_one_line_with_a_code():
+    @explains_errors
+    def refuses(number):
+        raise OSError(number, os.strerror(number), "a/file")
+
+    assert refuses(24) == 1 and refuses(20) == 2  # too many open files; no directory
+    assert explained(ValueError("two\nlines")) == ("two lines", 2)
+
+
+# ---- every field of a configuration, every entry of a checkpoint
+
+FIELDS = [(name, item.name) for name, one in SECTIONS.items() for item in dataclasses.fields(one)]
+
+
+@pytest.mark.parametrize(("section", "name"), FIELDS)
+def test_whatever_a_field_holds_the_run_goes_on_or_one_line_says_why_not(
+    section, name, copy, canary, monkeypatch, capsys, tmp_path
+):
+    os.mkfifo(tmp_path / "pipe")
+    places = [str(tmp_path / "pipe"), "/dev/zero", "/", str(tmp_path / "written")]
+    values = [*WRONG, *places, f"$(touch {canary})", FOREIGN, "foreign_envs"]
+    # all values over eight neighbouring fields
+    values = values[FIELDS.index((section, name)) % 8 :: 8]
+    found = load_checkpoint(latest_checkpoint(copy))
+    started = []
+    monkeypatch.setattr(
+        start, "launch", lambda fn, args, *_, **__: started.append(args[0].config) or 0
+    )
+    for value in values:
+        config = json.loads(found["config"])
+        if section in ("data", "market", "trading"):
+            config["task"]["env"] = "StockTrading-v0"
+        config[section][name] = value
+        state = found | {"config": json.dumps(config)}
+        monkeypatch.setattr(
+            choice, "load_saved", lambda path, state=state: Found(path / "x.pt", state)
+        )
+        code = train_here(monkeypatch, "--resume", copy)
+        errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert (code, len(errors)) in ((0, 0), (2, 1)), (value, errors)
+    for config in started:
+        for each in SECTIONS:
+            type(SECTIONS[each])(**vars(getattr(config, each)))
+        assert config.launch.on_event == ""
+    assert not canary.exists() and not (tmp_path / "written").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["modules", "pipe", "run"]
+
+
+ODD = [None, "x", -1, 10**30, math.nan, {}, [], {"a": {}}, [1, 2], torch.zeros(3, 3)]
+ODD += [torch.tensor(math.nan)]
+
+
+def places(value, path=()):
+    """The way to every entry of nested dicts and lists, outer ones first."""
+    entries = value if isinstance(value, dict) else {}
+    if isinstance(value, list):
+        entries = dict(enumerate(value))
+    for key, entry in entries.items():
+        yield (*path, key)
+        yield from places(entry, (*path, key))
+
+
+def odd_states(state, path):
+    """States with another entry at a place, or without it."""
+    entry = functools.reduce(lambda inner, key: inner[key], path, state)
+    values = [..., *ODD]
+    if isinstance(entry, torch.Tensor):
+        sparse = entry.to_sparse() if entry.ndim else entry.bool()
+        values += [entry[None], torch.zeros(1).expand(10**12), sparse]
+        if entry.is_floating_point():
+            values += [entry * math.nan, entry + math.inf, -1 - entry.abs()]
+    for value in values:
+        inner = odd_state = copies.copy(state)
+        for key in path[:-1]:
+            inner[key] = copies.copy(inner[key])
+            inner = inner[key]
+        if value is ...:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = value
+        yield odd_state
+
+
+def test_every_odd_entry_is_refused_in_one_line_or_the_run_goes_on(copy, monkeypatch, capsys):
+    folder = copy / "checkpoints"
+    for name in ("iteration_00000003.pt", "best.pt"):
+        (folder / name).unlink()
+    state = load_checkpoint(folder / "iteration_00000002.pt")
+    passed = {}
+    ways = list(places(state))
+    outer, inner = (
+        [way for way in ways if (len(way) < 3) == is_outer] for is_outer in (True, False)
+    )
+    for path in outer + inner[::20]:
+        for candidate in odd_states(state, path):
+            try:
+                check_state(candidate)
+                passed[path[0]] = candidate
+            except CheckpointError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300
+    for path, candidate in passed.items():
+        write_atomically(folder / "iteration_00000002.pt", pack(candidate))
+        code = train_here(monkeypatch, "--resume", copy)
+        errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert (code == 0 and not errors) or (code in (1, 2) and len(errors) == 1), (path, errors)
+
+
+def fitted():
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    strategy = Strategy(StrategyConfig(), world)
+    strategy.wrap(module)(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return FitState(strategy, optimizer, scheduler, {"kind": "x"}, {"samples": 3})
+
+
+def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken(tmp_path):
+    state = fitted()
+    state.add({"epoch": 1.0, "valid/loss": 1.0})
+    state.save(RunDir(tmp_path), keep=1, best=True)
+    best = tmp_path / "checkpoints" / "best.pt"
+    whole = load_checkpoint(best)
+    for path in places(whole):
+        for candidate in odd_states(whole, path):
+            with suppress(ValueError):  # a command prints it in one line
+                check_state(candidate)
+                fitted().load(candidate, best)

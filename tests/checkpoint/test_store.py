@@ -1,0 +1,351 @@
+"""Checkpoints are whole or absent, any changed byte is refused, and none can run code."""
+
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+
+import damaged_files
+import numpy as np
+import pytest
+import torch
+from hostile import ODD_FILES
+
+from rl_dist.checkpoint.__main__ import main
+from rl_dist.checkpoint.store import (
+    FORMAT_VERSION,
+    CheckpointError,
+    OtherFormatError,
+    find_latest_run,
+    latest_checkpoint,
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+    seal,
+)
+from rl_dist.files import log_once
+
+
+@pytest.fixture(autouse=True)
+def nothing_printed_before():
+    log_once.cache_clear()
+
+
+def trained_state():
+    torch.manual_seed(1)
+    module = torch.nn.LSTM(4, 8)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(3, 2, 4))[0].sum().backward()
+    optimizer.step()
+    return {
+        "policy": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "counts": {"iteration": 7, "best": None, "sizes": (1, 2), "name": "x", "on": True},
+        "random": random.getstate(),
+    }
+
+
+def save(directory, iteration, keep=10, **options):
+    state = {"iteration": iteration}
+    return save_checkpoint(directory, state, iteration=iteration, keep=keep, **options)
+
+
+def name_of(iteration):
+    return f"iteration_{iteration:08d}.pt"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same(got, wanted):
+    assert type(got) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        for key in wanted:
+            assert_same(got[key], wanted[key])
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    else:
+        assert got == wanted
+
+
+def archive_of(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+# ---- one file
+
+
+def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_path):
+    state = trained_state()
+    path = save_checkpoint(tmp_path / "made/on/demand", state, iteration=120, keep=1)
+    assert path.name == name_of(120)
+    assert_same(load_checkpoint(path), state)
+    assert_same(torch.load(path, weights_only=True), state)
+    facts = read_checkpoint(path)[1]
+    assert facts["format_version"] == FORMAT_VERSION and facts["torch_version"] == torch.__version__
+    assert path.read_bytes().endswith(b"sha256:" + facts["sha256"].encode())
+
+
+def script():
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), buffer)
+    return seal(buffer.getvalue())
+
+
+def pickled(content):
+    return lambda data: damaged_files.with_pickle(data, lambda _: content)
+
+
+# a changed file, by the words that refuse it
+REFUSED = {
+    "is empty": [lambda data: b""],
+    "truncated": [lambda data: data[:-1], lambda data: data[:10], lambda data: b"of others"],
+    "do not match": [lambda data: data[:200] + bytes(200) + data[400:]],
+    "names no format": [lambda data: data.replace(b"rl_dist checkpoint", b"ab_cdef checkpoint")],
+    "a Tensor, not a state": [lambda data: seal(archive_of(torch.zeros(2)))],
+    "is a set": [lambda data: seal(archive_of({"env": {1, 2}}))],
+    "no plain data.*nothing was run": [
+        pickled(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."),  # a dict that holds itself
+        *(pickled(b"\x80\x02]"), pickled(b""), lambda data: script()),
+    ],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_damaged_and_foreign_files_are_refused_with_path_and_cause(tmp_path, words, recwarn):
+    path = save(tmp_path, 1)
+    data = path.read_bytes()
+    for change in REFUSED[words]:
+        changed = change(data)
+        if words == "names no format":
+            changed = damaged_files.with_seal(changed)
+        path.write_bytes(changed)
+        recwarn.clear()
+        with pytest.raises(CheckpointError, match=words) as error:
+            load_checkpoint(path)
+        assert str(path) in str(error.value) and str(error.value).isprintable()
+        assert not recwarn.list
+
+
+def test_damage_of_all_kinds_is_refused_runs_nothing_and_the_older_checkpoint_is_found(tmp_path):
+    folder = tmp_path / "checkpoints"
+    older, newest = (
+        save_checkpoint(folder, trained_state(), iteration=number, keep=2) for number in (1, 2)
+    )
+    data = newest.read_bytes()
+    damaged = [content for _, content in damaged_files.random_damage(data, 60, seed=0)]
+    # a bit of bytes all over the file, and of each of its end
+    for at in [*range(0, len(data) - 200, 50), *range(len(data) - 200, len(data))]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        damaged.append(bytes(changed))
+    for content in damaged:
+        newest.write_bytes(content)
+        with pytest.raises(CheckpointError) as error:
+            load_checkpoint(newest)
+        assert str(newest) in str(error.value) and str(error.value).isprintable()
+    assert len(damaged) > 300 and latest_checkpoint(tmp_path) == older
+
+
+def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monkeypatch):
+    # torch's own switch must not open the door
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = save(tmp_path, 1)
+    marker = tmp_path / "marker"
+    good = path.read_bytes()
+    pickle.loads(damaged_files.calling("posix", "system", f"touch {marker}"))
+    assert marker.exists()  # so it does harm where it is trusted
+    marker.unlink()
+    for called, harm in damaged_files.hostile(marker).items():
+        path.write_bytes(pickled(harm)(good))
+        with pytest.raises(CheckpointError, match=f"{path} .*{called.split('.')[-1]}; nothing"):
+            load_checkpoint(path)
+        assert not marker.exists()
+    path.write_bytes(damaged_files.with_pickle(good, lambda content: content))
+    # rebuilding the archive is not what was refused
+    assert load_checkpoint(path) == {"iteration": 1}
+
+
+def test_values_that_could_not_be_loaded_again_are_refused_by_name(tmp_path):
+    for value in (np.zeros(2), np.float64(1.0), tmp_path):
+        with pytest.raises(CheckpointError, match=r"state\['env'\]\[0\] is a "):
+            save_checkpoint(tmp_path, {"env": [value]}, iteration=1, keep=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("version", "reader"), [(3, "version 0.5.0"), (5, "a newer version")])
+def test_another_format_is_one_clear_line_and_no_reason_to_fall_back(tmp_path, version, reader):
+    directory = tmp_path / "checkpoints"
+    save(directory, 1)
+    other = directory / name_of(2)
+    other.write_bytes(seal(archive_of({"iteration": 2}), format_version=version))
+    for read, path in ((load_checkpoint, other), (latest_checkpoint, tmp_path)):
+        with pytest.raises(OtherFormatError, match=f"{other} .* {version}, .*{reader}"):
+            read(path)
+
+
+# ---- the files of a run
+
+
+def test_the_newest_intact_checkpoint_is_found_and_leftovers_are_removed(tmp_path, caplog):
+    assert latest_checkpoint(tmp_path) is None
+    folder = tmp_path / "checkpoints"
+    paths = [save(folder, iteration) for iteration in (20, 40, 60)]
+    assert latest_checkpoint(tmp_path) == latest_checkpoint(folder) == paths[2]
+    (folder / "unfinished.part").write_bytes(b"of a killed writer")
+    paths[2].write_bytes(paths[2].read_bytes()[:-5])
+    paths[1].write_bytes(b"")
+    assert latest_checkpoint(tmp_path) == paths[0]
+    assert f"{name_of(60)} is truncated" in caplog.text
+    assert f"{name_of(40)} is empty" in caplog.text
+    new = save(folder, 100)
+    assert names(folder) == [path.name for path in (*paths, new)]
+
+
+def test_later_checkpoints_are_removed_once_the_resumed_run_has_saved_and_old_ones_too(tmp_path):
+    for iteration in (20, 40, 60, 80):
+        save(tmp_path, iteration, keep=3)
+    assert names(tmp_path) == [name_of(iteration) for iteration in (40, 60, 80)]
+    assert save(tmp_path, 50, keep=1) == latest_checkpoint(tmp_path)
+    assert names(tmp_path) == [name_of(50)]
+
+
+def test_the_latest_run_is_the_one_with_the_newest_intact_checkpoint(tmp_path):
+    assert find_latest_run(tmp_path) is None
+    for age, name in enumerate(("broken", "new", "old")):
+        path = save(tmp_path / name / "checkpoints", 20)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (tmp_path / "broken/checkpoints" / name_of(20)).write_bytes(b"PK")
+    (tmp_path / "empty").mkdir()
+    assert find_latest_run(tmp_path) == tmp_path / "new"
+    only_best = tmp_path / "only_best" / "checkpoints"
+    save(only_best, 1).rename(only_best / "best.pt")
+    assert find_latest_run(tmp_path) == tmp_path / "only_best"
+
+
+@pytest.mark.timeout(60)  # opening a pipe would take for ever
+@pytest.mark.parametrize("odd", ODD_FILES)
+@pytest.mark.parametrize("name", [name_of(0), name_of(2), name_of(9), "best.pt", "unfinished.part"])
+def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name, capsys):
+    folder = tmp_path / "run" / "checkpoints"
+    save(folder, 1)
+    ODD_FILES[odd](folder / name)
+    is_damaged = odd == "sparse giant" and name.endswith(".pt")  # everything else is no file at all
+    assert latest_checkpoint(folder).name == name_of(1)
+    assert find_latest_run(tmp_path) == tmp_path / "run"
+    assert main(["verify", str(folder)]) == int(is_damaged)
+    assert main(["list", str(folder)]) == main(["inspect", str(folder)]) == 0
+    assert ("damaged: " in capsys.readouterr().out) == is_damaged
+    with pytest.raises(CheckpointError, match="cannot be read|is truncated"):
+        load_checkpoint(folder / name)
+    if odd == "directory" and name in (name_of(2), "best.pt", "unfinished.part"):
+        with pytest.raises(CheckpointError, match="cannot write"):
+            save(folder, 2, best=True)
+        assert (folder / name / "of a user").exists()
+        return
+    for iteration in (2, 3, 4):
+        path = save(folder, iteration, keep=3, best=True)
+        assert load_checkpoint(path) == {"iteration": iteration}
+    stays = not is_damaged and name in (name_of(0), name_of(9))
+    kept = {*map(name_of, (2, 3, 4)), "best.pt"} | ({name} if stays else set())
+    assert set(names(folder)) == kept and load_checkpoint(folder / "best.pt")["iteration"] == 4
+
+
+def test_a_giant_with_the_ends_of_a_checkpoint_is_not_read_either(tmp_path):
+    older, path = save(tmp_path, 1), tmp_path / name_of(9)
+    data = older.read_bytes()
+    with path.open("wb") as file:
+        file.write(data[:1000])
+        file.seek(2**42)
+        file.write(data[1000:])
+    with pytest.raises(CheckpointError, match="4,398,046,.* bytes, and at most"):
+        load_checkpoint(path)
+    assert latest_checkpoint(tmp_path) == older
+
+
+def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk):
+    disk = small_disk("64k")
+    state = {"weights": torch.rand(9000)}
+    path = save_checkpoint(disk, state, iteration=1, keep=1)
+    full = r"best.pt \(3\d,\d+ bytes\): No space left on device$"
+    for _ in range(2):  # nothing of the first failure stands in the way of the next
+        with pytest.raises(CheckpointError, match=full):
+            save_checkpoint(disk, state, iteration=2, keep=1, best=True)
+        assert names(disk) == [path.name]
+        assert_same(load_checkpoint(path), state)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(CheckpointError, match="00002.pt .*Read-only file system"):
+        save(disk, 2)
+    assert_same(load_checkpoint(path), state)
+
+
+# ---- the command
+
+
+def command(capsys, *words):
+    """Exit code, lines of stdout and of stderr of the command."""
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as leaving:
+        code = leaving.code
+    return (code, *(text.splitlines() for text in capsys.readouterr()))
+
+
+def damage(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", f"checkpoints/{name_of(3)}"])
+def test_verify_and_list_say_of_every_file_whether_it_is_whole(copy, where, capsys):
+    files = [name_of(3)]
+    if not where.endswith("pt"):
+        files += [name_of(2), name_of(1), "best.pt"]
+    code, lines, _ = command(capsys, "verify", copy / where)
+    rows = [line.split() for line in lines[1:]]
+    assert code == 0 and [row[4] for row in rows] == files
+    assert all(row[5].startswith("valid") for row in rows)
+    assert rows[0][0] == "3" and rows[-1][6] == "valid/return" or len(files) == 1
+    damage(copy / "checkpoints" / name_of(3))
+    for word, expected in (("verify", 1), ("list", 0)):
+        code, lines, _ = command(capsys, word, copy / where)
+        assert code == expected and lines[1].split()[5] == "damaged:"
+
+
+def test_inspect_shows_what_the_newest_valid_checkpoint_holds(copy, capsys):
+    newest = latest_checkpoint(copy)
+    code, lines, _ = command(capsys, "inspect", copy)
+    shown = " ".join(" ".join(lines).split())
+    for words in (f"path {newest}", "iteration 3", "steps 192", "policy/critic_head.bias"):
+        assert code == 0 and words in shown
+    about = json.loads("".join(command(capsys, "inspect", newest, "--json")[1]))
+    assert about["config"] == json.loads(load_checkpoint(newest)["config"])
+    assert about["bytes"] == newest.stat().st_size and about["steps"] == 192
+    bias = {"name": "policy/critic_head.bias", "shape": [1], "type": "float32"}
+    assert bias in about["tensors"] and len(about["tensors"]) > 50
+    damage(newest)
+    assert name_of(2) in " ".join(command(capsys, "inspect", copy)[1])
+    code, _, (line,) = command(capsys, "inspect", newest)
+    assert code == 1 and line.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["verify"], "PATH"),
+        (["look", "x"], "invalid choice"),
+        (["list", "no_such"], "no_such does not exist"),
+        (["verify", "empty"], "empty holds no checkpoints"),
+    ],
+)
+def test_bad_usage_of_the_command_is_one_line(argv, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    code, _, (line,) = command(capsys, *argv)
+    assert code == 2 and expected in line

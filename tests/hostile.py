@@ -1,0 +1,351 @@
+"""Hostile, damaged and odd run directories, as a table: files, a command, what it must say.
+
+A case alters a copy of a small finished run and runs one command in this process. Whatever the
+case: no traceback, at most one line of error, no foreign code, no process that stays.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from train_runs import RECALL, run_here
+
+import check_gpu_setup
+import train_distributed
+from agents.evaluate import command as evaluate
+from agents.export import command as export
+from agents.pretrain import command as pretrain
+from agents.run import start
+from rl_dist import status
+from rl_dist.checkpoint import __main__ as checkpoint
+from rl_dist.checkpoint.store import load_checkpoint, pack, write_atomically
+from rl_dist.speedup import __main__ as speedup
+
+SPARSE_BYTES = 40 * 2**30
+PROGRAMS = {
+    "train": train_distributed.main,
+    "evaluate": evaluate.main,
+    "export": export.main,
+    "pretrain": pretrain.main,
+    "check": check_gpu_setup.main,
+    "status": status.main,
+    "checkpoint": checkpoint.main,
+    "speedup": speedup.main,
+}
+TINY = " ".join(map(str, [*RECALL, "--eval_episodes 2 --total_steps 128"]))
+
+
+# ---- what may lie in the place of a file
+
+
+def sparse(path):
+    path.touch()
+    os.truncate(path, SPARSE_BYTES)
+
+
+def bound_socket(path):
+    here = Path.cwd()
+    os.chdir(path.parent)  # a socket's path has at most 107 bytes
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def folder_with_content(path):
+    path.mkdir()
+    (path / "of a user").write_text("x")
+
+
+ODD_FILES = {
+    "pipe": os.mkfifo,
+    "directory": folder_with_content,
+    "socket": bound_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "sparse giant": sparse,
+    "link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+def write_module(folder, canary, name="foreign_envs"):
+    """Write a module that makes the file `canary` when it is imported."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(
+        f"open({str(canary)!r}, 'w').close()\nimport gymnasium\n"
+        "gymnasium.register('Foreign-v0', entry_point='envs.memory_tasks:RecallEnv')\n"
+    )
+
+
+# ---- what is done to a run
+
+
+def together(*alters):
+    def alter(run):
+        for each in alters:
+            each(run)
+
+    return alter
+
+
+def setting(section, name, value, *, config=True):
+    """Set a field in all checkpoints, and in config.json; {tmp} is the folder of the run."""
+
+    def altered(text, run):
+        sections = json.loads(text)
+        sections[section][name] = value.replace("{tmp}", str(run.parent))
+        return json.dumps(sections)
+
+    def alter(run):
+        for path in (run / "checkpoints").glob("*.pt"):
+            state = load_checkpoint(path)
+            write_atomically(path, pack(state | {"config": altered(state["config"], run)}))
+        if config:
+            path = run / "config.json"
+            path.write_text(altered(path.read_text(), run))
+
+    return alter
+
+
+def newest(change):
+    """Change the newest state; there is no best.pt."""
+
+    def alter(run):
+        (run / "checkpoints" / "best.pt").unlink()
+        path = run / "checkpoints" / "iteration_00000003.pt"
+        state = load_checkpoint(path)
+        change(state)
+        write_atomically(path, pack(state))
+
+    return alter
+
+
+def nan_in(*keys):
+    def change(state):
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = state[keys[-1]] * torch.nan
+
+    return newest(change)
+
+
+def hidden_size(value, **entries):
+    def change(state):
+        config = json.loads(state["config"])
+        config["policy"]["hidden_size"] = value
+        state |= {"config": json.dumps(config)} | entries
+
+    return newest(change)
+
+
+def cut_carry(state):
+    state["carry"]["lstm_state"] = state["carry"]["lstm_state"][:, :, :-1].clone()
+
+
+def text(name, content):
+    def alter(run):
+        (run / name).write_text(content)
+
+    return alter
+
+
+def odd(name, kind):
+    def alter(run):
+        (run / name).unlink()
+        ODD_FILES[kind](run / name)
+
+    return alter
+
+
+def in_place(name, kind):
+    """Put something else in the place of a file or folder, which moves to `target`."""
+
+    def alter(run):
+        path, target = run / name, run.parent / "target"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():  # else somebody would miss it
+            path.rename(target)
+        elif kind == "link to a folder":
+            target.mkdir()
+        else:
+            target.write_text("kept")
+        make = {"pipe": os.mkfifo, "directory": os.mkdir, "file": Path.touch}
+        make.get(kind, lambda path: path.symlink_to(target))(path)
+
+    return alter
+
+
+def no_numbers(run):
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["valid/return"], lines[1]["episode/return"] = "x", [1]
+    lines += [{"iteration": None}, [], 1]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# ---- the table
+
+
+@dataclass
+class Case:
+    command: str  # {run}: the run directory
+    alter: Callable[[Path], None] = lambda run: None
+    code: int = 2
+    says: str = "{run}"  # a pattern in what is printed
+    starts: bool = False  # else a training that is not refused ends at its launch
+    patches: dict = field(default_factory=dict)  # attributes by their full name
+    variables: dict = field(default_factory=dict)
+
+
+RESUME, EVALUATE, EXPORT = "train --resume {run}", "evaluate {run}", "export {run}"
+SPEEDUP = "speedup {run}"
+FOREIGN = "foreign_envs:Foreign-v0"
+NOT_MINE = {
+    "no config.json": lambda run: (run / "config.json").unlink(),
+    "a config.json of all the world": lambda run: (run / "config.json").chmod(0o666),
+}
+FILES = ["config.json", "metrics.jsonl", "events.out.tfevents.1", "logs/rank_0.log"]
+FILES += ["plots/learning_curve.png", "wandb_run_id"]
+EXPORTED = [f"export/onnx/{name}" for name in ("policy.onnx", "contract.json", "README.md")]
+FOLDERS = ("plots", "logs", "profile", "checkpoints", "wandb", "export", "export/onnx")
+PLACES = [(name, "directory") for name in FILES]
+PLACES += [(name, kind) for name in FILES + EXPORTED for kind in ("pipe", "link")]
+PLACES += [(name, kind) for name in FOLDERS for kind in ("file", "link to a folder")]
+SUMMARIES = ["", "x", "[]", "{}", "[" * 10**5, '{"iteration": 9' + "9" * 5000 + "}", '"']
+SUMMARIES += ['{"iteration": "1", "test": 3}']
+WITH_NAMES = [f"train {TINY} --run_dir", f"check {TINY} --run_dir", "train --resume"]
+WITH_NAMES += ["pretrain --run_dir", "pretrain --resume", "evaluate", "export"]
+WITH_NAMES += ["status", "checkpoint verify", "speedup"]
+CORE = together(
+    setting("policy", "policy", "own"), setting("policy", "core", "foreign_envs:Core", config=False)
+)
+LAST = "{run}/checkpoints/iteration_00000003.pt"
+COUNTS = {"RESTART_COUNT": ("abc", "-1"), "MAX_RESTARTS": ("1.5",)}
+
+CASES = {
+    # code of others
+    **{
+        f"module, {why}: {command}": Case(
+            command,
+            together(setting("task", "env", FOREIGN), alter),
+            says=f"--env {FOREIGN}|config.json: No such file",
+        )
+        for why, alter in NOT_MINE.items()
+        for command in (RESUME, EVALUATE, SPEEDUP)
+    },
+    "module, not that of config.json": Case(
+        RESUME, setting("task", "env", FOREIGN, config=False), says=f"--env {FOREIGN}"
+    ),
+    "module, a config.json of somebody else": Case(
+        RESUME,
+        setting("task", "env", FOREIGN),
+        says=f"--env {FOREIGN}",
+        patches={"os.getuid": lambda: 12345},
+    ),
+    "callback": Case(
+        RESUME,
+        setting("train", "callback", "foreign_envs:call", config=False),
+        says="--callback foreign_envs:call",
+    ),
+    "core": Case(RESUME, CORE, says="--core foreign_envs:Core"),
+    "core, evaluated": Case(EVALUATE, CORE, says="--core foreign_envs:Core"),
+    **{
+        f"command for events: {command}": Case(
+            command, setting("launch", "on_event", "touch {tmp}/canary"), 0, "", starts=True
+        )
+        for command in (RESUME, EVALUATE)
+    },
+    # contents of checkpoints
+    **{
+        f"NaN in {keys[0]}: {command}": Case(command, nan_in(*keys), code, says, starts=True)
+        for keys in (
+            ("policy", "actor_head.bias"),
+            ("optimizer", "state", 0, "exp_avg"),
+            ("obs_normalizer", "moments.mean"),
+        )
+        for command, code, says in (
+            ("checkpoint verify {run}", 1, f"damaged: .*{keys[0]}.*{keys[-1]}.*NaN"),
+            (f"evaluate {LAST}", 2, "NaN"),
+            (RESUME, 0, "iteration_00000002.pt"),
+        )
+    },
+    "a checkpoint of something else": Case(
+        f"evaluate {LAST}", newest(lambda state: [state.pop(name) for name in list(state)[1:]]),
+        says="no checkpoint of train_distributed.py",
+    ),
+    "wider than its weights": Case(RESUME, hidden_size(8192), says="shape"),
+    "a carry of another width": Case(RESUME, newest(cut_carry), says="lstm_state"),
+    "more actions than weights": Case(RESUME, hidden_size(8, num_actions=7), says="shape"),
+    # files
+    **{
+        f"{name} is a {kind}": Case(
+            EXPORT if name.startswith("export") else RESUME,
+            in_place(name, kind),
+            says=f"{{run}}/{name}",
+        )
+        for name, kind in PLACES
+    },
+    **{
+        f"summary.json holds {content:.20}": Case(
+            EXPORT, text("summary.json", content), says="{run}/summary.json"
+        )
+        for content in SUMMARIES
+    },
+    **{
+        f"summary.json is a {kind}": Case(EXPORT, odd("summary.json", kind), says="summary.json")
+        for kind in list(ODD_FILES)[:5]
+    },
+    "lines of metrics.jsonl that hold no numbers": Case(RESUME, no_numbers, 0, "", starts=True),
+    # flags and variables
+    **{
+        f"{command}: a name {name:.3}": Case(f"{command} {name}", says=name[:3])
+        for command in WITH_NAMES
+        for name in ("x" * 300, "bad\udcff")
+    },
+    **{
+        f"{name} is {value}: {command}": Case(
+            command, says=name, variables={f"TORCHELASTIC_{name}": value}
+        )
+        for name, values in COUNTS.items()
+        for value in values
+        for command in (f"train {TINY} --run_dir new", "pretrain --run_dir new", EVALUATE)
+    },
+}  # fmt: skip
+
+
+def everything_in(path):
+    return {each: each.is_file() and each.read_bytes() for each in [path, *path.rglob("*")]}
+
+
+def check(case, run, canary, monkeypatch, capsys):
+    """Run a case on a copy of a run, in a folder where only this run is."""
+    case.alter(run)
+    target = run.parent / "target"
+    kept = everything_in(target)
+    monkeypatch.chdir(run.parent)
+    if not case.starts:
+        monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
+    for name, value in case.patches.items():
+        monkeypatch.setattr(name, value)
+    for name, value in case.variables.items():
+        monkeypatch.setenv(name, value)
+    inside = set(run.parent.iterdir())
+    program, *words = case.command.split()
+    words = [word.replace("{run}", str(run)) for word in words]
+    code = run_here(PROGRAMS[program], words, monkeypatch)
+    out, err = capsys.readouterr()
+    assert code == case.code, out + err
+    assert "Traceback" not in out + err
+    errors = [line for line in err.splitlines() if not line.startswith(("iteration ", "skipped: "))]
+    assert len(errors) == (code == 2) and all(line.startswith("error: ") for line in errors)
+    printed = errors[0] if errors else out + err
+    assert re.search(case.says.replace("{run}", re.escape(str(run))), printed), printed
+    assert not canary.exists() and set(run.parent.iterdir()) == inside
+    assert everything_in(target) == kept
+    assert not psutil.Process().children()
