@@ -114,34 +114,37 @@ class _Leaf:
         self.path, self.space = path, space
         self.categories = categories_of(space)
         self.axes = None if is_mask else image_axes(space)
-        shape: tuple[int, ...] = (math.prod(space.shape or ()),)
+        self.shape = space.shape or ()  # of the values
+        self.types = "biu" if self.axes or self.categories else "biuf"
+        shape: tuple[int, ...] = (math.prod(self.shape),)
         kind: Any = "vector" if _is_box(space) else "plain"
         if is_mask:
             kind = "mask"
         elif self.categories:
             shape = (int(self.categories[1].sum()),)
         elif self.axes:
-            *channels, height, width = ((space.shape or ())[axis] for axis in self.axes)
+            *channels, height, width = (self.shape[axis] for axis in self.axes)
+            self.scale = np.float32(image_scale(space))
             kind, shape = "image", (math.prod(channels), height, width)
         self.part = Part(named(path) or "observation", kind, shape)
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, n] float32 of values [count, ...]."""
         values = np.asarray(raw)
-        wanted = (count, *(self.space.shape or ()))
-        if values.shape != wanted:
-            problem = f"{self.part.name} has shape {values.shape[1:]}, not {wanted[1:]}"
+        if values.shape != (count, *self.shape):
+            problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.shape}"
             raise RowFaultError(None, problem)
-        if values.dtype.kind not in ("biu" if self.axes or self.categories else "biuf"):
+        if values.dtype.kind not in self.types:
             problem = f"{self.part.name} has type {values.dtype}, not {self.space.dtype}"
             raise RowFaultError(None, problem)
         if self.axes:
             channels_first = values.transpose(0, *(axis + 1 for axis in self.axes))
-            pixels = channels_first.reshape(count, -1).astype(np.float32)
-            return pixels / np.float32(image_scale(self.space))
+            return channels_first.reshape(count, -1).astype(np.float32) / self.scale
         if self.categories is None:
+            if values.dtype == np.float32:
+                return values.reshape(count, -1).copy()
             with np.errstate(over="ignore"):  # becomes infinity, which is refused
-                return np.array(values, dtype=np.float32).reshape(count, -1)
+                return values.astype(np.float32).reshape(count, -1)
         start, sizes = self.categories
         digits = values.astype(np.int64).reshape(count, -1) - start
         outside = ((digits < 0) | (digits >= sizes)).any(axis=1)  # [count]
