@@ -28,6 +28,7 @@ from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist.checkpoint import store
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import NullWriter, open_writer
 
 NUM_ENVS = 8
@@ -329,7 +330,9 @@ def record_of(name, world, run_dir=None, **options):
     """Train a job and return what it did; with `run_dir`, its metrics and checkpoints lie there."""
     job = make_job(name, run_dir or "nowhere", **options)  # where nothing is saved, see below
     writer = (
-        open_writer(run_dir, world, job.train.total_steps, "steps") if run_dir else NullWriter()
+        open_writer(RunDir(run_dir), world, job.train.total_steps, "steps")
+        if run_dir
+        else NullWriter()
     )
     saved: list[int] = []
 

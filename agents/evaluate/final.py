@@ -101,19 +101,20 @@ def load_best(
     All ranks call; the main process alone reads the file, which other hosts may lack.
     """
     world, path = training.world, run_dir / CHECKPOINT_DIR / BEST_FILE
+    last = training.policy
+    policy = Policy(last.config, last.layout, training.action_space)
     state = None
     if world.is_main_process and path.exists():
         try:
-            found = load_checkpoint(path)
-            check_weights(training.policy, found["policy"])
-            state = found
+            saved = load_checkpoint(path)
+            # not training.policy: reading the state of a sharded one drops its whole parameters
+            check_weights(policy, saved["policy"])
+            state = saved
         except ValueError as error:  # damaged, or of another shape
             logger.warning("best.pt is not evaluated: %s", error)
     iteration = all_gather_json(state and state["iteration"], world)[0]
     if iteration in (None, training.iteration):
         return iteration, None
-    last = training.policy
-    policy = Policy(last.config, last.layout, training.action_space)
     policy.to(world.device, training.job.dtype).low_precision = last.low_precision
     normalizer = observation_normalizer(last.layout, training.job.train.normalize_obs)
     normalizer.to(world.device)

@@ -238,7 +238,6 @@ def test_ranks_and_device_follow_the_machine(machine, gpus, flags, expected):
         (0, {"device": "cuda"}, "no CUDA GPU"),
         (2, {"device": "cuda", "num_gpus": 0}, "contradicts"),
         (0, {"num_gpus": 4, "strategy": "hybrid", "shard_size": 3}, "use --shard_size 2, 4"),
-        (0, {"num_gpus": 2, "shard_size": 2}, "with strategy default: use --strategy hybrid"),
     ],
 )
 def test_what_the_machine_cannot_do_is_an_error(machine, gpus, flags, message):
