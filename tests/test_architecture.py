@@ -40,9 +40,9 @@ MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 1
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 # Totals only fall. Tokens, because packing lines does not lower them.
 MAX_SIZES = {
-    "tokens of source": 185_464,
-    "tokens of tests": 192_285,
-    "tokens of benchmarks": 36_093,
+    "tokens of source": 158_900,
+    "tokens of tests": 180_900,
+    "tokens of benchmarks": 22_100,
     "lines of README.md": 150,
     "lines to understand PPO": 1_900,
 }
