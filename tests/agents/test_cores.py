@@ -80,8 +80,6 @@ def test_a_core_that_keeps_the_contract_passes_and_initialises_itself():
     [
         {"policy": "own"},
         {"core": "own_cores:Decay"},
-        {"separate_trunks": True},
-        {"policy": "mlp", "separate_trunks": True},
         {"policy": "gru", "feature_window": 3},
         {"policy": "mlp", "memory": False},
     ],

@@ -87,8 +87,8 @@ def test_what_other_programs_call_a_flag_leads_to_ours(monkeypatch, capsys):
     [
         ("--preset smal", "there is no preset 'smal': did you mean small?"),
         ("--preset none", "choose from trading, small, control, memory, paper"),
-        ("--env ./lamp.py:Lamp-v0", "names a file: name its module, lamp:Lamp-v0"),
-        ("--env /up/lamp.py:Lamp-v0", "module, lamp:Lamp-v0, and run in /up or add that to "),
+        ("--env ./lamp.py:Lamp-v0", "environment './lamp.py:Lamp-v0': its module raised"),
+        ("--env /up/lamp.py:Lamp-v0", "there is no module /up/lamp in "),
         ("--resume {}/checkpoints", "whose newest checkpoint counts, got {0}/checkpoints: give "),
         ("--resume auto --run_dir {}/checkpoints", "is inside a run: give --run_dir {0}"),
         ("--resume {}/checkpoints/best.pt", "best.pt: give --resume {0}"),
