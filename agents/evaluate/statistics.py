@@ -90,17 +90,19 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     that is too short to be annualised.
     """
     returns, values = record.returns, record.values
+    growth = values[:, -1] / values[:, 0]
     period = period_days(returns.shape[1])
+    periods = returns.shape[1] / period
     downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * period)
     peaks = np.maximum.accumulate(values, axis=1)
     return {
-        "cumulative_return": values[:, -1] / values[:, 0] - 1.0,
-        "annual_return": annual_growth(returns),
+        "cumulative_return": growth - 1.0,
+        "annual_return": np.maximum(growth, 0.0) ** (1.0 / periods) - 1.0,
         "annual_volatility": _deviation(returns) * np.sqrt(period),
         "sharpe": sharpe_ratio(returns),
         "sortino": _ratio(returns.mean(1) * period, downside),
         "max_drawdown": (1.0 - values / peaks).max(1),
-        "turnover": record.traded_usd.mean(1) * period / values.mean(1),
+        "turnover": record.traded_usd.sum(1) / values.mean(1) / periods,
         "num_trades": record.num_trades.sum(1),
         "fees_usd": record.fees_usd.sum(1),
         "exposure": record.exposure.mean(1),
