@@ -20,8 +20,14 @@ NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,
 }
-# these files, and train_distributed.py, explain PPO here
-READING_PATH = ("trainer", "rollout", "advantages", "ppo", "policy")
+# What a reader meets between the main function of a rank and loss.backward().
+READING_PATH = (
+    *("agents/rank", "agents/api/rank", "agents/trainer", "agents/recorder", "agents/rollout"),
+    *("agents/advantages", "agents/ppo", "agents/policy", "agents/network/sequences"),
+    *("agents/network/minibatches", "agents/network/cores", "agents/network/heads"),
+    *("agents/network/inputs", "agents/network/normalize", "agents/network/encoders"),
+    *("agents/network/noise", "rl_dist/strategies/strategy"),
+)
 
 
 @dataclass(frozen=True)
@@ -110,29 +116,9 @@ def import_targets(source: Source) -> list[tuple[int, str]]:
     return targets
 
 
-def unit_graph(sources: list[Source], package: str) -> dict[str, set[str]]:
-    """The modules and packages right below a package, and which others each imports."""
-    mine = {s.module: s for s in sources if s.package == package and s.module != package}
-    graph: dict[str, set[str]] = {module.split(".")[1]: set() for module in mine}
-    for module, source in mine.items():
-        unit = module.split(".")[1]
-        names = [name for _, name in import_targets(source) if name.startswith(f"{package}.")]
-        graph[unit] |= ({name.split(".")[1] for name in names} & graph.keys()) - {unit}
-    return graph
-
-
-def depth(graph: dict[str, set[str]], unit: str, path: tuple[str, ...] = ()) -> int:
-    """Layers from a unit down; a cycle counts as very many."""
-    if unit in path:
-        return 1000
-    return 1 + max((depth(graph, target, (*path, unit)) for target in graph[unit]), default=0)
-
-
-def unit_counts(sources: list[Source], package: str) -> tuple[int, int, int]:
-    """Units of a package, imports between them, and layers."""
-    graph = unit_graph(sources, package)
-    layers = max((depth(graph, unit) for unit in graph), default=0)
-    return len(graph), sum(map(len, graph.values())), layers
+def unit_names(sources: list[Source], package: str) -> set[str]:
+    """Return the modules and packages right below a package."""
+    return {s.module.split(".")[1] for s in sources if s.package == package and "." in s.module}
 
 
 def code_tokens(source: Source) -> int:
@@ -150,16 +136,17 @@ def code_tokens(source: Source) -> int:
 
 
 def size_counts(sources: list[Source]) -> dict[str, int]:
-    """Code tokens of source, tests and benchmarks; lines of the README and of what explains PPO."""
+    """Code tokens of source, tests and benchmarks; lines of the README."""
     lines = {source.path: source.num_lines for source in sources}
     python = [source for source in sources if source.path.endswith(".py")]
     tokens = {
         "source": [s for s in python if s.shipped or s.package == "examples"],
         "tests": [s for s in python if s.package == "tests"],
         "benchmarks": [s for s in python if s.package == "benchmarks"],
+        "the path to loss.backward()": [
+            s for s in python if s.path.removesuffix(".py") in READING_PATH
+        ],
     }
-    path = ("train_distributed.py", *(f"agents/{name}.py" for name in READING_PATH))
     return {f"tokens of {name}": sum(map(code_tokens, owned)) for name, owned in tokens.items()} | {
         "lines of README.md": lines.get("README.md", 0),
-        "lines to understand PPO": sum(lines.get(name, 0) for name in path),
     }

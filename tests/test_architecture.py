@@ -34,9 +34,7 @@ PRINTERS = {  # parts of rl_dist that may print
     *("launch/ranks", "launch/supervisor", "resume_check", "speedup/__main__", "speedup/estimate"),
     *("status", "telemetry/progress"),
 }
-# units, imports between them, layers
-MAX_UNITS = {"rl_dist": (15, 49, 6), "envs": (14, 45, 6), "agents": (14, 50, 6)}
-MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 10, 450, 80, 15, 79
+MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 15, 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
 # Totals only fall. Tokens, because packing lines does not lower them.
 MAX_SIZES = {
@@ -44,7 +42,7 @@ MAX_SIZES = {
     "tokens of tests": 180_900,
     "tokens of benchmarks": 22_100,
     "lines of README.md": 150,
-    "lines to understand PPO": 1_900,
+    "tokens of the path to loss.backward()": 23_900,
 }
 BAD_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base"}
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -96,13 +94,11 @@ def cycles(sources):
 
 
 def units(sources):
-    """A package has few units, few imports between them, few layers, and at most ten modules."""
+    """A package has at most 15 units, and a folder inside it at most ten modules."""
     for package in PACKAGES:
-        counts = source_tree.unit_counts(sources, package)
-        names = ("units", "imports between units", "layers")
-        for what, limit, count in zip(names, MAX_UNITS[package], counts, strict=True):
-            if count > limit:
-                yield f"{package} has {count} {what}, more than {limit}"
+        count = len(source_tree.unit_names(sources, package))
+        if count > MAX_UNITS:
+            yield f"{package} has {count} units, more than {MAX_UNITS}"
     paths = [Path(source.path) for source in shipped(sources)]
     folders = Counter(path.parent for path in paths if not path.name.endswith("__.py"))
     for folder, count in folders.items():
@@ -267,11 +263,10 @@ PLANTED = {
     ],
     units: [
         {f"envs/a{i}.py": "" for i in range(16)}, {f"envs/a/b{i}.py": "" for i in range(11)},
-        {"envs/a.py": "from envs import b", "envs/b.py": "from envs import a"},
     ],
     sizes: [
         {"envs/a.py": "x = 1\n" * 451}, {"README.md": "x\n" * 151},
-        {"agents/ppo.py": "x = 1\n" * 1_901}, {"tests/test_a.py": "x = 1\n" * 70_000},
+        {"agents/ppo.py": "x = 1\n" * 8_000}, {"tests/test_a.py": "x = 1\n" * 70_000},
         {"examples/a.py": "x = 1\n" * 70_000}, {"benchmarks/a.py": "x = 1\n" * 70_000},
         {"agents/ppo.py": lines(66, "update")}, {"a.py": lines(81, "main")},
         {A: lines(16, "f"), "envs/a.py": lines(17, "f")},
