@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from agents.evaluate.statistics import ScoreIntervals, score_intervals
 from agents.run.choice import RUNS
 from rl_dist.errors import UserError
 from rl_dist.files import write_whole
@@ -18,6 +17,8 @@ from rl_dist.launch.child import as_flags, launch_distributed_training
 from rl_dist.run_dir import RunDir
 
 SEEDS_FILE = "seeds.json"
+RESAMPLES = 2000  # of the bootstrap
+Interval = tuple[float, float, float]  # a value, and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class SeedsResult:
     run_dir: Path  # of all: seed_N below it is one run
     metric: str
     scores: dict[int, float]  # by seed, of the evaluation that ended each run
-    intervals: ScoreIntervals
+    intervals: dict[str, Interval]  # of "mean" and "interquartile_mean"
 
     def __str__(self) -> str:
         runs = ", ".join(f"{score:.4g}" for score in self.scores.values())
         seeds = ", ".join(map(str, self.scores))
         lines = [f"{self.metric} of seeds {seeds}: {runs}"]
-        for name, (value, low, high) in asdict(self.intervals).items():
+        for name, (value, low, high) in self.intervals.items():
             words = name.replace("_", " ")
             # of three runs the bootstrap draws the lowest alone in 1 of 27 samples: more than 2.5 %
             kind = "95 % interval" if len(self.scores) > 3 else "lowest and highest"
@@ -77,11 +78,32 @@ def train_seeds(
             why = done.error or f"code {done.exit_code}"
             raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
         metric, scores[seed] = score_of(RunDir(own).summary())
-    intervals = score_intervals(np.array(list(scores.values()))[:, None])
+    intervals = score_intervals(np.array(list(scores.values())))
     result = SeedsResult(folder, metric, scores, intervals)
     found = asdict(result) | {"run_dir": str(folder)}
     write_whole(folder / SEEDS_FILE, json.dumps(found, indent=2) + "\n")
     return result
+
+
+def interquartile_mean(scores: np.ndarray) -> np.ndarray:
+    """Return the mean of the middle half; the scores at its ends count in part."""
+    count = scores.shape[-1]
+    ends = np.clip(np.arange(count + 1), count / 4, 3 * count / 4)  # of each score's share
+    return (np.sort(scores) * np.diff(ends)).sum(-1) / (count / 2)
+
+
+def score_intervals(scores: np.ndarray) -> dict[str, Interval]:
+    """Return means of the scores of several runs [R], with bootstrap intervals.
+
+    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
+    NeurIPS 2021, https://arxiv.org/abs/2108.13264 (their library: rliable).
+    """
+    draws = np.random.default_rng(0).choice(scores, (RESAMPLES, len(scores)))
+    intervals = {}
+    for name, figure in (("mean", np.mean), ("interquartile_mean", interquartile_mean)):
+        low, high = np.quantile([figure(draw) for draw in draws], [0.025, 0.975])
+        intervals[name] = (float(figure(scores)), float(low), float(high))
+    return intervals
 
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:

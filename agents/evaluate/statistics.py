@@ -145,41 +145,6 @@ def bootstrap_interval(
     }
 
 
-@dataclass(frozen=True)
-class ScoreIntervals:
-    """Aggregates over runs and tasks."""
-
-    mean: Interval
-    interquartile_mean: Interval
-
-
-def interquartile_mean(scores: np.ndarray) -> np.ndarray:
-    """Return the mean of the middle half; parts of scores count in parts."""
-    ordered = np.sort(scores, axis=-1)
-    count = scores.shape[-1]
-    ends = np.clip(np.arange(count + 1), count / 4, 3 * count / 4)  # of each score's share
-    return (ordered * np.diff(ends)).sum(-1) / (count / 2)
-
-
-def score_intervals(
-    scores: np.ndarray,  # [R, T] of R runs on T tasks, in one unit
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> ScoreIntervals:
-    """Aggregate scores, with intervals of the stratified bootstrap (by task).
-
-    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
-    NeurIPS 2021, https://arxiv.org/abs/2108.13264 (their library: rliable).
-    """
-    runs, tasks = scores.shape
-    picks = np.random.default_rng(seed).integers(0, runs, (resamples, runs, tasks))
-    drawn = scores[picks, np.arange(tasks)].reshape(resamples, -1)  # [N, R * T]
-    return ScoreIntervals(
-        _quantiles(scores.mean(), drawn.mean(-1)),
-        _quantiles(interquartile_mean(scores.ravel()), interquartile_mean(drawn)),
-    )
-
-
 # ---- side by side
 
 
