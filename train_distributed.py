@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before anything slow is imported
 import sys
 from contextlib import ExitStack
 
-from agents.api.rank import check_weights, run_rank, train_several
+from agents.rank import check_weights, run_rank
 from rl_dist.errors import explains_errors, outlive_readers
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
@@ -23,6 +23,7 @@ from rl_dist.process_group.process_ends import report
 @explains_errors
 def main() -> int:
     """Choose a run, start its ranks, and return the exit code."""
+    from agents.api.seeds import train_several
     from agents.run.start import prepare
 
     with ExitStack() as held:  # the run's lock

@@ -14,16 +14,16 @@ from rl_dist.errors import check_one_copy
 check_one_copy(__file__)
 
 _HOMES = {
-    "train": "training",
-    "train_seeds": "seeds",
-    "load_policy": "policy",
-    "LoadedPolicy": "policy",
-    "Moment": "callbacks",
+    "train": "api.training",
+    "train_seeds": "api.seeds",
+    "load_policy": "api.policy",
+    "LoadedPolicy": "api.policy",
+    "Moment": "run.callbacks",
 }
 __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"{__name__}.api.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

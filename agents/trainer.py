@@ -54,7 +54,7 @@ from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, warn_if_absent
 from rl_dist.telemetry.monitor import Monitor
 
 if TYPE_CHECKING:
-    from agents.api.callbacks import Watch
+    from agents.run.callbacks import Watch
     from agents.run.saved import InitialWeights
 
 logger = logging.getLogger(__name__)

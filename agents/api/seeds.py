@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from agents.run.choice import RUNS
 from rl_dist.errors import UserError
 from rl_dist.files import write_whole
+from rl_dist.flags import ParsedFlags
 from rl_dist.launch.child import as_flags, launch_distributed_training
 from rl_dist.run_dir import RunDir
 
@@ -104,6 +106,19 @@ def score_intervals(scores: np.ndarray) -> dict[str, Interval]:
         low, high = np.quantile([figure(draw) for draw in draws], [0.025, 0.975])
         intervals[name] = (float(figure(scores)), float(low), float(high))
     return intervals
+
+
+def train_several(parsed: ParsedFlags) -> int:
+    """Do what --seeds asks for; return the exit code."""
+    extra = vars(parsed.extra)
+    if "RANK" in os.environ:
+        raise UserError("--seeds starts trainings of its own: run it without torchrun")
+    if "seed" in parsed.given or extra["resume"]:
+        raise UserError("--seeds begins runs of its own: leave --seed and --resume out")
+    words = [f"--{name}={value}" for name, value in parsed.given.items()]
+    words += [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
+    print(train_seeds(extra["seeds"], extra["run_dir"], words))
+    return 0
 
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:

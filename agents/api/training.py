@@ -11,9 +11,9 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from agents.api.callbacks import Callback, Callbacks
 from agents.api.policy import LoadedPolicy, load_policy
-from agents.api.rank import check_weights, run_rank
+from agents.rank import check_weights, run_rank
+from agents.run.callbacks import Callback, Callbacks
 from agents.run.start import Run, prepare
 from rl_dist.errors import UserError, one_line, reported
 from rl_dist.launch.child import as_flags

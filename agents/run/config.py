@@ -15,7 +15,6 @@ from gymnasium import spaces
 from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
 from agents.sizes import TrainConfig
-from agents.trainer import Job, MakeEnv, Training
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout
@@ -35,11 +34,6 @@ from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.run_dir import RunDir, runs_below
 from rl_dist.strategies.config import SpeedConfig
-from rl_dist.telemetry.loggers import named_loggers
-from rl_dist.telemetry.metrics import (
-    NullWriter,
-    open_writer,
-)
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
@@ -141,27 +135,6 @@ class RunConfig:
     def from_dict(saved: Any) -> RunConfig:
         """Invert `to_dict`, but for what is not stored; see `read_sections`."""
         return RunConfig(**read_sections(SECTIONS, saved))
-
-    def job(
-        self, make_env: MakeEnv, run_dir: Path, gpu_ids: tuple[int, ...] = (), **others: Any
-    ) -> Job:
-        """Return the trainer's part of it; `gpu_ids` are those of the one process of dp."""
-        if self.train.profile:
-            from agents.run.metric_table import bottleneck
-
-            others["explain"] = bottleneck
-        return Job(
-            train=self.train,
-            policy=self.policy,
-            ppo=self.ppo,
-            make_env=make_env,
-            run_dir=run_dir,
-            strategy=replace(self.launch.strategy_config, device_ids=gpu_ids),
-            speed=self.speed,
-            dtype=self.launch.dtype,
-            config=self.to_dict(),
-            **others,
-        )
 
     def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
         """Return the markets and spans of the trading task, or the Gymnasium task.
@@ -321,31 +294,3 @@ def _of_kind(found: Found, kind: str) -> Found:
 def save_config(config: Any, run_dir: Path) -> None:
     """Write `config.to_dict()` to config.json."""
     RunDir(run_dir).write_config(config.to_dict())
-
-
-def open_run_writer(training: Training, env: str, directory: RunDir) -> NullWriter:
-    """Open the writer of metrics; on other ranks than 0 it writes nothing."""
-    train = training.job.train
-    writer = open_writer(
-        directory,
-        training.world,
-        train.total_steps or train.num_episodes,
-        "steps" if train.total_steps else "episodes",
-        start=training.global_step if train.total_steps else training.episodes,
-        purge_step=training.global_step + 1,
-        loggers=named_loggers(train.loggers),
-        config=training.job.config,
-    )
-    writer.update_state(
-        strategy=training.ppo.strategy.mode,
-        gradient_bytes=training.ppo.strategy.gradient_bytes,
-        iteration=training.iteration,
-        global_step=training.global_step,
-        episodes=training.episodes,
-    )
-    if not training.env.can_snapshot:
-        writer.say(
-            f"{env} cannot be snapshotted: after --resume its episodes begin again "
-            "(docs/own_environment.md, Exact resume, shows the two methods that change this)"
-        )
-    return writer

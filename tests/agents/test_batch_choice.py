@@ -13,7 +13,7 @@ import torch
 from train_runs import only_error, start, train_here
 
 import agents.trainer
-from agents.api import rank
+from agents import rank
 from agents.evaluate import final
 from agents.ppo import PPO
 from agents.run import auto, limits

@@ -21,10 +21,10 @@ from train_runs import REPO, only_error, records, run_here, start, train_here
 import agents
 import train_distributed
 from agents import load_policy, train
-from agents.api.callbacks import Watch
 from agents.api.seeds import interquartile_mean, score_intervals
 from agents.evaluate import command as evaluate
 from agents.evaluate.evaluation import PolicyController
+from agents.run.callbacks import Watch
 from agents.run.saved import load_agent
 from envs import make_vector_env
 from envs.vector.spaces import from_json, to_json

@@ -15,7 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard_readers import seen
 from train_runs import RECALL, only_error, records, train_here
 
-from agents.api import rank
+from agents import rank
 from agents.evaluate import final
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers

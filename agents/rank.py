@@ -12,20 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.run.config import RunConfig, load_newest, open_run_writer
+from agents.run.config import RunConfig, load_newest
 from agents.run.limits import check_rollouts, explained_faults
 from agents.run.start import Run
 from agents.sizes import AUTO
-from agents.trainer import Training, Validate, train
+from agents.trainer import Job, Training, Validate, train
 from rl_dist.checkpoint.store import (
     iteration_in_name,
     load_checkpoint,
     write_atomically,
 )
 from rl_dist.checkpoint.trust import module_files
-from rl_dist.errors import UserError
 from rl_dist.files import remove
-from rl_dist.flags import ParsedFlags
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.addresses import may_start_again
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
@@ -33,11 +31,12 @@ from rl_dist.process_group.join import check_settings
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry import events
-from rl_dist.telemetry.metrics import setup_logging
+from rl_dist.telemetry.loggers import named_loggers
+from rl_dist.telemetry.metrics import NullWriter, open_writer, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 if TYPE_CHECKING:
-    from agents.api.callbacks import Callbacks
+    from agents.run.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)  # for the log files
 # Flags that may differ between hosts: what a host has (GPUs, cores), and where its data lie. The
@@ -65,7 +64,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         closing.callback(training.monitor.close)
         if world.is_main_process and training.progress < 1.0:
             remove(run.directory.summary_path)  # it says that the run has finished
-        writer = open_run_writer(training, run.config.task.env, run.directory)
+        writer = open_run_writer(run, training)
         closing.callback(writer.close)
         stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
         signum = train(training, writer, stop_flag)
@@ -111,16 +110,60 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
     if config.train.validate_every:
         parts["validate"] = validation_of(config, task, world)
     if config.train.stop_at or config.train.callback or callbacks:
-        from agents.api.callbacks import make_watch
+        from agents.run.callbacks import make_watch
 
         parts["watch"] = make_watch(config.train.stop_at, config.train.callback, callbacks, world)
-    training = Training(config.job(make_env, run.path, run.resolved.gpu_ids, **parts), world)
+    if config.train.profile:
+        from agents.run.metric_table import bottleneck
+
+        parts["explain"] = bottleneck
+    job = Job(
+        train=config.train,
+        policy=config.policy,
+        ppo=config.ppo,
+        make_env=make_env,
+        run_dir=run.path,
+        strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
+        speed=config.speed,
+        dtype=config.launch.dtype,
+        config=config.to_dict(),
+        **parts,
+    )
+    training = Training(job, world)
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
     training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
     if run.resume_from:
         training.restore(load_checkpoint(run.resume_from))
     return training
+
+
+def open_run_writer(run: Run, training: Training) -> NullWriter:
+    """Open the writer of metrics; on other ranks than 0 it writes nothing."""
+    train = run.config.train
+    writer = open_writer(
+        run.directory,
+        training.world,
+        train.total_steps or train.num_episodes,
+        "steps" if train.total_steps else "episodes",
+        start=training.global_step if train.total_steps else training.episodes,
+        purge_step=training.global_step + 1,
+        loggers=named_loggers(train.loggers),
+        config=run.config.to_dict(),
+    )
+    writer.update_state(
+        strategy=training.ppo.strategy.mode,
+        gradient_bytes=training.ppo.strategy.gradient_bytes,
+        iteration=training.iteration,
+        global_step=training.global_step,
+        episodes=training.episodes,
+    )
+    if not training.env.can_snapshot:
+        writer.say(
+            f"{run.config.task.env} cannot be snapshotted: after --resume its episodes begin again "
+            "(docs/own_environment.md, Exact resume, shows the two methods that change this)"
+        )
+    return writer
 
 
 def open_watched(run: Run) -> World:
@@ -159,21 +202,6 @@ def check_weights(config: RunConfig, task: Any) -> None:
         from agents.run.saved import check_initial
 
         check_initial(config, task)
-
-
-def train_several(parsed: ParsedFlags) -> int:
-    """Do what --seeds asks for; return the exit code."""
-    from agents.api.seeds import train_seeds
-
-    extra = vars(parsed.extra)
-    if "RANK" in os.environ:
-        raise UserError("--seeds starts trainings of its own: run it without torchrun")
-    if "seed" in parsed.given or extra["resume"]:
-        raise UserError("--seeds begins runs of its own: leave --seed and --resume out")
-    words = [f"--{name}={value}" for name, value in parsed.given.items()]
-    words += [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
-    print(train_seeds(extra["seeds"], extra["run_dir"], words))
-    return 0
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
