@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from agents.run.config import RunConfig, load_newest
 from agents.run.limits import check_rollouts, explained_faults
+from agents.run.saved import share_checkpoint
 from agents.run.start import Run
 from agents.sizes import AUTO
 from agents.trainer import Job, Training, Validate, train
-from rl_dist.checkpoint.store import (
-    iteration_in_name,
-    load_checkpoint,
-    write_atomically,
-)
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.addresses import may_start_again
-from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
+from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.join import check_settings
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.run_dir import RankEntry, RunDir
@@ -255,24 +252,3 @@ def agree(run: Run, world: World) -> Run:
         run.directory.update_state(ranks=ranks, num_ranks=world.size, phase="starting")
     offers = [offer for _, offer, _ in gathered]
     return replace(run, resume_from=share_checkpoint(run.directory, offers, world))
-
-
-def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
-    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy.
-
-    Another rank's choice counts only where rank 0 has no such file: else it has refused it.
-    """
-
-    def newness(rank: int) -> int:
-        path = Path(offers[rank])
-        counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        return iteration_in_name(path) if counts else -2
-
-    owner = all_gather_json(max(range(world.size), key=newness), world)[0]
-    path = Path(offers[owner])
-    if offers[owner] and any(all_gather_json(not path.exists(), world)):
-        data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
-        if world.local_rank == 0 and not path.exists():
-            write_atomically(path, data)
-        all_gather_json("written", world)
-    return offers[owner]

@@ -19,9 +19,18 @@ from agents.rollout import fresh_carry
 from agents.run.config import RunConfig, Which, load_saved, probe
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
-from rl_dist.checkpoint.store import BEST_FILE, CHECKPOINT_DIR, MEASURED
+from rl_dist.checkpoint.store import (
+    BEST_FILE,
+    CHECKPOINT_DIR,
+    MEASURED,
+    iteration_in_name,
+    write_atomically,
+)
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, printable
+from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
+from rl_dist.process_group.world import World
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import autocast_dtype
 
 if TYPE_CHECKING:
@@ -155,3 +164,24 @@ def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype
                 f"the checkpoint is damaged: carry {name!r} is not {list(like.shape)} of "
                 f"{like.dtype}"
             )
+
+
+def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
+    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy.
+
+    Another rank's choice counts only where rank 0 has no such file: else it has refused it.
+    """
+
+    def newness(rank: int) -> int:
+        path = Path(offers[rank])
+        counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
+        return iteration_in_name(path) if counts else -2
+
+    owner = all_gather_json(max(range(world.size), key=newness), world)[0]
+    path = Path(offers[owner])
+    if offers[owner] and any(all_gather_json(not path.exists(), world)):
+        data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
+        if world.local_rank == 0 and not path.exists():
+            write_atomically(path, data)
+        all_gather_json("written", world)
+    return offers[owner]
