@@ -16,14 +16,21 @@ from contextlib import ExitStack
 
 from agents.rank import check_weights, run_rank
 from rl_dist.errors import explains_errors, outlive_readers
+from rl_dist.flags import ParsedFlags
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
+
+
+def train_several(parsed: ParsedFlags) -> int:
+    """Train once with each of --seeds; return the exit code."""
+    from agents.api import seeds
+
+    return seeds.train_several(parsed)
 
 
 @explains_errors
 def main() -> int:
     """Choose a run, start its ranks, and return the exit code."""
-    from agents.api.seeds import train_several
     from agents.run.start import prepare
 
     with ExitStack() as held:  # the run's lock
