@@ -26,6 +26,7 @@ from agents.pretrain import command as pretrain
 from agents.run.choice import add_run_flags
 from agents.run.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.run.metric_table import METRICS
+from agents.run.resumed import CHANGEABLE
 from agents.run.saved import load_agent
 from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint
@@ -82,6 +83,7 @@ def generate(name: str) -> str:
         "run_flags": run_flags,
         "own_flags": lambda: _stacked("flags", flag_tables(OWN_SECTIONS[rest])),
         "presets": preset_table,
+        "changeable": lambda: ", ".join(f"`--{name}`" for name in sorted(CHANGEABLE)),
         "metrics": lambda: _stacked("metrics", metric_table()),
         "signals": signal_rows,
         "help": help_texts,

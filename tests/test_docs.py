@@ -14,7 +14,6 @@ import pytest
 
 from agents.run.choice import OTHER_NAMES, parse_training
 from agents.run.config import OWNERS, SECTIONS
-from agents.run.resumed import CHANGEABLE
 from rl_dist.flags import fields_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -213,13 +212,6 @@ def test_guarantees_name_tests_that_exist():
     paths = list(ROOT.glob("tests/**/*.py"))
     known = set(re.findall(r"def (test_\w+)", "\n".join(path.read_text() for path in paths)))
     assert sorted(named - known - {path.stem for path in paths}) == []
-
-
-def test_guarantees_list_what_a_resume_may_change():
-    text = (ROOT / "docs/guarantees.md").read_text().split("`--resume` may change")[1]
-    listed = set(re.findall(r"`(\w+)`", text.split("`batch_size`")[0]))
-    of_strategy = {"hybrid_form", "shard_size", "gradient_compression"}
-    assert listed | of_strategy == CHANGEABLE
 
 
 def literals():
