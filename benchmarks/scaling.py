@@ -24,7 +24,6 @@ import torch
 from rl_dist.errors import UserError
 from rl_dist.launch.short_run import ShortRunError, SideBySide, without
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.estimate import CHOSEN
 
 Combination = tuple[int, str, str]  # ranks, scaling, strategy
 
@@ -47,7 +46,7 @@ def measure(
         sides: dict[Any, tuple[SideBySide, int]] = {}
         for name, (ranks, own) in variants.items():
             given = [flag[2:].partition("=")[0] for flag in own]
-            words = [*without(flags, [*CHOSEN, *given]), *own]
+            words = [*without(flags, given), *own]
             threads = threads_per_rank(1)
             side = SideBySide(words, 1, threads, num_gpus=ranks, device_type=device_type)
             try:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +93,14 @@ def printable(text: Any) -> str:
     What a run directory holds may come from anybody.
     """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of text as a table in Markdown."""
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -130,7 +130,7 @@ def read_object(path: Path, **types: type) -> dict[str, Any]:
         UserError: the file holds no such object; one line that names it.
     """
     try:
-        values = json.loads(read_plain(path))
+        values = dict(json.loads(read_plain(path)))
         for name, kind in types.items():
             if type(values[name]) is not kind:
                 raise TypeError(f"{name} is no {kind.__name__}")

@@ -52,6 +52,8 @@ STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
 TAIL_BYTES = 2**20  # of files that grow, if only the last lines are wanted
+# entries of config.json that are no flags, or hold for its number of ranks or its process only
+RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
 LONGEST_ERROR = 2000  # characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
@@ -273,6 +275,22 @@ class RunDir(AbstractContextManager["RunDir"]):
     def config(self) -> dict[str, Any]:
         """Return the content of config.json; UserError: there is none."""
         return read_object(self.config_path)
+
+    def flags(self) -> dict[str, str]:
+        """Return the values of the flags that make the run's configuration, by name.
+
+        Raises:
+            UserError: config.json is no configuration of a run.
+        """
+        sections = self.config().values()
+        if not all(isinstance(section, dict) for section in sections):
+            raise UserError(f"{self.config_path} is no configuration of a run: give flags instead")
+        values = {name: value for section in sections for name, value in section.items()}
+        return {
+            "preset" if name == "chosen_preset" else name: "none" if value is None else str(value)
+            for name, value in values.items()
+            if name not in RECORDED
+        }
 
     def write_config(self, content: Mapping[str, Any]) -> None:
         """Write config.json in place: a training locks it."""

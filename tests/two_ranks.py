@@ -35,7 +35,7 @@ def classify_images(out_dir, epochs=2):
 
 # by test file; each gets a folder, and opens and closes its world
 EXERCISES: dict[str, Callable[[str], Any]] = {
-    "test_short_shares": agents_ranks.count_small_collectives,
+    "test_estimate": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
     "test_faults": faults_ranks.survived,
     "test_grad_accumulation": speed_ranks.exercise,

@@ -155,9 +155,9 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
     found = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     scaling = None
     if training.ppo.strategy.mode == "ddp" and training.world.size > 1:
-        from rl_dist.speedup.audit import audit, describe
+        from rl_dist.speedup.model import audit, describe
 
-        if scaling := audit(run_dir):
+        if scaling := audit(RunDir(run_dir).records()):
             found["scaling"] = scaling
     RunDir(run_dir).write_summary(found)
     print(f"\n{text}\n")

@@ -34,7 +34,7 @@ from rl_dist.strategies.strategy import Strategy
 TENSORS = 16  # of a module, a few as a network has them
 WORK_S, WARM_UP, REPEATS, LEAST_REPEATS = 0.004, 3, 30, 5
 SIZE_BUDGET_S = 0.5  # for the repetitions of one size, once there are LEAST_REPEATS
-# An iteration of training, besides its gradients; tests/speedup/test_short_shares.py counts them in
+# An iteration of training, besides its gradients; tests/speedup/test_estimate.py counts them in
 # a real one.
 SUMS, GATHERS = 2, 1
 RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for i in range(14)}

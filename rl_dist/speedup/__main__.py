@@ -1,16 +1,16 @@
-"""Predict the speedup of training on more GPUs, within a minute.
+"""Predict the speedup of training on more GPUs.
 
 RUN_DIR stands for the flags of a run; other flags are those of train_distributed.py.
 
 examples:
   python -m rl_dist.speedup                             the main job, on this machine
-  python -m rl_dist.speedup --gpus 1 2 4 8 --out DIR    more ranks; table and JSON in DIR
-  python -m rl_dist.speedup RUN_DIR --thorough          the job of a run, every N measured
-  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --json    cards one does not own: speedup
+  python -m rl_dist.speedup --gpus 1 2 4 8 --json       more ranks, as JSON
+  python -m rl_dist.speedup RUN_DIR                     the job of a run
+  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   a card that is not here: speedup
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
 predicted: environment steps/s relative to one rank, with a 95 % interval: from the spread of the
 iterations, and at least a standard error of 10 % for modelled figures. Time and cost need a rate,
-measured here or given by --sps. docs/planning.md says how it works.
+measured here or given by --sps. Each figure takes about 15 s. docs/planning.md says how it works.
 exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 bad usage
 """
 
@@ -23,43 +23,38 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from inspect import getdoc, signature
-from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.bench import BenchError
 from rl_dist.launch.child import leave_at_signals
 from rl_dist.launch.short_run import ShortRunError
-from rl_dist.speedup.estimate import estimate_training_speedup
-from rl_dist.speedup.machines import GPUS, LINKS
-from rl_dist.speedup.report import table
+from rl_dist.speedup.estimate import as_text, estimate_training_speedup
+from rl_dist.speedup.model import CARDS
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpus": {"type": int, "nargs": "+", "metavar": "N"},
+    "gpu": {"metavar": "NAME"},
+    "scaling": {"choices": ("strong", "weak", "both")},
+    "device": {"choices": ("auto", "cpu", "cuda")},
+}
 
 
 def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of `estimate_training_speedup` by name, and the flags of training."""
     parser = CommandParser(
         prog="python -m rl_dist.speedup",
-        usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [--thorough] [training flags]",
+        usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
         description=__doc__,
-        epilog=f"names for --gpu: {', '.join(GPUS)}\nnames for --between: {', '.join(LINKS)}",
+        epilog=f"names for --gpu: {', '.join(CARDS)}",
     )
-    special: dict[str, dict[str, Any]] = {
-        "gpus": {"type": int, "nargs": "+", "metavar": "N"},
-        "gpu": {"action": "append", "metavar": "NAME"},
-        "scaling": {"choices": ("strong", "weak", "both")},
-        "device": {"choices": ("auto", "cpu", "cuda")},
-        "thorough": {"action": "store_true"},
-    }
     texts = dict(re.findall(r"^ +(\w+): (.+)\.$", getdoc(estimate_training_speedup) or "", re.M))
     _, _, *parameters = signature(estimate_training_speedup).parameters.values()
     for parameter in parameters:
         name, default = parameter.name, parameter.default
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        default = list(default) if isinstance(default, tuple) else default
-        options = special.get(name) or {"type": type(default), "metavar": "VALUE"}
-        parser.add_argument(*spellings, default=default, help=texts[name], **options)
+        options = SPECIAL.get(name) or {"type": type(default), "metavar": "X"}
+        parser.add_argument(f"--{name}", default=default, help=texts[name], **options)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--out", metavar="DIR", help="also write speedup.json and speedup.md there")
     args, flags = parser.parse_known_args(argv)
     args.run_dir = flags.pop(0) if argv and not argv[0].startswith("-") else ""
     if flags and not flags[0].startswith("-"):
@@ -72,19 +67,14 @@ def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     options, flags = _parse(sys.argv[1:] if argv is None else argv)
-    as_json, out = options.pop("json"), options.pop("out")
-    if out:
-        Path(out).mkdir(parents=True, exist_ok=True)
+    as_json = options.pop("json")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         report = estimate_training_speedup(flags, **options)
     except (ShortRunError, BenchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    texts = {"json": json.dumps(asdict(report), indent=2), "md": table(report)}
-    print(texts["json" if as_json else "md"])
-    for kind, text in texts.items() if out else ():
-        Path(out, f"speedup.{kind}").write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(asdict(report), indent=2) if as_json else as_text(report))
     return 0
 
 

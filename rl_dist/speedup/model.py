@@ -13,26 +13,29 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 MODEL_ERROR = 0.1  # assumed standard error of an iteration that was not measured, as a share
 SMALL_COLLECTIVES = 3  # per iteration: SUMS and GATHERS of rl_dist.launch.bench
 UPDATE = ("update_s", "update_spread_s")
 ITERATION = (*UPDATE, "collect_s", "collect_spread_s")
-# Parts of an iteration: what is lost there, and how to fix it.
+# The parts of an iteration: the name of what is lost there, and how to lose less.
 LOSSES = {
     "rollouts": (
         "rollouts",
         "raise --num_envs, step slow environments in processes (--env_workers auto), or give each "
-        "rank cores of its own",
+        "rank its own cores",
     ),
     "update": ("update", "raise --batch_size and --num_envs, or give each rank more cores"),
     "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
     "waiting": ("waiting for the slowest", "raise --num_steps, or level out environments"),
 }
+WARM_UP, LATEST = 2, 200  # iterations that an audit skips at first, and compares at most
+
+
+# ---- the work of one rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +76,19 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     collect_s = [entry["time/collect_s"] for entry in entries]
     update_s = [entry["time/update_own_s"] for entry in entries]
     iteration_s = [sum(parts) for parts in zip(collect_s, update_s, strict=True)]
-    first = records[0]
+    error_s = _spread(iteration_s) / math.sqrt(len(entries))
     steps = round(statistics.fmean(record["optim/steps"] for record in records))
     step_spread_s = statistics.fmean(entry["time/step_spread_s"] for entry in entries)
     # The variation that single steps do not explain: whole updates are slow or fast.
     slow_updates = max(0.0, _spread(update_s) ** 2 - steps * step_spread_s**2)
     return RankCost(
-        env_steps=round(first["global_step"] / first["iteration"] / len(first["ranks"])),
+        env_steps=round(steps_per_iteration(records) / len(records[0]["ranks"])),
         gradient_steps=steps,
         collect_s=statistics.fmean(collect_s),
         update_s=statistics.fmean(update_s),
         collect_spread_s=_spread(collect_s),
         update_spread_s=math.hypot(steps * step_spread_s, math.sqrt(slow_updates)),
-        relative_error=_spread(iteration_s)
-        / statistics.fmean(iteration_s)
-        / math.sqrt(len(entries)),
+        relative_error=error_s / statistics.fmean(iteration_s),
     )
 
 
@@ -95,30 +96,30 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def interpolate(known: Mapping[float, RankCost], share: float) -> RankCost:
-    """Return the cost of a share of the job, from those of other shares.
+def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the environment steps of all ranks in an iteration."""
+    return records[0]["global_step"] / records[0]["iteration"]
 
-    Times are linear between two shares, and proportional to the share below the smallest.
+
+def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the environment steps per ended episode; NaN if none ended.
+
+    Not the mean length: the first episodes begin at a random age, so those that end soon are short.
     """
-    sizes = sorted(known)
-    means = {
-        name: np.interp(share, [0, *sizes], [0, *(getattr(known[size], name) for size in sizes)])
-        for name in ("env_steps", *ITERATION)
-    }
-    steps = round(means.pop("env_steps"))
-    times = {name: float(seconds) for name, seconds in means.items()}
-    return replace(known[sizes[-1]], env_steps=steps, **times).modelled()  # type: ignore[arg-type]
+    episodes = sum(record["episode/count"] for record in records)
+    return len(records) * steps_per_iteration(records) / episodes if episodes else math.nan
+
+
+# ---- reductions
 
 
 @dataclass(frozen=True)
 class Link:
     """A connection between ranks: seconds to begin and per hop, bytes per second."""
 
-    name: str
     base_s: float = 0.0
     hop_s: float = 0.0
     bytes_per_s: float = math.inf
-    shared: bool = False  # one port for all GPUs of a machine, not one for each
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
         """Return the seconds of a sum over ranks by a ring or a tree, the faster one.
@@ -146,7 +147,15 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
     latency_s = max(0.0, measured_s[small] - small * byte_s)  # of a tree, as in `all_reduce_s`
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
-    return Link("measured", hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
+    return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
+
+
+# Latencies: NCCL's own cost constants (base 8.4 us; per hop 4.0 us NVLink, 14 us network),
+# https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, which torch ships in
+# torch/_inductor/comm_analysis.py. Bandwidth: four fifths of the nominal rate per direction, unless
+# a source is named.
+BASE_S, NVLINK_HOP_S = 8.4e-6, 4.0e-6
+NETWORK = Link(BASE_S, 14e-6, 0.8 * 50e9)  # InfiniBand NDR: 400 Gbit/s for each GPU
 
 
 @dataclass(frozen=True)
@@ -154,21 +163,53 @@ class Network:
     """The connections between all ranks."""
 
     inside: Link  # between ranks of one machine
-    between: Link  # between machines
     ranks_per_machine: int
+    between: Link = NETWORK  # between machines, one for each rank
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
         """Return the seconds of sums within machines, then of shares between them."""
         here = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
-        through_port = num_bytes if self.between.shared else num_bytes / here
         inside_s = self.inside.all_reduce_s(num_bytes, here)
-        return inside_s + self.between.all_reduce_s(through_port, machines)
+        return inside_s + self.between.all_reduce_s(num_bytes / here, machines)
 
     def iteration_s(self, gradient_steps: int, gradient_bytes: int, ranks: int) -> float:
         """Return the seconds of an iteration's communication once all ranks are there."""
         gradients_s = gradient_steps * self.all_reduce_s(gradient_bytes, ranks)
         return gradients_s + SMALL_COLLECTIVES * self.all_reduce_s(64, ranks)
+
+
+# ---- cards that one does not own
+
+PRICES_OF = "2026-11"
+CARDS_PER_MACHINE = 8
+
+
+@dataclass(frozen=True)
+class Card:
+    """One kind of GPU: data-sheet rates and list prices."""
+
+    fp32_tflops: float  # peak, without sparsity
+    link: Link  # between cards of one machine
+    usd_per_hour: float  # the lowest found
+
+
+# Rates: the makers' pages, checked in November 2026 on the pages named; the others are from memory.
+# Prices: providers' pages from August to November 2026.
+CARDS = {
+    # NVLink 3, 600 GB/s both ways; https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
+    "A100": Card(19.5, Link(BASE_S, NVLINK_HOP_S, 0.8 * 300e9), 1.39),
+    # NVLink 4, 900 GB/s; https://glennklockwood.com/garden/processors/h100
+    "H100 SXM": Card(67, Link(BASE_S, NVLINK_HOP_S, 0.8 * 450e9), 2.40),
+    # NVLink 5, 1800 GB/s
+    "B200": Card(75, Link(BASE_S, NVLINK_HOP_S, 0.8 * 900e9), 5.00),
+    # PCIe 4 through the host, without peer access: 10 GB/s in torch/_inductor/comm_analysis.py
+    # https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation
+    "RTX 4090": Card(82.6, Link(15e-6, 10e-6, 10e9), 0.29),
+}
+
+
+# ---- predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,3 +265,46 @@ def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
     worst = max(LOSSES, key=lambda part: lost_s[part])
     where, fix = LOSSES[worst]
     return f"{where} {lost_s[worst] / many.iteration_s:.0%}", fix
+
+
+# ---- the audit at the end of a run on several ranks
+
+
+def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Compare predicted and measured steps/s; None: one rank, or few iterations.
+
+    The model predicts from the run's own figures: the times of the ranks, how much they varied, and
+    the duration of a reduction once all ranks are there. The difference is what it cannot explain.
+    """
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError):  # records of other programs
+        ranks = len(records[-1]["ranks"])
+        same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
+        return _compare(same, ranks) if ranks > 1 and same else None
+    return None
+
+
+def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
+    work = rank_cost(records)
+    # The rank that comes last to a reduction waits for the transfer only.
+    reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
+    gradients_s = work.gradient_steps * statistics.median(reductions)
+    small_s = min(record["time/sync_s"] for record in records)
+    prediction = predict(work, ranks, gradients_s + small_s)
+    measured = statistics.harmonic_mean([record["time/sps"] for record in records])
+    return {
+        "ranks": ranks,
+        "iterations": len(records),
+        "measured_steps_per_s": measured,
+        "predicted_steps_per_s": prediction.steps_per_s,
+        "error": prediction.steps_per_s / measured - 1.0,
+        "busy": min(1.0, work.seconds * measured / prediction.env_steps),
+    }
+
+
+def describe(scaling: Mapping[str, Any]) -> str:
+    """Return an audit in one line."""
+    return (
+        "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; the model of "
+        "rl_dist.speedup, given their own times, says {predicted_steps_per_s:,.0f} ({error:+.1%}); "
+        "each worked {busy:.0%} of the time"
+    ).format(**scaling)

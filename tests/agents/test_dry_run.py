@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from agents.run.choice import choose_run, parse_training
-from rl_dist.speedup.job_of_run import flags_of
+from rl_dist.run_dir import RunDir
 
 
 def config_from(argv, monkeypatch):
@@ -26,7 +26,9 @@ def config_from(argv, monkeypatch):
         "--env CartPole-v1 --total_steps 4096 --no-anneal_lr --strategy ddp",
     ],
 )
-def test_flags_of_a_configuration_make_the_same_one(flags, monkeypatch):
+def test_flags_of_a_configuration_make_the_same_one(flags, tmp_path, monkeypatch):
     config = config_from(flags, monkeypatch)
-    again = " ".join(flags_of(config.to_dict()))
+    run = RunDir(tmp_path)
+    run.write_config(config.to_dict())
+    again = " ".join(f"--{name}={value}" for name, value in run.flags().items())
     assert config_from(again, monkeypatch) == config

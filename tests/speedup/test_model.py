@@ -1,4 +1,4 @@
-"""The scaling model against closed forms, simulated machines and published measurements."""
+"""The scaling model: closed forms, simulated machines, published measurements, finished runs."""
 
 import math
 from dataclasses import replace
@@ -6,17 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_dist.speedup.machines import GPUS, LINKS, find, link_of_gpu
 from rl_dist.speedup.model import (
+    CARDS,
     Link,
     Network,
     RankCost,
+    audit,
     bottleneck,
+    describe,
     expected_maximum,
     fit_link,
-    interpolate,
     predict,
     rank_cost,
+    steps_per_episode,
 )
 
 WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
@@ -40,16 +42,14 @@ def test_parts_of_a_prediction_are_those_of_the_formula():
 
 
 def test_rings_trees_and_machines():
-    link = Link(name="x", base_s=1e-5, hop_s=1e-6, bytes_per_s=1e9)
+    link = Link(base_s=1e-5, hop_s=1e-6, bytes_per_s=1e9)
     assert link.all_reduce_s(8e6, 1) == 0.0
     assert link.all_reduce_s(8e6, 8) == pytest.approx(1e-5 + 14e-6 + 14e-3)  # a ring: bandwidth
     assert link.all_reduce_s(8, 128) == pytest.approx(1e-5 + 14e-6 + 16e-9)  # a tree: latency
     slow = replace(link, bytes_per_s=1e8)
-    both = Network(link, slow, 8)
+    both = Network(link, 8, slow)
     two_levels = link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2)
     assert both.all_reduce_s(8e6, 16) == pytest.approx(two_levels)
-    shared = Network(link, replace(slow, shared=True), 8)  # one port for 8 ranks
-    assert shared.all_reduce_s(8e6, 16) > 2 * two_levels
     assert both.iteration_s(10, 8e6, 16) > 10 * two_levels and both.iteration_s(10, 8e6, 1) == 0.0
 
 
@@ -83,7 +83,7 @@ def test_a_synthetic_machines_constants_are_recovered():
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_latency_and_bandwidth_are_recovered(ranks):
     rng = np.random.default_rng(2)
-    machine = Link(name="machine", hop_s=25e-6, bytes_per_s=2e9)
+    machine = Link(hop_s=25e-6, bytes_per_s=2e9)
     sizes = [2**k for k in range(8, 27, 2)]
     seen = {size: machine.all_reduce_s(size, ranks) * rng.normal(1, 0.02) for size in sizes}
     found = fit_link(ranks, seen)
@@ -101,17 +101,6 @@ def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
     copies = [record(1, collect[i, n], steps[i, :, n]) for i in range(400) for n in (0, 1)]
     found = predict(rank_cost(copies), 2, talk_s)
     assert found.iteration_s == pytest.approx(own_s + talk_s, rel=0.02)
-
-
-def test_work_is_linear_in_the_share_between_two_and_proportional_below():
-    def work(share):
-        return replace(WORK, env_steps=round(1000 * share), collect_s=0.2 + 0.8 * share)
-
-    known = {share: work(share) for share in (1 / 8, 1 / 2, 1.0)}
-    assert interpolate(known, 1 / 2) == known[1 / 2].modelled()
-    assert interpolate(known, 1 / 4).collect_s == pytest.approx(0.4)
-    half = interpolate(known, 1 / 16)
-    assert half.collect_s == pytest.approx(0.15) and half.gradient_steps == WORK.gradient_steps
 
 
 # ---- published scaling, from published inputs; no constant is fitted to what is reproduced
@@ -138,6 +127,10 @@ ISAAC_LAB = {
 }  # fmt: skip
 
 
+PCIE = Link(8.4e-6, 5.7e-6, 0.8 * 32e9)
+ETHERNET = Link(30e-6, 30e-6, 0.8 * 12.5e9 / 4)  # one port for the 4 cards of a machine
+
+
 def isaac_lab_efficiencies(name, ranks):
     """(predicted, published) efficiency of training on `ranks` L40, four in a machine."""
     envs, horizon, steps, parameters, rollout, train, many = ISAAC_LAB[name]
@@ -148,8 +141,7 @@ def isaac_lab_efficiencies(name, ranks):
     alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
     # what the neighbours cost, as copies tell
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
-    links = LINKS["PCIe 4"], LINKS["Ethernet 100"]
-    talk_s = steps * Network(*links, 4).all_reduce_s(4 * parameters, ranks)
+    talk_s = steps * Network(PCIE, 4, ETHERNET).all_reduce_s(4 * parameters, ranks)
     many = predict(beside, ranks, talk_s)
     return many.steps_per_s / predict(alone, 1, 0.0).steps_per_s / ranks, trained / train / ranks
 
@@ -171,7 +163,7 @@ def test_published_scaling_of_two_rtx_5090():
     frames = 4096 * 24
     work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, update_s=frames / 125_000)
     # no peer access on RTX cards
-    reduction_s = LINKS["PCIe 4 through the host"].all_reduce_s(4 * 0.7e6, 2)
+    reduction_s = CARDS["RTX 4090"].link.all_reduce_s(4 * 0.7e6, 2)
     two, one = predict(work, 2, 20 * reduction_s), predict(work, 1, 0.0)
     assert two.steps_per_s / one.steps_per_s / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
 
@@ -180,7 +172,7 @@ def test_published_scaling_of_two_rtx_5090():
 # MB.
 @pytest.mark.parametrize(("num_bytes", "published_s"), [(1e6, 35e-6), (4e6, 53e-6), (16e6, 122e-6)])
 def test_the_nvlink_preset_is_near_published_all_reduces(num_bytes, published_s):
-    assert LINKS["NVLink 4"].all_reduce_s(num_bytes, 8) == pytest.approx(published_s, rel=0.25)
+    assert CARDS["H100 SXM"].link.all_reduce_s(num_bytes, 8) == pytest.approx(published_s, rel=0.25)
 
 
 # ---- bottlenecks and presets
@@ -204,14 +196,69 @@ def test_the_bottleneck_names_what_is_lost_and_its_fix(many, talk_s, where):
     assert found == where and bool(fix) == bool(where)
 
 
+def test_steps_per_episode():
+    records = [{"episode/count": 2, "global_step": 100 * n, "iteration": n} for n in (3, 4)]
+    assert steps_per_episode(records) == 50.0
+    assert math.isnan(steps_per_episode([records[0] | {"episode/count": 0}]))
+
+
+# ---- the audit of a run
+
+REDUCTION_S = 0.002
+SMALL_S = 0.01
+COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
+
+
+def simulated(ranks, iterations=100, first=1):
+    """Records of ranks that meet after the rollout and in every gradient step."""
+    rng = np.random.default_rng(1)
+    for iteration in range(first, first + iterations):
+        collect = rng.normal(*COLLECT, ranks)
+        own = rng.normal(*STEP, (STEPS, ranks))
+        waits = own.max(1, keepdims=True) - own + REDUCTION_S
+        sync = collect.max() - collect + SMALL_S
+        elapsed = collect + own.sum(0) + waits.sum(0) + sync
+        entries = [
+            {
+                "time/collect_s": collect[rank],
+                "time/update_own_s": own[:, rank].sum(),
+                "time/reduction_s": waits[:, rank].min(),
+                "time/step_spread_s": own[:, rank].std(ddof=1),
+            }
+            for rank in range(ranks)
+        ]
+        yield {
+            "iteration": iteration,
+            "global_step": ENV_STEPS * iteration,
+            "optim/steps": float(STEPS),
+            "time/sps": ENV_STEPS / elapsed[0],
+            "time/sync_s": sync[0],
+            "ranks": entries,
+        }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
+    scaling = audit(list(simulated(ranks)))
+    assert abs(scaling["error"]) < 0.03
+    waiting = expected_maximum(ranks) * (COLLECT[1] + STEPS * STEP[1])
+    busy = COLLECT[0] + STEPS * STEP[0]
+    whole = busy + waiting + STEPS * REDUCTION_S + SMALL_S
+    assert scaling["busy"] == pytest.approx(busy / whole, rel=0.03)
+    assert f"{ranks} ranks" in describe(scaling)
+
+
 @pytest.mark.parametrize(
-    ("device", "link"),
+    ("records", "compared"),
     [
-        ("NVIDIA H100 80GB HBM3", "NVLink 4"),
-        ("NVIDIA H100 PCIe", "PCIe 4"),
-        ("Tesla T4", "PCIe 4"),
+        (simulated(1, 5), None),
+        (simulated(2, 2), None),
+        ((), None),
+        ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),  # of the last number of ranks
+        ([{"iteration": 1, "global_step": 1}] * 5, None),
+        ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],
 )
-def test_the_link_of_a_card_follows_from_its_name(device, link):
-    assert link_of_gpu(device) == find(link.lower(), LINKS, "--between")
-    assert all(gpu.link in LINKS for gpu in GPUS.values())
+def test_an_audit_compares_what_it_can_and_fails_no_run(records, compared):
+    scaling = audit(list(records))
+    assert (scaling and scaling["iterations"]) == compared
