@@ -207,7 +207,7 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
         from agents.evaluate.markets import market_validation
 
         return market_validation(task, world)
-    from agents.evaluate.evaluation import validation
+    from agents.evaluate.episodes import validation
 
     return validation(task, config, world)
 

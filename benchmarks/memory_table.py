@@ -170,7 +170,6 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
     return {
         "command": command,
         "without_noise": summary["test"]["return"],
-        "with_noise": summary["test"]["return_with_noise"],
         "training": best_window([json.loads(line) for line in lines]),
         "minutes": minutes,
         "steps": summary["global_step"],

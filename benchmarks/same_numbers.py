@@ -111,7 +111,8 @@ PATTERNS = {  # where the words of the command differ from the option's name
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
 # keys of BASE whose name has changed since, and the new name
 RENAMED = {"guard/last_obs": "guard/last_row"}
-NOT_COMPARED = {"config"}  # text of the settings, whose names may change
+# the text of the settings, whose names may change, and a figure that BASE alone has
+NOT_COMPARED = {"config", "return_with_noise"}
 FLAKY = """
 import gymnasium, numpy as np
 

@@ -20,7 +20,7 @@ sys.path.insert(
 # Everything that is taken from the source is imported here, and nowhere else in this file.
 import check_gpu_setup
 import rl_dist
-from agents.evaluate import command as evaluate
+from agents.evaluate import __main__ as evaluate
 from agents.export import command as export
 from agents.pretrain import command as pretrain
 from agents.run.choice import add_run_flags

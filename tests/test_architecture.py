@@ -22,8 +22,7 @@ LEAVES = ("rl_dist.errors", "rl_dist.flags")
 LEAVES += ("rl_dist.process_group.process_ends",)
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
-    *("evaluate/command", "evaluate/final", "evaluate/evaluation", "evaluate/markets"),
-    "evaluate/video",
+    *(f"evaluate/{name}" for name in ("__main__", "episodes", "final", "markets", "pictures")),
     "run/auto",
     *("run/choice", "run/config", "run/limits", "run/resumed", "run/saved", "run/start"),
     *("api/policy", "api/training", "export/check", "export/contract", "export/step"),
@@ -305,7 +304,7 @@ CLEAN = {
     "agents/advantages.py": DOC
     + "from envs.vector.layout import Layout\n"
     + "from rl_dist import world\ntorch.load(path, weights_only=True)",
-    "agents/evaluate/command.py": DOC + "import envs\nfrom agents.advantages import gae\nprint(1)",
+    "agents/evaluate/markets.py": DOC + "import envs\nfrom agents.advantages import gae\nprint(1)",
     "agents/ppo.py": lines(80, "train"),
     "agents/sizes.py": DOC + CONFIG,
     "envs/__init__.py": DOC + "from envs.trading import Trading",

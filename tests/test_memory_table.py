@@ -17,7 +17,6 @@ def result(command, score, training=0.5):
     return {
         "command": command,
         "without_noise": score,
-        "with_noise": score,
         "training": training,
         "minutes": 1.25,
     }

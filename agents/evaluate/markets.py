@@ -1,8 +1,9 @@
-"""Policies and rules over whole markets, on all ranks."""
+"""Run policies and rules over whole markets, and compare them with equal weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from agents.evaluate.evaluation import Controller, PolicyController, shard
-from agents.evaluate.statistics import (
-    EQUAL_WEIGHT,
-    ZEROED,
-    Record,
-    performance,
-    summarize,
-    text_table,
-)
+from agents.evaluate.episodes import Controller, PolicyController, shard
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
 from envs.trading.baselines import MemorylessRule, ReferencePolicy, buy_equal_weight
@@ -29,11 +22,67 @@ from rl_dist.files import path_to_write, write_whole
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
+TRADING_DAYS = 252  # per year
+MIN_ANNUAL_DAYS = 60  # fewer days say nothing about a year
+BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility's short memory
+RESAMPLES = 2000
+EQUAL_WEIGHT = "equal weight"  # bought on the first day: the baseline of every comparison
+ZEROED = "ablation: policy, state zeroed"
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as in Record
+NAME_WIDTH = 34
+# heading: (figure, format); simulated returns are planted, so no percent and dollars of them
+SIMULATED_COLUMNS = {
+    "gap closed": ("gap_closed", "{:.0%}"),
+    "Sharpe": ("sharpe", "{:.2f}"),
+    "max DD": ("max_drawdown", "{:.1%}"),
+    "turnover": ("turnover", "{:.1f}"),
+    "exposure": ("exposure", "{:.0%}"),
+}
+REAL_COLUMNS = {
+    "Sharpe": ("sharpe", "{:.2f}"),
+    "return": ("cumulative_return", "{:.1%}"),
+    "annual": ("annual_return", "{:.1%}"),
+    "volatility": ("annual_volatility", "{:.1%}"),
+    "Sortino": ("sortino", "{:.2f}"),
+    "max DD": ("max_drawdown", "{:.1%}"),
+    "turnover": ("turnover", "{:.1f}"),
+    "trades": ("num_trades", "{:.0f}"),
+    "fees $": ("fees_usd", "{:.0f}"),
+    "exposure": ("exposure", "{:.0%}"),
+}
+HEADINGS = {
+    "train": "training span, in sample: the policy has learned from these days",
+    "valid": "validation span: choose on these days",
+    "test": "test span",
+    "days": "other data: held out only if the policy was neither trained nor chosen on it",
+}
 NO_VALIDATION = (
     "\nThere is no validation span: all figures are of days that the policy has learned. Give "
     "--test_start alone, and a fifth of the days before it validates; or --valid_start."
 )
+Interval = tuple[float, float, float]  # a value, and the ends of its 95 % interval
+
+
+# ---- one pass over markets
+
+
+@dataclass(frozen=True)
+class Record:
+    """Account of one policy over one pass of M markets of D + 1 days."""
+
+    values: np.ndarray  # [M, D+1] portfolio value, USD
+    traded_usd: np.ndarray  # [M, D]
+    fees_usd: np.ndarray  # [M, D]
+    num_trades: np.ndarray  # [M, D]
+    exposure: np.ndarray  # [M, D] share of the value held in stocks
+    # [M, D, 2n], empty unless kept: the weight of each stock after the day, then the USD for which
+    # each was bought, negative if sold
+    stocks: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Return simple daily returns, [M, D]."""
+        return self.values[:, 1:] / self.values[:, :-1] - 1.0
 
 
 class DiaryController(PolicyController):
@@ -54,8 +103,8 @@ def run_markets(
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         accounts.append(torch.stack([info[name] * alive for name in ACCOUNTS]))
         if isinstance(controller, DiaryController):
-            both = torch.cat([info["weights"], info["trades_usd"]], dim=1)
-            stocks.append(both * alive[:, None])
+            weights_and_trades = torch.cat([info["weights"], info["trades_usd"]], dim=1)
+            stocks.append(weights_and_trades * alive[:, None])
         start = terminated | truncated
         alive = alive & ~start
     columns = [torch.stack(values, dim=1), *torch.stack(accounts, dim=2)]  # each [M, D]
@@ -70,28 +119,173 @@ def evaluate_markets(
     controllers: dict[str, Controller],  # fresh ones: each makes one pass
     world: World,
 ) -> dict[str, Record]:
-    """Run every controller over all markets, which the ranks share out.
+    """Run every controller over all markets, which the ranks divide among themselves.
 
     Returns the records of all M markets, in order, the same on every rank.
     """
-    mine = [markets[index] for index in shard(len(markets), world)]
-    own: dict[str, list[list]] = {}
-    if mine:
-        env = make_env(mine)  # once: its tables cost more than a pass
+    local_markets = [markets[index] for index in shard(len(markets), world)]
+    local_columns: dict[str, list[list]] = {}
+    if local_markets:
+        env = make_env(local_markets)  # shared: its tables cost more than a pass
         for name, controller in controllers.items():
             record = run_markets(env, controller, on_step=world.heartbeat)
-            own[name] = [column.tolist() for column in vars(record).values()]
-    ranks = [rank for rank in all_gather_json(own, world) if rank]
+            local_columns[name] = [column.tolist() for column in vars(record).values()]
+    ranks = [rank for rank in all_gather_json(local_columns, world) if rank]
     columns = {name: zip(*(rank[name] for rank in ranks), strict=True) for name in controllers}
-    return {name: Record(*map(np.concatenate, of_ranks)) for name, of_ranks in columns.items()}
+    return {name: Record(*map(np.concatenate, parts)) for name, parts in columns.items()}
 
 
 def equal_weight(
     task: TradingTask, markets: Sequence[Market], span: Span, world: World
 ) -> dict[str, Record]:
-    """Buy equal weight at once and hold it."""
+    """Buy equal weight on the first day and hold it."""
     make_env = partial(task.evaluation_env, span=span, device=world.device, held=True)
     return evaluate_markets(markets, make_env, {EQUAL_WEIGHT: buy_equal_weight}, world)
+
+
+def market_validation(
+    task: TradingTask, world: World
+) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
+    """Return the source of `valid/` figures in a training; None without such days."""
+    span = task.spans.valid
+    if span is None:
+        return None
+    markets = task.markets("valid")
+    make_env = partial(task.evaluation_env, span=span, device=world.device)
+    # the same at every validation
+    baseline = performance(equal_weight(task, markets, span, world)[EQUAL_WEIGHT])["sharpe"]
+
+    def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
+        policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
+        measured = performance(evaluate_markets(markets, make_env, policies, world)["policy"])
+        figures = {name: measured[name] for name in ("sharpe", "annual_return", "exposure")}
+        figures["equal_weight_sharpe"] = baseline
+        return {f"valid/{name}": float(value.mean()) for name, value in figures.items()}
+
+    return validate
+
+
+# ---- figures and intervals
+
+
+def period_days(num_days: int) -> int:
+    """Return the days that figures are scaled to: a year, or a short span itself."""
+    return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
+
+
+def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
+    """Return the Sharpe ratio of a period (risk-free rate 0); 0 without risk."""
+    days = period_days(returns.shape[-1])
+    return _ratio(returns.mean(-1) * np.sqrt(days), _deviation(returns))
+
+
+def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
+    return np.divide(gain, risk, out=np.zeros_like(gain), where=risk >= 1e-12)
+
+
+def _deviation(returns: np.ndarray) -> np.ndarray:
+    return returns.std(axis=-1, ddof=min(1, returns.shape[-1] - 1))  # 0 for a single day
+
+
+def annual_growth(returns: np.ndarray) -> np.ndarray:
+    """Return the compound return per period of daily returns along the last axis."""
+    growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
+    num_days = returns.shape[-1]
+    return growth ** (period_days(num_days) / num_days) - 1.0
+
+
+def performance(record: Record) -> dict[str, np.ndarray]:
+    """Return figures of each market, each [M].
+
+    Turnover is per period, relative to the mean value. A period is a year, or the whole span if it
+    is too short to be annualised.
+    """
+    returns, values = record.returns, record.values
+    growth = values[:, -1] / values[:, 0]
+    period = period_days(returns.shape[1])
+    periods = returns.shape[1] / period
+    downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * period)
+    peaks = np.maximum.accumulate(values, axis=1)
+    return {
+        "cumulative_return": growth - 1.0,
+        "annual_return": np.maximum(growth, 0.0) ** (1.0 / periods) - 1.0,
+        "annual_volatility": _deviation(returns) * np.sqrt(period),
+        "sharpe": sharpe_ratio(returns),
+        "sortino": _ratio(returns.mean(1) * period, downside),
+        "max_drawdown": (1.0 - values / peaks).max(1),
+        "turnover": record.traded_usd.sum(1) / values.mean(1) / periods,
+        "num_trades": record.num_trades.sum(1),
+        "fees_usd": record.fees_usd.sum(1),
+        "exposure": record.exposure.mean(1),
+    }
+
+
+def mean_interval(samples: np.ndarray) -> Interval:
+    """Return the mean of independent samples [M] and its normal interval."""
+    mean, half = samples.mean(), 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
+    return float(mean), float(mean - half), float(mean + half)
+
+
+def bootstrap_interval(
+    returns: np.ndarray,  # [D] daily returns of the policy
+    baseline: np.ndarray,  # [D] of the baseline on the same days
+    seed: int = 0,
+) -> dict[str, Interval]:
+    """Return differences to the baseline on one market, by resampled blocks of days.
+
+    Source: circular block bootstrap, Politis and Romano (1992).
+    """
+    days = len(returns)
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS)))
+    index = ((starts[:, :, None] + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
+    intervals = {}
+    for name, figure in (("sharpe", sharpe_ratio), ("annual_return", annual_growth)):
+        value = figure(returns) - figure(baseline)
+        low, high = np.quantile(figure(returns[index]) - figure(baseline[index]), [0.025, 0.975])
+        intervals[name] = (float(value), float(low), float(high))
+    return intervals
+
+
+def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
+    """Return mean figures of records, and intervals against equal weight."""
+    figures = {name: performance(record) for name, record in records.items()}
+    baseline = figures[EQUAL_WEIGHT]
+    num_markets = len(baseline["sharpe"])
+    policies: dict[str, dict[str, Any]] = {}
+    for name, values in figures.items():
+        policies[name] = {key: float(value.mean()) for key, value in values.items()}
+        if name == EQUAL_WEIGHT:
+            continue
+        if num_markets > 1:
+            differences = {
+                key: mean_interval(values[key] - baseline[key])
+                for key in ("sharpe", "annual_return")
+            }
+        else:
+            market, held = records[name].returns[0], records[EQUAL_WEIGHT].returns[0]
+            differences = bootstrap_interval(market, held)
+        policies[name]["against_equal_weight"] = {
+            key: list(interval) for key, interval in differences.items()
+        }
+
+    # share of the gap to the reference that each closes, if there is a gap beyond chance
+    if reference := policies.get("reference"):
+        sharpe = policies[EQUAL_WEIGHT]["sharpe"]
+        gap = reference["sharpe"] - sharpe
+        is_gap = reference["against_equal_weight"]["sharpe"][1] > 0.1
+        for entry in policies.values():
+            entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if is_gap else None
+    return {
+        "markets": num_markets,
+        "days": [str(dates[0]), str(dates[-1])],
+        "num_days": len(dates) - 1,  # with a return
+        "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
+        "policies": policies,
+    }
+
+
+# ---- report
 
 
 def open_spans(task: TradingTask) -> dict[str, Span]:
@@ -110,34 +304,37 @@ def report(
     run_dir: Path,
     picture: Path,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on some spans; return a summary of each and a table of all.
+    """Compare agents on some spans; return a summary of each span and a table of all.
 
-    Writes the daily figures of every span, and the equity curves of the last one. A cascade called
-    "policy" is run without its memory, too.
+    Writes the daily figures of every span, and the equity curves of the last one. A cascade named
+    "policy" also runs without its memory.
     """
+    simulated = task.real is None
     summaries: dict[str, Any] = {}
     paths = [path_to_write(run_dir, f"evaluation/{name}.csv") for name in spans]
     for path, (name, span) in zip(paths, spans.items(), strict=True):
         # policies and rules that trade every day, as in training
-        daily: dict[str, Controller] = {n: DiaryController(*agent) for n, agent in agents.items()}
+        traders: dict[str, Controller] = {n: DiaryController(*agent) for n, agent in agents.items()}
         if agents["policy"][0].config.policy == "clstm":
-            daily[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
-        if task.real is None and task.trading.order_unit == "value":
-            daily["reference"] = ReferencePolicy(task.simulated)
-            daily["memoryless rule"] = MemorylessRule()
+            traders[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
+        if simulated and task.trading.order_unit == "value":
+            traders["reference"] = ReferencePolicy(task.simulated)
+            traders["memoryless rule"] = MemorylessRule()
         make_env = partial(task.evaluation_env, span=span, device=world.device)
-        records = evaluate_markets(markets, make_env, daily, world)
+        records = evaluate_markets(markets, make_env, traders, world)
         records |= equal_weight(task, markets, span, world)
         dates = markets[0].dates[span.first : span.last + 1]
         summaries[name] = summarize(records, dates)
-        records.pop(ZEROED, None)  # an ablation, and no strategy
+        records.pop(ZEROED, None)  # an ablation is no strategy
         if world.is_main_process:
             from agents.evaluate.pictures import plot_equity  # matplotlib: half a second
 
             write_daily(path, records, markets, dates)
-            plot_equity(records, dates, picture, span=name, simulated=task.real is None)
+            values = {strategy: record.values for strategy, record in records.items()}
+            plot_equity(values, dates, picture, name, simulated)
     text = (
-        f"{text_table(summaries, simulated=task.real is None)}\n\n"
+        f"{text_table(summaries, simulated)}\n\n"
+        "[95 % interval] over markets, or over resampled blocks of days of one market\n"
         "risk-free rate 0, no interest on cash; turnover: purchases plus sales (two-sided) a year, "
         f"by the mean value; costs: {task.trading.fee_bps:g} bps of every purchase and sale; "
         f"fills: whole shares at the {task.trading.execution.replace('_', ' ')}\n"
@@ -151,6 +348,32 @@ def report(
     return summaries, text
 
 
+def text_table(summaries: dict[str, dict[str, Any]], simulated: bool) -> str:
+    """Return the summaries of all spans as one table."""
+    columns = SIMULATED_COLUMNS if simulated else REAL_COLUMNS
+    headings = "".join(f"{heading:>11}" for heading in columns)
+    lines = [f"{'':{NAME_WIDTH}}{headings}   difference to equal weight"]
+    for span, summary in summaries.items():
+        heading, num_days = HEADINGS[span], summary["num_days"]
+        if simulated:
+            heading = f"memory benchmark, {summary['markets']} SIMULATED markets never trained on"
+        lines.append(f"{heading} ({' to '.join(summary['days'])}, {num_days} days)")
+        for name, entry in (summary["policies"] | summary["ablation"]).items():
+            line = f"  {name:<{NAME_WIDTH - 2}}"
+            for key, form in columns.values():
+                value = entry.get(key)
+                line += f"{'-' if value is None else form.format(value):>11}"
+            if differences := entry.get("against_equal_weight"):
+                line += "   Sharpe {:+.2f} [{:+.2f}, {:+.2f}]".format(*differences["sharpe"])
+                if not simulated:
+                    annual_return = differences["annual_return"]
+                    line += ", annual return {:+.1%} [{:+.1%}, {:+.1%}]".format(*annual_return)
+            lines.append(line)
+        if num_days < MIN_ANNUAL_DAYS:
+            lines.append(f"  fewer than {MIN_ANNUAL_DAYS} days: nothing is annualised")
+    return "\n".join(lines)
+
+
 def write_daily(
     path: Path,
     records: dict[str, Record],
@@ -159,10 +382,7 @@ def write_daily(
 ) -> None:
     """Write one row per strategy, market and date, from the second date on.
 
-    Columns: "strategy", "market" and "date"; "return", simple, from the close before to this one;
-    and of policies for every ticker "weight:", the share of the portfolio's value in this stock at
-    this close (the rest is cash), and "usd:", what was bought of it since the close before in USD,
-    without fees, negative where sold.
+    docs/data.md explains the columns.
     """
     names = [market.name for market in markets]
     index = pd.MultiIndex.from_product([names, dates[1:]], names=["market", "date"])
@@ -177,25 +397,3 @@ def write_daily(
     text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
-
-
-def market_validation(
-    task: TradingTask, world: World
-) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
-    """Return what training calls for `valid/` figures; None without such days."""
-    span = task.spans.valid
-    if span is None:
-        return None
-    markets = task.markets("valid")
-    make_env = partial(task.evaluation_env, span=span, device=world.device)
-    # the same at every validation
-    base = performance(equal_weight(task, markets, span, world)[EQUAL_WEIGHT])["sharpe"]
-
-    def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
-        policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
-        own = performance(evaluate_markets(markets, make_env, policies, world)["policy"])
-        figures = {name: own[name] for name in ("sharpe", "annual_return", "exposure")}
-        figures["equal_weight_sharpe"] = base
-        return {f"valid/{name}": float(each.mean()) for name, each in figures.items()}
-
-    return validate

@@ -1,6 +1,7 @@
-"""Evaluation: records by hand; every market and episode once, on any number of ranks."""
+"""Evaluation by hand: every market and episode once, on any number of ranks; figures, intervals."""
 
 import functools
+import math
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -10,14 +11,24 @@ import torch
 from gymnasium import spaces
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.evaluate import evaluation, markets
-from agents.evaluate.evaluation import PolicyController, evaluate_episodes
-from agents.evaluate.markets import ACCOUNTS, evaluate_markets, run_markets
+from agents.evaluate import episodes, markets
+from agents.evaluate.episodes import PolicyController, evaluate_episodes
+from agents.evaluate.markets import (
+    ACCOUNTS,
+    Record,
+    bootstrap_interval,
+    evaluate_markets,
+    mean_interval,
+    performance,
+    run_markets,
+)
 from agents.network.normalize import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, stream_seeds
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout
 from rl_dist.process_group.world import World
+
+YEARS = np.geomspace(100.0, 400.0, 2 * 252 + 1)  # fourfold in two years
 
 
 class Paths:
@@ -27,11 +38,7 @@ class Paths:
         self.paths = torch.tensor(paths, dtype=torch.float64)
         self.num_envs, self.num_days = self.paths.shape
         self.device = torch.device("cpu")
-        self.seen_starts = []
-
-    @property
-    def portfolio_value(self):
-        return self.paths[:, 0].clone()
+        self.portfolio_value = self.paths[:, 0].clone()
 
     def reset(self, *, seed):
         assert len(seed) == self.num_envs
@@ -41,24 +48,14 @@ class Paths:
     def step(self, actions):
         self.day += 1
         value = self.paths[:, self.day].clone()
-        info = {
-            name: torch.full((self.num_envs,), float(self.day), dtype=torch.float64)
-            for name in ACCOUNTS
-        }
+        day = torch.full((self.num_envs,), float(self.day), dtype=torch.float64)
+        info = dict.fromkeys(ACCOUNTS, day) | {"portfolio_value": value}
         truncated = torch.full((self.num_envs,), self.day == self.num_days - 1)
-        return actions, value, value < 10.0, truncated, info | {"portfolio_value": value}
+        return actions, value, value < 10.0, truncated, info
 
 
 def idle(env, obs, episode_start):
     return torch.zeros(env.num_envs, 1)
-
-
-def test_ruin_freezes_the_value_and_ends_trading():
-    record = run_markets(Paths([[100, 5, 100, 200], [100, 90, 80, 70]]), idle)
-    # ruined on day 1, for good
-    assert record.values.tolist() == [[100, 5, 5, 5], [100, 90, 80, 70]]
-    assert record.fees_usd.tolist() == [[1, 0, 0], [1, 2, 3]]  # the ruinous day still counts
-    assert record.exposure.tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
 def over_ranks(call, size, monkeypatch):
@@ -66,43 +63,55 @@ def over_ranks(call, size, monkeypatch):
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
     sent = []
 
-    def remember(own, world):
-        sent.append(own)
+    def remember(values, world):
+        sent.append(values)
         raise InterruptedError
 
-    for module in (evaluation, markets):
-        monkeypatch.setattr(module, "all_gather_json", remember)
-    for one in worlds:
+    def gather_by(gather):
+        for module in (episodes, markets):
+            monkeypatch.setattr(module, "all_gather_json", gather)
+
+    gather_by(remember)
+    for world in worlds:
         with suppress(InterruptedError):
-            call(one)
-    for module in (evaluation, markets):
-        monkeypatch.setattr(module, "all_gather_json", lambda own, world: sent)
-    return [call(one) for one in worlds]
+            call(world)
+    gather_by(lambda values, world: sent)
+    return [call(world) for world in worlds]
+
+
+def test_ruin_freezes_the_value_and_ends_trading():
+    record = run_markets(Paths([[100, 5, 100, 200], [100, 90, 80, 70]]), idle)
+    assert record.values.tolist() == [[100, 5, 5, 5], [100, 90, 80, 70]]
+    assert record.fees_usd.tolist() == [[1, 0, 0], [1, 2, 3]]  # the ruinous day still counts
+    assert record.exposure.tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(("count", "size"), [(5, 2), (4, 2), (1, 2), (2, 3)])
 def test_markets_spread_over_ranks_give_what_one_rank_gives(count, size, world, monkeypatch):
-    markets = [[100.0, 100.0 + m, 100.0 + 7 * m] for m in range(count)]
-    together = functools.partial(evaluate_markets, markets, Paths, {"one": idle, "two": idle})
+    paths = [[100.0, 100.0 + m, 100.0 + 7 * m] for m in range(count)]
+    together = functools.partial(evaluate_markets, paths, Paths, {"one": idle, "two": idle})
     alone = together(world)
-    assert alone["one"].values.tolist() == markets
-    for found in over_ranks(together, size, monkeypatch):
-        assert list(found) == ["one", "two"]
-        for name, record in found.items():
+    assert alone["one"].values.tolist() == paths
+    for records in over_ranks(together, size, monkeypatch):
+        assert list(records) == ["one", "two"]
+        for name, record in records.items():
             for key, value in vars(record).items():
                 assert np.array_equal(value, getattr(alone[name], key))
 
 
-class Seeded(ScriptedEnv):
-    """Remembers its seeds; its plain reward is its first environment's global number."""
+class Numbered(ScriptedEnv):
+    """Plain rewards are global numbers; environment 1 is restarted in step 2, 3 after its end."""
 
     made: list = []
+    restarts = ()
 
-    def __init__(self, count, first):
+    def __init__(self, count, first, faulty=False):
         ends = [(3, TERMINATED), (5, TRUNCATED), (1, TERMINATED), (4, TERMINATED), (2, TRUNCATED)]
         super().__init__([[end] for end in ends[first : first + count]])
-        self.first, self.closed = first, False
-        Seeded.made.append(self)
+        self.first, self.closed, self.num_steps = first, False, 0
+        self.restarts = [0] * count
+        self.faults = ((1, 2), (3, 5)) if faulty else ()
+        Numbered.made.append(self)
 
     def reset(self, *, seed=None, options=None):
         self.seeds = list(seed)
@@ -110,6 +119,11 @@ class Seeded(ScriptedEnv):
 
     def step(self, actions):
         obs, rewards, terminated, truncated, info = super().step(actions)
+        self.num_steps += 1
+        for number, at_step in self.faults:
+            row = number - self.first
+            if self.num_steps == at_step and 0 <= row < self.num_envs:
+                self.restarts[row], truncated[row] = 1, True
         numbers = self.first + torch.arange(self.num_envs).double()
         return obs, rewards, terminated, truncated, info | {"raw_rewards": numbers}
 
@@ -117,71 +131,36 @@ class Seeded(ScriptedEnv):
         self.closed = True
 
 
-def test_every_episode_counts_once_with_its_plain_rewards(world, monkeypatch):
-    Seeded.made.clear()
-    episodes = evaluate_episodes(Seeded, idle, 5, 1, world)
-    # number x length
-    assert episodes == {"return": [0, 5, 2, 12, 8], "length": [3, 5, 1, 4, 2], "restarts": [0] * 5}
+# the second episode ends in step 5: two steps of its first try, three of its second
+REPEATED = {"return": [0, 3, 2, 12, 8], "length": [3, 3, 1, 4, 2], "restarts": [0, 1, 0, 0, 0]}
+WHOLE = {"return": [0, 5, 2, 12, 8], "length": [3, 5, 1, 4, 2], "restarts": [0] * 5}
+
+
+@pytest.mark.parametrize(("faulty", "expected"), [(False, WHOLE), (True, REPEATED)])
+def test_every_episode_counts_once_and_is_repeated_after_a_restart(
+    faulty, expected, world, monkeypatch
+):
     seeds = stream_seeds(1, EVALUATION_STREAM, 0, 5)
-    assert Seeded.made[0].seeds == seeds and Seeded.made[0].closed
-    for size in (2, 3, 8):
-        Seeded.made.clear()
-        call = functools.partial(evaluate_episodes, Seeded, idle, 5, 1)
-        assert over_ranks(call, size, monkeypatch) == [episodes] * size
-        assert [one for env in Seeded.made[: min(size, 5)] for one in env.seeds] == seeds
+    make_env = functools.partial(Numbered, faulty=faulty)
+    call = functools.partial(evaluate_episodes, make_env, idle, 5, 1)
+    for size in (1, 2, 3, 8):
+        Numbered.made.clear()
+        results = [call(world)] if size == 1 else over_ranks(call, size, monkeypatch)
+        assert results == [expected] * size
+        envs = Numbered.made[: min(size, 5)]
+        assert [seed for env in envs for seed in env.seeds] == seeds
+        assert all(env.closed for env in envs)
 
 
-class Faulty(Seeded):
-    """Environment 1 is restarted in step 2, 3 after its episode has ended; both are truncated."""
-
-    restarts = ()
-
-    def __init__(self, count, first):
-        super().__init__(count, first)
-        self.restarts, self.num_steps = [0] * count, 0
-
-    def step(self, actions):
-        obs, rewards, terminated, truncated, info = super().step(actions)
-        self.num_steps += 1
-        for number, at in ((1, 2), (3, 5)):
-            row = number - self.first
-            if self.num_steps == at and 0 <= row < self.num_envs:
-                self.restarts[row], truncated[row] = 1, True
-        return obs, rewards, terminated, truncated, info
-
-
-def test_an_episode_whose_environment_was_restarted_is_run_again_and_counted(world, monkeypatch):
-    starts = []
-
-    def watching(env, obs, episode_start):
-        starts.append(bool(episode_start[1]))
-        return idle(env, obs, episode_start)
-
-    episodes = evaluate_episodes(Faulty, watching, 5, 1, world)
-    # the second episode ends in step 5: two steps of its first try, three of its second
-    assert episodes == {
-        "return": [0, 3, 2, 12, 8],
-        "length": [3, 3, 1, 4, 2],
-        "restarts": [0, 1, 0, 0, 0],
-    }
-    assert starts == [True, False, True, False, False]
-    call = functools.partial(evaluate_episodes, Faulty, idle, 5, 1)
-    assert over_ranks(call, 2, monkeypatch) == [episodes] * 2
-
-
-def controller(zero_state=False, policy="clstm", window=0, seed=0):
-    torch.manual_seed(seed)
-    space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    config = PolicyConfig(policy=policy, hidden_size=8, feature_window=window)
-    return PolicyController(
-        Policy(config, 4, space), Normalizer(4, enabled=False), zero_state=zero_state
-    )
-
-
-def answers(one, observations, starts):
+def answers(observations, starts, **options):
+    """Actions of one policy for rows of observations, over several steps."""
+    torch.manual_seed(0)
+    config = PolicyConfig(hidden_size=8, feature_window=options.pop("window"))
+    policy = Policy(config, 4, spaces.Box(-1.0, 1.0, (2,), np.float32))
+    controller = PolicyController(policy, Normalizer(4, enabled=False), **options)
     env = SimpleNamespace(layout=Layout.vector(4))
     return torch.stack(
-        [one(env, obs, start) for obs, start in zip(observations, starts, strict=True)]
+        [controller(env, obs, start) for obs, start in zip(observations, starts, strict=True)]
     )
 
 
@@ -190,13 +169,75 @@ def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_alwa
     observations = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(1))
     starts = torch.zeros(6, 2, dtype=torch.bool)
     starts[0] = True
-    whole = answers(controller(window=window), observations, starts)
+    whole = answers(observations, starts, window=window)
     starts[3, 0] = True
-    found = answers(controller(window=window), observations, starts)
-    again = answers(controller(window=window), observations[3:], starts[3:])
-    torch.testing.assert_close(found[3:, 0], again[:, 0])
-    torch.testing.assert_close(found[:, 1], whole[:, 1])
-    assert not torch.allclose(found[3:, 0], whole[3:, 0], atol=1e-6)
-    zeroed = answers(controller(zero_state=True, window=window), observations, starts)
-    always = answers(controller(window=window), observations, torch.ones_like(starts))
-    assert torch.equal(zeroed, always) and not torch.equal(zeroed[4], found[4])
+    cut = answers(observations, starts, window=window)
+    second = answers(observations[3:], starts[3:], window=window)
+    torch.testing.assert_close(cut[3:, 0], second[:, 0])
+    torch.testing.assert_close(cut[:, 1], whole[:, 1])
+    assert not torch.allclose(cut[3:, 0], whole[3:, 0], atol=1e-6)
+    zeroed = answers(observations, starts, window=window, zero_state=True)
+    always = answers(observations, torch.ones_like(starts), window=window)
+    assert torch.equal(zeroed, always) and not torch.equal(zeroed[4], cut[4])
+
+
+def figures(values, traded=0.0, fees=0.0, trades=0.0, exposure=0.0):
+    """The figures of a path of values with the same account every day."""
+    path = np.array([values], np.float64)
+    account = (np.full((1, path.shape[1] - 1), value) for value in (traded, fees, trades, exposure))
+    return {name: value.item() for name, value in performance(Record(path, *account)).items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "account", "expected"),
+    [
+        ([100, 90, 121], {}, {"cumulative_return": 0.21}),
+        (YEARS, {}, {"annual_return": 1.0, "cumulative_return": 3.0}),
+        ([100, 120, 90, 150, 120], {}, {"max_drawdown": 0.25}),
+        ([100, 101, 102], {}, {"max_drawdown": 0.0}),
+        (
+            [100.0] * 127,  # half a year
+            {"traded": 2.0, "fees": 0.5, "trades": 3.0, "exposure": 0.8},
+            {"turnover": 252 * 0.02, "fees_usd": 63.0, "num_trades": 378.0, "exposure": 0.8}
+            | {"sharpe": 0.0, "sortino": 0.0},
+        ),
+    ],
+)
+def test_figures_of_a_path(values, account, expected):
+    computed = figures(values, **account)
+    assert {name: computed[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("repeats", "period"), [(1, 3), (19, 57), (20, 252)])
+def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period):
+    """Daily returns 10 %, -10 %, 6 %: mean 2 %, downside deviation sqrt(0.01 / 3)."""
+    returns = np.tile([0.1, -0.1, 0.06], repeats)
+    path = 100.0 * np.cumprod(np.append(1.0, 1.0 + returns))
+    deviation = returns.std(ddof=1)
+    expected = {
+        "sharpe": 0.02 / deviation * math.sqrt(period),
+        "annual_volatility": deviation * math.sqrt(period),
+        "sortino": 0.02 * period / math.sqrt(0.01 / 3 * period),
+        "annual_return": (path[-1] / path[0]) ** (period / len(returns)) - 1,
+        "turnover": period / path.mean(),
+    }
+    computed = figures(path, traded=1.0)
+    assert {name: computed[name] for name in expected} == pytest.approx(expected)
+
+
+def test_intervals_hold_the_differences_and_repeat():
+    half = 1.96 * math.sqrt(5 / 3) / 2  # 1.96 standard errors
+    interval = mean_interval(np.array([1.0, 2.0, 3.0, 4.0]))
+    assert interval == pytest.approx((2.5, 2.5 - half, 2.5 + half))
+    rng = np.random.default_rng(1)
+    baseline = 0.01 * rng.standard_normal(500)
+    policy = baseline + 0.001 + 0.002 * rng.standard_normal(500)
+    intervals = bootstrap_interval(policy, baseline)
+    assert intervals == bootstrap_interval(policy, baseline)
+    expected = {
+        "annual_return": lambda x: math.prod(1 + x) ** (252 / len(x)) - 1,
+        "sharpe": lambda x: math.sqrt(252) * x.mean() / x.std(ddof=1),
+    }
+    for name, (difference, low, high) in intervals.items():
+        assert low < difference < high
+        assert difference == pytest.approx(expected[name](policy) - expected[name](baseline))
