@@ -29,8 +29,8 @@ _HOMES = {
     "Strategy": "strategies.strategy",
     "StrategyConfig": "strategies.config",
     "FitConfig": "supervised.fit",
-    "accuracy": "supervised.evaluation",
-    "evaluate": "supervised.evaluation",
+    "accuracy": "supervised.fit",
+    "evaluate": "supervised.fit",
     "fit": "supervised.fit",
 }
 __all__ = list(_HOMES)

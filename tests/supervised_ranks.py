@@ -16,8 +16,7 @@ from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import BatchError
-from rl_dist.supervised.evaluation import accuracy, evaluate
-from rl_dist.supervised.fit import FitConfig, fit
+from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 FEATURES, CLASSES = 6, 3
 METRICS = {"accuracy": accuracy}

@@ -39,8 +39,7 @@ from rl_dist.process_group.world import World, stop_flag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import BatchError, SharedLoader, to_device
-from rl_dist.supervised.evaluation import evaluate
-from rl_dist.supervised.fit import FitConfig, fit
+from rl_dist.supervised.fit import FitConfig, evaluate, fit
 
 SAMPLES = TensorDataset(torch.arange(8), torch.arange(8))
 TRAIN = DataLoader(blobs(48), batch_size=8)
@@ -164,7 +163,7 @@ class Slow(TensorDataset):
 def test_waiting_and_stepping_are_measured_apart_and_draw_no_random_numbers():
     torch.manual_seed(5)
     check = check_loader(DataLoader(Slow(SAMPLES.tensors[0]), 2), lambda batch: time.sleep(0.02))
-    assert check.wait_s >= 0.02 and check.step_s >= 0.02
+    assert check["wait_s"] >= 0.02 and check["step_s"] >= 0.02
     assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(5)))
     with pytest.raises(UserError, match="fewer than two batches"):
         check_loader(DataLoader(SAMPLES, batch_size=8), lambda batch: None)
@@ -353,6 +352,17 @@ def test_what_would_be_overwritten_or_differs_is_refused(world, tmp_path):
     for run_dir, options, words in cases:
         with pytest.raises(UserError, match=words):
             fitted(world, **{"run_dir": run_dir, "resume": True, "config": {"epochs": 4}} | options)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_checkpoints_are_not_written_through_a_link(world, tmp_path, resume):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="checkpoints"):
+        fitted(world, run_dir=tmp_path / "run", resume=resume)
+    assert not any(elsewhere.iterdir())
 
 
 class TwoHeads(nn.Module):
