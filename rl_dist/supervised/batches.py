@@ -73,7 +73,7 @@ class SharedLoader:
         )
 
     def start(self, epoch: int) -> None:
-        """Begin an epoch; its number decides the order of samples and the seeds of workers."""
+        """Begin an epoch; its number decides the order of samples and all seeds."""
         rank, ranks = self.world.rank, self.world.size
         self.generator.manual_seed(epoch_seed(self.seed, epoch, rank))
         if self.training:
@@ -134,7 +134,7 @@ def check_loader(
     *,
     seconds: float = 2.0,
 ) -> dict[str, float]:
-    """Measure how long a training step takes, and how long it waits for its batch before.
+    """Measure how long a training step takes, and how long it waits for a batch.
 
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
