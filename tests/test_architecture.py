@@ -31,7 +31,7 @@ COMMANDS = {  # parts of agents that may import envs
 PRINTERS = {  # parts of rl_dist that may print
     *("errors", "checkpoint/__main__", "machine", "run_dir", "setup_check"),
     *("launch/ranks", "launch/supervisor", "resume_check", "speedup/__main__", "speedup/estimate"),
-    *("status", "telemetry/progress"),
+    *("status", "supervised/fit", "telemetry/progress"),
 }
 MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_FIRST_LINE = 15, 10, 450, 80, 15, 79
 MAX_LEARNER = {"update": 65, "collect": 65}  # lines of these functions in agents
