@@ -31,8 +31,8 @@ import shlex
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from pathlib import Path
 
+from agents.config import SECTIONS
 from agents.run.choice import RUNS, add_run_flags, choose_run
-from agents.run.config import SECTIONS
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import parse_flags
 from rl_dist.launch.child import SCRIPT

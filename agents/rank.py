@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.run.config import RunConfig, load_newest
+from agents.config import RunConfig
 from agents.run.limits import check_rollouts, explained_faults
-from agents.run.saved import share_checkpoint
+from agents.run.saved import load_newest, share_checkpoint
 from agents.run.start import Run
 from agents.sizes import AUTO
 from agents.trainer import Job, Training, Validate, train

@@ -20,11 +20,11 @@ sys.path.insert(
 # Everything that is taken from the source is imported here, and nowhere else in this file.
 import check_gpu_setup
 import rl_dist
+from agents.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.evaluate import __main__ as evaluate
 from agents.export import command as export
 from agents.pretrain import command as pretrain
 from agents.run.choice import add_run_flags
-from agents.run.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.run.metric_table import METRICS
 from agents.run.resumed import CHANGEABLE
 from agents.run.saved import load_agent

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from rl_dist_ranks import make_module
 from torch.nn.utils import get_total_norm
 
+from agents.config import RunConfig
 from agents.policy import PolicyConfig
 from agents.run.auto import Trials
-from agents.run.config import RunConfig
 from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError

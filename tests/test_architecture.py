@@ -24,7 +24,7 @@ FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": 
 COMMANDS = {  # parts of agents that may import envs
     *(f"evaluate/{name}" for name in ("__main__", "episodes", "final", "markets", "pictures")),
     "run/auto",
-    *("run/choice", "run/config", "run/limits", "run/resumed", "run/saved", "run/start"),
+    *("config", "run/choice", "run/limits", "run/resumed", "run/saved", "run/start"),
     *("api/policy", "api/training", "export/check", "export/contract", "export/step"),
     *("pretrain/command", "pretrain/weights", "pretrain/windows"),
 }

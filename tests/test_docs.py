@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from agents.config import OWNERS, SECTIONS
 from agents.run.choice import OTHER_NAMES, parse_training
-from agents.run.config import OWNERS, SECTIONS
 from rl_dist.flags import fields_of
 
 ROOT = Path(__file__).resolve().parents[1]

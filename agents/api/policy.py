@@ -14,8 +14,7 @@ from torch import Tensor
 from agents.network.noise import action_noise
 from agents.network.seeds import PREDICTION_STREAM, stream_seeds
 from agents.rollout import policy_input, shift_history
-from agents.run.config import Which
-from agents.run.saved import LoadedAgent, load_agent
+from agents.run.saved import LoadedAgent, Which, load_agent
 from envs.vector.layout import Layout
 from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
 from rl_dist.errors import UserError, one_line

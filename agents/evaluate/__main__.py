@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import torch
 
+from agents.config import data_digest
 from agents.evaluate.episodes import episode_figures, episode_text, until_stopped
-from agents.run.config import data_digest
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
 from envs.trading_config import DataConfig

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agents.config import RunConfig
 from agents.network.normalize import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history
-from agents.run.config import RunConfig
 from envs.task import GymTask
 from envs.vector.guards import Interruption
 from envs.vector.layout import TorchEnv

@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agents.config import RunConfig
 from agents.evaluate.episodes import episode_figures, episode_text, until_stopped
-from agents.run.config import EVALUATING, RunConfig
+from agents.run.limits import EVALUATING
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.trainer import Training
 from envs import find_spec

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from agents.config import RunConfig
 from agents.export.step import ExportedStep
-from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import categories_of, image_axes, image_scale, leaves, named
 

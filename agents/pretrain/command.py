@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from agents.config import with_digest
 from agents.policy import Policy, PolicyConfig
 from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
-from agents.run.config import save_config, with_digest
 from agents.run.resumed import check_data, refuse_differences
 from envs.trading.task import TradingTask, prepare_task
 from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
@@ -315,7 +315,7 @@ def main() -> int:
             lock = RunDir(run_dir)
             held.enter_context(lock.hold() if resume else lock.hold_new())
             print(f"run directory: {run_dir}", flush=True)
-            save_config(config, run_dir)
+            RunDir(run_dir).write_config(config.to_dict())
         args = (config, resolved, run_dir or RUNS, resume, lock)
         restarts, threads = config.launch.max_restarts, resolved.threads
         options: dict[str, Any] = {"max_restarts": restarts, "threads": threads}

@@ -9,10 +9,10 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from agents.config import RunConfig, probe
 from agents.network.normalize import Normalizer
 from agents.policy import Policy
-from agents.run.config import RunConfig, load_saved, probe
-from agents.run.saved import InitialWeights
+from agents.run.saved import InitialWeights, load_saved
 from envs.task import GymTask
 from envs.trading.task import TradingTask
 from rl_dist.checkpoint.spec import FIT

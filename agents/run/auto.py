@@ -15,10 +15,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from agents.config import RunConfig, probe
 from agents.network.minibatches import Minibatch
 from agents.policy import Policy
 from agents.ppo import PPO, ppo_loss
-from agents.run.config import RunConfig, probe, save_config
 from agents.run.limits import GIB, free_for_each_rank, rollout_bytes
 from agents.run.start import sizes_table
 from agents.sizes import AUTO, TrainConfig, learning_rate_factor, shard_sizes, shares_out
@@ -68,7 +68,7 @@ def choose(
         counts = (0, cores, 4 * cores)
         config = trials.best(config, "task", "env_workers", counts, trials.env_steps, WORTH)
     if config != asked and world.is_main_process:
-        save_config(config, run_dir)
+        RunDir(run_dir).write_config(config.to_dict())
         RunDir(run_dir).update_state(precision=config.launch.precision)
     return config, replace(task, config=config.task) if isinstance(task, GymTask) else task
 

@@ -12,17 +12,8 @@ from typing import NamedTuple
 
 from gymnasium import spaces
 
-from agents.run.config import (
-    MAIN_FLAGS,
-    PRESETS,
-    QUICK,
-    SECTIONS,
-    RunConfig,
-    load_newest,
-    load_saved,
-    probe,
-    with_digest,
-)
+from agents.config import MAIN_FLAGS, PRESETS, QUICK, SECTIONS, RunConfig, probe, with_digest
+from agents.run.saved import load_newest, load_saved
 from agents.sizes import TrainConfig, shard_sizes
 from envs import find_spec
 from envs.task import GymTask, TaskConfig

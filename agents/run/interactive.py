@@ -12,8 +12,8 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 
+from agents.config import OWNERS, RunConfig
 from agents.run.choice import fresh_config, parse_training
-from agents.run.config import OWNERS, RunConfig
 from agents.sizes import shard_sizes
 from rl_dist.errors import UserError
 from rl_dist.flags import ParsedFlags, allowed, fields_of, shown

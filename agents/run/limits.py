@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from agents.config import RunConfig
 from agents.policy import Policy
-from agents.run.config import EVALUATING, RunConfig
 from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
@@ -20,6 +20,7 @@ from rl_dist.machine import free_memory_bytes, is_out_of_memory, peak_memory_byt
 from rl_dist.process_group.world import World
 
 GIB = 2**30
+EVALUATING = "final evaluation"  # the phase after training
 
 
 def free_for_each_rank(device: torch.device, num_ranks: int) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agents.config import RunConfig, data_digest, probe
 from agents.policy import spaces_of
-from agents.run.config import RunConfig, data_digest, probe
 from agents.run.saved import check_shapes
 from agents.sizes import shard_sizes
 from envs.trading_config import DataConfig

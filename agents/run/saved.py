@@ -6,36 +6,89 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from agents.config import RunConfig, probe
 from agents.network.normalize import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_readable, check_weights, spaces_of
 from agents.rollout import fresh_carry
-from agents.run.config import RunConfig, Which, load_saved, probe
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
+from rl_dist.checkpoint.spec import RUN, kind_of
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
     MEASURED,
+    Found,
+    checkpoint_folder,
     iteration_in_name,
+    load_checkpoint,
+    load_latest,
     write_atomically,
 )
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, printable
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import RunDir
+from rl_dist.run_dir import RunDir, runs_below
 from rl_dist.strategies.config import autocast_dtype
 
 if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
+
+
+Which = Literal["last", "best", ""]  # checkpoint of a run
+
+
+def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
+    """Load a checkpoint file, or one of a run directory; refuse where there is none.
+
+    Args:
+        which: the newest valid one, or the best; "": the best if there is one, else the newest.
+    """
+    path = Path(path)
+    if path.is_dir() and which != "last":
+        best = checkpoint_folder(path) / BEST_FILE
+        if best.exists():
+            return _of_kind(Found(best, load_checkpoint(best)), kind)
+        if which == "best":
+            raise UserError(f"{path} has no best checkpoint: take --which last, the newest")
+    if path.is_dir():
+        found = load_latest(path)
+        if found is None:
+            fix = runs_below(path) or "give the directory of a run"
+            raise UserError(f"{path} holds no valid checkpoint: {fix}")
+    elif path.exists():
+        found = Found(path, load_checkpoint(path))
+    else:
+        raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
+    return _of_kind(found, kind)
+
+
+def load_newest(run_dir: Path) -> Found | None:
+    """Load the newest valid checkpoint of a run; None where there are none at all.
+
+    Checkpoints of which none is valid are refused: a fresh start would overwrite them.
+    """
+    newest = load_latest(run_dir)
+    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
+        raise UserError(
+            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint "
+            f"verify {run_dir}; move them away to begin again"
+        )
+    return newest and _of_kind(newest, RUN)
+
+
+def _of_kind(found: Found, kind: str) -> Found:
+    if kind_of(found.state) != kind:
+        raise UserError(f"{found.path} is no checkpoint of {kind}: name one, or its run directory")
+    return found
 
 
 @dataclass(frozen=True)

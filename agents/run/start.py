@@ -14,15 +14,9 @@ from typing import Any
 
 import torch
 
+from agents.config import RunConfig, forget_probed, probe, with_threads
 from agents.ppo import PPOConfig, learning_rate
 from agents.run.choice import RUNS, choose_run, describe_preset, is_first, parse_training
-from agents.run.config import (
-    RunConfig,
-    forget_probed,
-    probe,
-    save_config,
-    with_threads,
-)
 from agents.run.limits import check_rollouts
 from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
@@ -165,7 +159,7 @@ def _record(
     """Write the configuration, cut the metrics back to the checkpoint, and say where they are."""
     if not os.access(run_dir, os.W_OK):
         raise UserError(f"{run_dir}: Permission denied")
-    save_config(config, run_dir)
+    RunDir(run_dir).write_config(config.to_dict())
     RunDir(run_dir).cut_records(found.state["iteration"] if found else 0)
     start_state(run_dir, config, resolved, found)
     going_on = f", going on from {found.path}" if found else ""

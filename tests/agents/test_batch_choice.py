@@ -14,11 +14,11 @@ from train_runs import only_error, start, train_here
 
 import agents.trainer
 from agents import rank
+from agents.config import RunConfig
 from agents.evaluate import final
 from agents.ppo import PPO
 from agents.run import auto, limits
 from agents.run.auto import allowed_batch_sizes
-from agents.run.config import RunConfig
 from agents.run.limits import smaller_parts
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint

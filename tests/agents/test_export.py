@@ -13,6 +13,7 @@ from policies import FORMS
 from train_runs import RECALL, only_error, run_here, train_here
 
 from agents.api.policy import LoadedPolicy
+from agents.config import RunConfig
 from agents.export import command
 from agents.export.card import make_card
 from agents.export.check import TOLERANCE, largest_difference
@@ -20,7 +21,6 @@ from agents.export.command import export
 from agents.export.step import ExportedStep
 from agents.network.normalize import observation_normalizer
 from agents.policy import Policy, PolicyConfig
-from agents.run.config import RunConfig
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import TaskConfig
 from envs.vector.layout import Layout, Part

@@ -14,8 +14,8 @@ from gymnasium.envs.registration import EnvSpec
 from train_runs import REPO, evaluate_here, only_error, records, run_here, train_here
 
 import train_distributed
+from agents.config import OWNERS, RunConfig
 from agents.run.choice import OTHER_NAMES, fresh_config, parse_training
-from agents.run.config import OWNERS, RunConfig
 from agents.sizes import TrainConfig, shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 from train_runs import SIZES, only_error, train_here
 
+from agents.config import RunConfig, with_threads
 from agents.run.choice import fresh_config, parse_training
-from agents.run.config import RunConfig, with_threads
 from agents.run.interactive import ask_user
 
 

@@ -9,9 +9,9 @@ from pipeline_ranks import BRIEFLY, FORMS, REST, UNCLIPPED, exercise, first_mini
 from torch import nn
 from train_runs import SMALL, records, start_training
 
+from agents.config import RunConfig
 from agents.network.pipeline import stage_of
 from agents.run.choice import parse_training
-from agents.run.config import RunConfig
 from agents.run.resumed import resumed_config
 from agents.trainer import make_strategy
 from rl_dist.errors import UserError

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from agents.config import RunConfig, with_threads
 from agents.network.noise import sequence_orders, stratum_size
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.run.choice import parse_training
-from agents.run.config import RunConfig, with_threads
 from agents.run.resumed import resumed_config
 from agents.run.start import sizes_table
 from agents.sizes import AUTO, Sizes, TrainConfig, shard_sizes

@@ -26,8 +26,8 @@ from train_runs import (
     wait_until,
 )
 
+from agents.config import DEFAULTS, SECTIONS, RunConfig
 from agents.run.choice import choose_run, parse_training
-from agents.run.config import DEFAULTS, SECTIONS, RunConfig
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from agents.trainer import Training
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint

@@ -6,8 +6,8 @@ from fake_gpus import pretend_gpus
 from torch.distributed import HashStore
 from train_runs import only_error, train_here
 
+from agents.config import RunConfig
 from agents.run.choice import parse_training
-from agents.run.config import RunConfig
 from agents.run.resumed import resumed_config
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve

@@ -8,10 +8,10 @@ import torch
 from agents_ranks import world_of_one
 from train_runs import SIZES, only_error, records, train_here
 
+from agents.config import RunConfig
 from agents.run import auto
 from agents.run.auto import choose
 from agents.run.choice import parse_training
-from agents.run.config import RunConfig, save_config
 from agents.run.resumed import resumed_config
 from agents.sizes import TrainConfig
 from envs.task import TaskConfig
@@ -19,6 +19,7 @@ from rl_dist.errors import UserError
 from rl_dist.launch.bench import BenchError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.fallback import resolve_launch, try_ranks
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy
 
 RECALL = ["--env", "Recall-v0", *SIZES, "--device", "cpu"]
@@ -104,7 +105,7 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(
         task=dataclasses.replace(config.task, env_workers=3),
         train=TrainConfig(batch_size=16),
     )
-    save_config(chosen, tmp_path)
+    RunDir(tmp_path).write_config(chosen.to_dict())
     task = config.prepare_task()
     found, task = choose(config, task, resolve(config.launch), tmp_path, world)
     assert found == chosen and task.config.env_workers == 3

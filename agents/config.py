@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from gymnasium import spaces
@@ -18,29 +18,17 @@ from agents.sizes import TrainConfig
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout
-from rl_dist.checkpoint.spec import RUN, kind_of
-from rl_dist.checkpoint.store import (
-    BEST_FILE,
-    CHECKPOINT_DIR,
-    Found,
-    checkpoint_folder,
-    load_checkpoint,
-    load_latest,
-)
 from rl_dist.errors import UserError
 from rl_dist.files import read_plain
 from rl_dist.flags import changed, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
-from rl_dist.run_dir import RunDir, runs_below
 from rl_dist.strategies.config import SpeedConfig
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
-Which = Literal["last", "best", ""]  # of a run's checkpoints
 SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
-EVALUATING = "final evaluation"  # the phase after training
 
 
 # The defaults of a kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md; rewards that
@@ -241,56 +229,3 @@ def _look_at(env: Any) -> Probed:
     found = Probed(env.layout, env.single_action_space, env.can_snapshot)
     env.close()
     return found
-
-
-# ---- the run directory and its checkpoints
-
-
-def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
-    """Load a checkpoint file, or one of a run directory; refuse where there is none.
-
-    Args:
-        which: the newest valid one, or the best; "": the best if there is one, else the newest.
-    """
-    path = Path(path)
-    if path.is_dir() and which != "last":
-        best = checkpoint_folder(path) / BEST_FILE
-        if best.exists():
-            return _of_kind(Found(best, load_checkpoint(best)), kind)
-        if which == "best":
-            raise UserError(f"{path} has no best checkpoint: take --which last, the newest")
-    if path.is_dir():
-        found = load_latest(path)
-        if found is None:
-            fix = runs_below(path) or "give the directory of a run"
-            raise UserError(f"{path} holds no valid checkpoint: {fix}")
-    elif path.exists():
-        found = Found(path, load_checkpoint(path))
-    else:
-        raise UserError(f"{path} does not exist: give a run directory or a checkpoint file")
-    return _of_kind(found, kind)
-
-
-def load_newest(run_dir: Path) -> Found | None:
-    """Load the newest valid checkpoint of a run; None where there are none at all.
-
-    Checkpoints of which none is valid are refused: a fresh start would overwrite them.
-    """
-    newest = load_latest(run_dir)
-    if newest is None and any((run_dir / CHECKPOINT_DIR).glob("*.pt")):
-        raise UserError(
-            f"{run_dir} holds checkpoints, but none is valid: see python -m rl_dist.checkpoint "
-            f"verify {run_dir}; move them away to begin again"
-        )
-    return newest and _of_kind(newest, RUN)
-
-
-def _of_kind(found: Found, kind: str) -> Found:
-    if kind_of(found.state) != kind:
-        raise UserError(f"{found.path} is no checkpoint of {kind}: name one, or its run directory")
-    return found
-
-
-def save_config(config: Any, run_dir: Path) -> None:
-    """Write `config.to_dict()` to config.json."""
-    RunDir(run_dir).write_config(config.to_dict())
