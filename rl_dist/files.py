@@ -149,11 +149,11 @@ def parse_record(line: bytes) -> Record | None:
     """
     try:
         values = json.loads(line)
-        if type(values["iteration"]) is not int or type(values["global_step"]) is not int:
+        record = _numbers(values)
+        if not all(isinstance(record[name], int) for name in ("iteration", "global_step")):
             return None
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    record = _numbers(values)
     if isinstance(values.get("ranks"), list):
         record["ranks"] = [_numbers(entry) for entry in values["ranks"] if isinstance(entry, dict)]
     return record

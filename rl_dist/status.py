@@ -13,36 +13,36 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable
 from rl_dist.run_dir import STATE_FILE, JobState, Record, RunDir, runs_below
 
 RUNS = Path("runs")
-EVERY_S = 2.0
-PATIENCE_S = 30.0  # for the directory of a training that has just been started
+EVERY_S = 2.0  # between two looks of --follow
 TEXT_WIDTH = 200  # characters of a message that are shown
 RECENT = 20  # iterations that figures are taken over
 NUM_MESSAGES = 5  # the last warnings and errors
-# an iteration that takes so many times longer than usual, and at least so long
+# An iteration that takes this many times longer than usual, and at least this long, may hang.
 HUNG_FACTOR, HUNG_S = 20.0, 60.0
+LINE = ("state", "progress", "to go", "speed", "return")  # rows that --follow shows
 OVER = ("finished", "stopped", "failed", "dead")
-# the state by the phase of a run whose lock is free; any other phase: dead
+# the state by the phase of a run that nobody locks; any other phase: dead
 ENDED = {"done": "finished", "stopped": "stopped", "failed": "failed"}
-# how figures are shown
+# figures by the row that shows them
 SPEED = {
     "steps_per_s": "{:,.1f} steps/s",
     "iteration_s": "{:.3g} s an iteration",
     "metrics_age_s": "the last {:,.0f} s ago",
 }
 RETURNS = {
-    "last_return": "return {:.4g}",
-    "mean_return": "mean of recent ones {:.4g}",
-    "valid/return": "valid/return {:.4g}",
-    "valid/sharpe": "valid/sharpe {:.4g}",
+    "episode/return": "return {:.4g}",
+    "valid/return": "in validation {:.4g}",
+    "valid/sharpe": "with Sharpe ratio {:.4g}",
 }
 USE = {
     "cpu/percent": "CPU {:.0f} % of a core",
@@ -57,7 +57,7 @@ USE = {
 }
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
-  python -m rl_dist.status runs/my_run --follow     until it ends; to a file, a line per change
+  python -m rl_dist.status runs/my_run --follow     a line per change, until it ends
   python -m rl_dist.status runs/my_run --json       one JSON object; with --follow one per change
 states: starting, running, restarting, finished (evaluated), stopped (on request, saved; also once
 its launcher is killed), failed (with an error), dead (without a report, such as by SIGKILL)
@@ -83,11 +83,11 @@ def read_status(run_dir: Path) -> Status:
         raise UserError(f"{run_dir} has no {STATE_FILE}: {fix}")
     records = run.records(last=RECENT)
     last = records[-1] if records else {"iteration": 0, "global_step": 0}
-    counter = "global_step" if job.unit == "steps" else "episode/total"
-    ended = [r for r in records if r.get("episode/count") and r.get("episode/return") is not None]
-    returns = [record["episode/return"] for record in ended]
-    counts = [record["episode/count"] for record in ended]
-    fields = {
+    entries = [entry for record in records for entry in record.get("ranks", ())]
+    metrics_age_s = None
+    with suppress(OSError):
+        metrics_age_s = max(0.0, time.time() - run.metrics_path.stat().st_mtime)
+    status: Status = {
         "run_dir": str(run_dir),
         "phase": job.phase,
         "env": _env(run),
@@ -96,33 +96,23 @@ def read_status(run_dir: Path) -> Status:
         "num_ranks": job.num_ranks,
         "iteration": last["iteration"],
         "global_step": last["global_step"],
-        "done": int(last.get(counter) or 0),  # episodes or steps
+        "done": last["global_step"] if job.unit == "steps" else int(last.get("episode/total") or 0),
         "total": job.target,
         "unit": job.unit,
-        "metrics_age_s": _age_s(run.metrics_path),  # since metrics.jsonl was written last
-        "last_return": returns[-1] if ended else None,
-        "mean_return": fmean(returns, counts) if ended else None,  # of recent episodes
-        "validation": _latest(records, ("valid/",)),
+        "metrics_age_s": metrics_age_s,
+        "returns": _latest(records, tuple(RETURNS)),
         "checkpoint": Path(job.checkpoint.path).name if job.checkpoint else None,
-        "use": [  # by rank
-            {"rank": rank} | _latest(_entries(records, rank), tuple(USE))
+        "use": [
+            {"rank": rank} | _latest((e for e in entries if e.get("rank") == rank), tuple(USE))
             for rank in sorted({rank.rank for rank in job.ranks})
         ],
         "messages": run.messages()[-NUM_MESSAGES:],  # warnings and errors of all ranks
     }
-    fields |= _pace(records, counter, job.target)
-    state, reason = _state_of(run, job, fields)
+    status |= _pace(status, records)
+    state, reason = _state_of(run, job, status)
     if state != "running":
-        fields["eta_s"] = None
-    return fields | {"state": state, "reason": reason}
-
-
-def newest_run(runs: Path) -> Path:
-    """Return the run below `runs` that was written to last."""
-    states = list(runs.glob(f"*/{STATE_FILE}"))
-    if not states:
-        raise UserError(f"there is no run in {runs}/: name a run directory")
-    return min(states, key=lambda path: _age_s(path) or 0.0).parent
+        status["eta_s"] = None
+    return status | {"state": state, "reason": reason}
 
 
 def _env(run: RunDir) -> str:
@@ -132,21 +122,38 @@ def _env(run: RunDir) -> str:
         return ""
 
 
-def _age_s(path: Path) -> float | None:
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return None
+def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
+    """Return the last number of every metric with such a beginning of its name."""
+    items = (item for record in records for item in record.items())
+    return {name: value for name, value in items if name.startswith(names) and value is not None}
 
 
-def _state_of(run: RunDir, job: JobState, figures: Status) -> tuple[str, str]:
+def _pace(status: Status, records: Sequence[Record]) -> Status:
+    """Return steps per second, seconds an iteration, and seconds to the end.
+
+    The last one omits validation and checkpoints.
+    """
+    speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
+    if not speeds or status["iteration"] <= 0:
+        return dict.fromkeys(("steps_per_s", "iteration_s", "eta_s"))
+    steps_per_s = median(speeds)
+    seconds = status["global_step"] / steps_per_s
+    left = max(0.0, status["total"] / status["done"] - 1.0) if status["done"] > 0 else None
+    return {
+        "steps_per_s": steps_per_s,
+        "iteration_s": seconds / status["iteration"],
+        "eta_s": None if left is None else left * seconds,
+    }
+
+
+def _state_of(run: RunDir, job: JobState, status: Status) -> tuple[str, str]:
     """Return a run's state (starting, running, restarting or one of OVER) and the reason."""
     if run.is_locked():
         if job.phase in ("starting", "restarting"):
             return job.phase, f"restart {job.restarts}" if job.restarts else ""
         if job.phase != "training":
             return "running", f"it is in {job.phase}"
-        age_s, usual_s = figures["metrics_age_s"], figures["iteration_s"]
+        age_s, usual_s = status["metrics_age_s"], status["iteration_s"]
         if usual_s and age_s > max(HUNG_S, HUNG_FACTOR * usual_s):
             usual = f"and one takes {usual_s:.2g} s: it may hang"
             return "running", f"no iteration has ended for {age_s:.0f} s, {usual}"
@@ -163,71 +170,34 @@ def _state_of(run: RunDir, job: JobState, figures: Status) -> tuple[str, str]:
     return "dead", f"it ended during {job.phase} {why}; {fix}"
 
 
-def _pace(records: list[Record], counter: str, target: int) -> Status:
-    """Return steps per second, seconds an iteration, and seconds until `counter` is `target`.
-
-    The last one leaves out validation and checkpoints.
-    """
-    speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
-    pace: Status = {"steps_per_s": None, "iteration_s": None, "eta_s": None}
-    if speeds:
-        first, last = records[0], records[-1]
-        pace["steps_per_s"] = median(speeds)
-        seconds = (last["global_step"] - first["global_step"]) / pace["steps_per_s"]
-        iterations = last["iteration"] - first["iteration"]
-        done = last.get(counter) or 0
-        gained = done - (first.get(counter) or 0)
-        if iterations > 0 < seconds:
-            pace["iteration_s"] = seconds / iterations
-        if gained > 0 < seconds:
-            pace["eta_s"] = max(0.0, target - done) * seconds / gained
-    return pace
-
-
-def _entries(records: list[Record], rank: int) -> Iterable[Record]:
-    """Return the entries of a rank."""
-    entries = (entry for record in records for entry in record.get("ranks", ()))
-    return (entry for entry in entries if entry.get("rank") == rank)
-
-
-def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
-    """Return the last number of every metric whose name begins so."""
-    items = (item for record in records for item in record.items())
-    return {name: value for name, value in items if name.startswith(names) and value is not None}
-
-
 # ---- showing it
 
 
-def describe(run: Status) -> list[tuple[str, str]]:
-    """Return rows of a name and a text for people."""
+def describe(run: Status) -> dict[str, str]:
+    """Return texts for people by the name of their row."""
     share = min(1.0, run["done"] / run["total"]) if run["total"] else 0.0
-    budget = f"{run['done']:,} of {run['total']:,} {run['unit']} ({share:.0%})"
     eta_s = run["eta_s"]
     left = timedelta(seconds=min(round(eta_s), 10**10)) if eta_s is not None else ""
-    rows = [
-        ("run", run["run_dir"]),
-        ("state", ": ".join(filter(None, (run["state"], _cut(run["reason"]))))),
-        (
-            "job",
-            f"{run['env']}, {run['num_ranks']} ranks on {run['device']}, "
-            f"strategy {run['strategy']}",
-        ),
-        ("progress", f"iteration {run['iteration']:,}, {budget}"),
-        ("to go", f"{left} without validation and checkpoints" if left else ""),
-        ("speed", _shown(run, SPEED)),
-        ("return", _shown(run | run["validation"], RETURNS)),
-        ("checkpoint", run["checkpoint"] or "none"),
-        *((f"rank {entry['rank']}", _shown(entry, USE)) for entry in run["use"]),
-    ]
-    for message in run["messages"]:
+    rows = {
+        "run": run["run_dir"],
+        "state": ": ".join(filter(None, (run["state"], _cut(run["reason"])))),
+        "job": f"{run['env']}, {run['num_ranks']} ranks on {run['device']}, {run['strategy']}",
+        "progress": f"iteration {run['iteration']:,}, {run['done']:,} of {run['total']:,} "
+        f"{run['unit']} ({share:.0%})",
+        "to go": f"{left} without validation and checkpoints" if left else "",
+        "speed": _shown(run, SPEED),
+        "return": _shown(run["returns"], RETURNS),
+        "checkpoint": run["checkpoint"] or "none",
+    }
+    rows |= {f"rank {entry['rank']}": _shown(entry, USE) for entry in run["use"]}
+    for number, message in enumerate(run["messages"], 1):
         where = f"{message['time']} {message['level'].lower()}, rank {message['rank']}"
-        rows.append(("logged", f"{where}: {_cut(message['text'])}"))
-    return [(name, printable(text)) for name, text in rows if text]
+        rows[f"message {number}"] = f"{where}: {_cut(message['text'])}"
+    return {name: printable(text) for name, text in rows.items() if text}
 
 
 def _shown(values: Mapping[str, Any], patterns: Mapping[str, str]) -> str:
-    """Return what is known of these figures."""
+    """Return the known ones of these figures."""
     known = {name: values[name] for name in patterns if values.get(name) is not None}
     return ", ".join(patterns[name].format(value) for name, value in known.items())
 
@@ -240,44 +210,39 @@ def _cut(text: str) -> str:
 def show(run: Status, *, as_json: bool, as_line: bool = False) -> None:
     """Print a run: as rows, as one JSON object, or as a line for logs."""
     rows = describe(run)
-    text = "\n".join(f"{name:<11} {text}" for name, text in rows)
     if as_json:
         text = json.dumps(run)
     elif as_line:
-        wanted = ("state", "progress", "to go", "speed", "return")
-        text = " | ".join([time.strftime("%H:%M:%S"), *(t for name, t in rows if name in wanted)])
+        shown = [text for name, text in rows.items() if name in LINE]
+        text = " | ".join([time.strftime("%H:%M:%S"), *shown])
+    else:
+        text = "\n".join(f"{name:<11} {text}" for name, text in rows.items())
     print(text, flush=True)
+
+
+def follow(run_dir: Path, as_json: bool) -> Status:
+    """Show each change of the run until it is over."""
+    before = None
+    while True:
+        run = read_status(run_dir)
+        now = [run[name] for name in ("state", "reason", "iteration", "checkpoint", "messages")]
+        if now != before:
+            show(run, as_json=as_json, as_line=True)
+        if run["state"] in OVER:
+            return run
+        before = now
+        time.sleep(EVERY_S)
 
 
 # ---- the command
 
 
-def follow(run_dir: Path, every_s: float, as_json: bool) -> Status:
-    """Show the run until it is over."""
-    on_terminal = sys.stdout.isatty() and not as_json
-    before = None
-    while True:
-        run = read_status(run_dir)
-        over = run["state"] in OVER
-        now = [run[name] for name in ("state", "reason", "iteration", "checkpoint", "messages")]
-        if on_terminal:
-            print("\x1b[H\x1b[2J", end="")  # from the top of an empty terminal
-        if on_terminal or now != before:
-            show(run, as_json=as_json, as_line=not (on_terminal or over))
-        if over:
-            return run
-        before = now
-        time.sleep(every_s)
-
-
-def wait_for(run_dir: Path) -> None:
-    """Give a training that has just been started the time to begin its directory."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    # a file in its place is for the reader to refuse
-    while not (run_dir.is_file() or (run_dir / STATE_FILE).exists()):
-        if time.monotonic() > deadline_s:
-            return
-        time.sleep(0.2)
+def newest_run(runs: Path) -> Path:
+    """Return the run below `runs` that was written to last."""
+    states = list(runs.glob(f"*/{STATE_FILE}"))
+    if not states:
+        raise UserError(f"there is no run in {runs}/: name a run directory")
+    return max(states, key=lambda path: path.stat().st_mtime).parent
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -287,27 +252,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=EPILOG,
     )
     where = "default: the run below runs/ that was written last"
-    interval = f"seconds between two looks of --follow (default: {EVERY_S:g})"
-    add = parser.add_argument
-    add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help=where)
-    add("--follow", action="store_true", help="look again and again until the run is over")
-    add("--every", type=float, default=EVERY_S, metavar="S", help=interval)
-    add("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    if not 0.1 <= args.every <= 86_400:
-        parser.error(f"--every must be 0.1..86400 seconds, got {args.every:g}")
-    return args
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help=where)
+    parser.add_argument("--follow", action="store_true", help="show changes until the run is over")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args(argv)
 
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     args = _parse(argv)
+    run_dir = args.run_dir or newest_run(RUNS)
     try:
-        run_dir = args.run_dir or newest_run(RUNS)
         if args.follow:
-            wait_for(run_dir)
-            run = follow(run_dir, args.every, args.json)
+            run = follow(run_dir, args.json)
         else:
             run = read_status(run_dir)
             show(run, as_json=args.json)

@@ -82,7 +82,7 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, capsys):
         assert status.main([str(run.path), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert status.main([str(run.path)]) == 0
-        rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        text = capsys.readouterr().out
     expected = {
         "state": "running",
         "reason": "",
@@ -97,9 +97,7 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, capsys):
         "total": 100,
         "unit": "episodes",
         "steps_per_s": 100,
-        "last_return": 5,
-        "mean_return": 2.0,
-        "validation": {"valid/return": 0.25},
+        "returns": {"episode/return": 5.0, "valid/return": 0.25},
         "checkpoint": "iteration_00000001.pt",
         "iteration_s": pytest.approx(0.1),
         "eta_s": pytest.approx(9.7),
@@ -110,15 +108,13 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, capsys):
     assert [(m["level"], m["rank"], m["text"]) for m in found["messages"]] == [
         ("WARNING", "0", "slow")
     ]
-    text = dict(rows)
-    for row, figures in {
-        "progress": "iteration 3, 3 of 100 episodes (3%)",
-        "speed": "100.0 steps/s, 0.1 s an iteration",
-        "return": "valid/return 0.25",
-        "rank": "CPU 50 % of a core, memory 0.50 GiB, 250 W, waits 20% of the time",
-        "logged": "rank 0: slow",
-    }.items():
-        assert figures in text[row]
+    for part in (
+        *("iteration 3, 3 of 100 episodes (3%)", "100.0 steps/s, 0.1 s an iteration"),
+        "return 5, in validation 0.25",
+        "CPU 50 % of a core, memory 0.50 GiB, 250 W, waits 20% of the time",
+        "rank 0: slow",
+    ):
+        assert part in text
     run.state(unit="steps", target=1000)
     found = run.read(training=True)
     assert (found["done"], found["total"], found["eta_s"]) == (30, 1000, pytest.approx(9.7))
@@ -149,14 +145,10 @@ def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
     if not locked:  # it is over: --follow has nothing to wait for
         for more in ([], ["--follow"]):
             assert status.main([str(run.path), *more]) == (state in ("failed", "dead"))
-            assert f"state       {state}" in capsys.readouterr().out
+            assert state in capsys.readouterr().out
         run.write("summary.json", "{}")
-        assert run.read()["state"] == "finished"
-
-
-def test_files_from_the_future_of_a_clock_set_back_are_read_as_new(run):
-    run.metrics(record(1), record(2), age_s=-1000)
-    assert run.read()["state"] == "dead" and run.read()["metrics_age_s"] == 0
+        run.metrics(record(1), age_s=-1000)  # the clock was set back
+        assert (run.read()["state"], run.read()["metrics_age_s"]) == ("finished", 0)
 
 
 def test_looking_lets_the_lock_go_and_changes_nothing(run):
@@ -203,7 +195,7 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
         (run.path / name).write_bytes(damaged(whole[name], rng))
         try:
             found = run.read(training=number % 3 == 1)
-            assert all(text.isprintable() for _, text in describe(found))
+            assert all(text.isprintable() for text in describe(found).values())
             json.dumps(found, allow_nan=False)
         except UserError as error:
             assert name == "state.json" and "\n" not in str(error)
@@ -234,8 +226,7 @@ def test_without_a_directory_the_newest_run_is_meant(tmp_path, monkeypatch, caps
         (["nowhere"], "nowhere"),
         (["empty"], "empty"),
         (["file"], "file"),
-        (["run", "--follow", "--every", "0"], "--every"),
-        (["run", "--every", "nan"], "--every"),
+        (["run", "--every"], "--every"),
     ],
 )
 def test_what_is_no_run_and_bad_usage_is_one_line_and_code_2(
@@ -251,30 +242,25 @@ def test_what_is_no_run_and_bad_usage_is_one_line_and_code_2(
     assert code == 2 and named in only_error(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch, terminal):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch):
     held = RunDir(run.path).hold()
     run.metrics(record(1))
-    left = [2, 3, 4]
+    left = [2, 2, 3]
 
     def train_on(every_s):
-        iteration = left.pop(0)
-        run.metrics(*(record(number) for number in range(1, iteration + 1)))
         if not left:
             run.state("done", 0)
             held.release()
+            return
+        iteration = left.pop(0)
+        run.metrics(*(record(number) for number in range(1, iteration + 1)))
 
     monkeypatch.setattr("time.sleep", train_on)
     assert status.main([str(run.path), "--follow"]) == 0
-    out = capsys.readouterr().out
-    if terminal:  # each in place of the one before
-        assert out.count("\x1b[H\x1b[2J") == out.count("state  ") == 4
-    else:
-        assert re.findall(r"running \| (iteration \d),", out) == [
-            f"iteration {n}" for n in (1, 2, 3)
-        ]
-    assert "state       finished" in out
+    lines = [line.split(" | ")[1:3] for line in capsys.readouterr().out.splitlines()]
+    seen = [(state, progress.split(",")[0]) for state, progress in lines]
+    running = [("running", f"iteration {number}") for number in (1, 2, 3)]
+    assert seen == [*running, ("finished", "iteration 3")]
 
 
 def test_neither_the_status_nor_the_package_loads_torch():
@@ -289,9 +275,9 @@ def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
     flags += ["--validate_every", 0, "--checkpoint_every", 2]
     job = start_training(*flags, "--run_dir", path)
     try:
-        command = [sys.executable, "-m", "rl_dist.status", path, "--follow", "--every", "0.1"]
-        follower = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
         wait_until((path / "state.json").exists, job)
+        command = [sys.executable, "-m", "rl_dist.status", path, "--follow"]
+        follower = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
         wait_until(lambda: read_status(path)["iteration"] >= 6 and read_status(path)["checkpoint"])
         found = read_status(path)
         assert [found[name] for name in ("state", "num_ranks", "strategy")] == ["running", 2, "ddp"]
@@ -301,7 +287,7 @@ def test_a_real_run_is_watched_killed_and_found_dead(tmp_path):
         job.communicate()
     out, _ = follower.communicate(timeout=PATIENCE_S)
     assert follower.returncode == 1
-    assert " | running | iteration " in out and "state       dead: it ended during " in out
+    assert " | running | iteration " in out and " | dead: it ended during " in out
     tags = EventAccumulator(str(path)).Reload().Tags()["scalars"]
     for rank in (0, 1):
         entries = [line["ranks"][rank] for line in records(path)]
