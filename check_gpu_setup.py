@@ -3,41 +3,23 @@
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
 
-# ruff: noqa: E402  (signals count before the slow imports)
 from __future__ import annotations
-
-import os
-import signal
-import sys
-from typing import Any, NoReturn
-
-
-def _leave(signum: int, frame: Any) -> NoReturn:
-    """Leave through all `finally`: what was started is ended, files are removed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.write(2, f"stopped by {signal.Signals(signum).name}\n".encode())
-    raise SystemExit(128 + signum)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, _leave)
-    signal.signal(signal.SIGTERM, _leave)
 
 import argparse
 import dataclasses
 import json
 import shlex
-from contextlib import ExitStack, nullcontext, redirect_stdout
-from pathlib import Path
+import sys
+from contextlib import ExitStack, redirect_stdout
+from typing import Any
 
 from agents.config import SECTIONS
 from agents.run.choice import RUNS, add_run_flags, choose_run
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import parse_flags
-from rl_dist.launch.child import SCRIPT
+from rl_dist.launch.child import SCRIPT, leave_at_signals
 from rl_dist.launch.short_run import without
-from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, slowing_variables, worst
+from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
 
 DESCRIPTION = (
     "Check that this machine can train with these flags, if it fits, and how long it takes."
@@ -66,42 +48,43 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     """Run the command; returns the exit code."""
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_flags)
-    if "RANK" in os.environ:
-        raise UserError("RANK is set: ranks are started here, start this without torchrun")
-    if parsed.extra.resume:
-        raise UserError("--resume: give the flags that the run was started with instead")
-    if parsed.extra.interactive:
-        raise UserError("--interactive asks nothing here: give the flags to be checked")
+    for name in ("resume", "interactive"):
+        if getattr(parsed.extra, name):
+            raise UserError(f"--{name} is no flag to check: give the flags of a new run")
     in_json, flags = parsed.extra.json, without(sys.argv[1:], tuple(OWN_FLAGS))
     checks: list[Check] = []
     figures: dict[str, Any] = {}
-    with redirect_stdout(sys.stderr) if in_json else nullcontext(), ExitStack() as held:
-        config, run_dir, _, _ = choose_run(parsed, held)
-        budget = (config.train.num_episodes, "episodes")
-        if config.train.total_steps:
-            budget = (config.train.total_steps, "steps")
-        for check in check_setup(config.launch, flags, run_dir or RUNS, budget, figures):
+    with ExitStack() as held:
+        if in_json:
+            held.enter_context(redirect_stdout(sys.stderr))
+        chosen = choose_run(parsed, held)
+        train = chosen.config.train
+        budget = (train.num_episodes, "episodes")
+        if train.total_steps:
+            budget = (train.total_steps, "steps")
+        for check in check_setup(
+            chosen.config.launch, flags, chosen.run_dir or RUNS, budget, figures
+        ):
             checks.append(check)
-            if not in_json:
-                check.print()
-    # the command to copy
-    unset = [word for name in slowing_variables(os.environ) for word in ("-u", name)]
-    script = SCRIPT.name if SCRIPT.parent == Path.cwd() else str(SCRIPT)
-    command = shlex.join([*(["env", *unset] if unset else []), "python", script, *flags])
+            print(f"{check.verdict:<8} {check.name:<12} {check.measured}", flush=True)
+            if check.fix:
+                print(f"{'':<21} -> {check.fix}")
+    command = shlex.join(["python", str(SCRIPT), *flags])
     verdicts = [check.verdict for check in checks]
     verdict = worst(verdicts)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
     if in_json:
-        found = {"version": 5, "verdict": verdict, "exit_code": code, "command": command}
+        report = {"version": 6, "verdict": verdict, "exit_code": code, "command": command}
         lines = [dataclasses.asdict(check) for check in checks]
-        print(json.dumps(found | {"checks": lines} | figures, indent=2))
-        return code
-    counts = f"{verdicts.count(PROBLEM)} problem(s), {verdicts.count(WARNING)} warning(s)"
-    summary = "cannot train like this" if verdict == PROBLEM else "can train"
-    print(f"\n{summary}: {counts}. The command:\n{command}")
+        print(json.dumps(report | {"checks": lines} | figures, indent=2))
+    else:
+        counts = f"{verdicts.count(PROBLEM)} problem(s), {verdicts.count(WARNING)} warning(s)"
+        can_train = "cannot train like this" if verdict == PROBLEM else "can train"
+        print(f"\n{can_train}: {counts}. The command:\n{command}")
     return code
 
 
 if __name__ == "__main__":
     outlive_readers()
+    leave_at_signals()
     sys.exit(main())

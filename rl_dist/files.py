@@ -35,12 +35,6 @@ WRITTEN = {
 }
 LARGE = 1e18  # larger numbers are no metrics
 Record = dict[str, Any]
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFLNK: "a link",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def check_layout(run_dir: Path) -> None:
@@ -102,7 +96,7 @@ def read_open(file: IO[bytes], most: int | None) -> bytes:
     """Like `read_plain`, for an open file, and never more than it has now."""
     size = os.fstat(file.fileno()).st_size
     if most is None:
-        from rl_dist.machine import host_memory  # start-up: 20 ms, and seldom needed
+        from rl_dist.machine import host_memory  # start-up: 2 s of torch, seldom needed
 
         most = host_memory().available // 2
     if size > most:

@@ -1,7 +1,6 @@
 """Facts about this machine: GPUs, cores, memory, disk, software.
 
-Everything here only reads. Memory and cores are those within the container's limits. torch is
-imported by the functions that ask it: commands that only read run directories start 2 s faster.
+Everything here only reads. Memory and cores are those within the container's limits.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 GIB = 2**30
 OUT_OF_MEMORY = (  # in the text of a RuntimeError, in lower case
@@ -46,7 +43,6 @@ class Gpu:
 
     index: int  # torch's number
     name: str
-    compute_capability: str
     utilization_percent: float | None  # of the last sample period, in which a kernel ran
     memory_allocated_gib: float  # by tensors
     memory_reserved_gib: float  # by torch's allocator
@@ -60,7 +56,6 @@ class Gpu:
     def __str__(self) -> str:
         """Return the known values in one line."""
         values = {
-            "compute capability {}": self.compute_capability or None,
             "{:.3g} GiB": self.memory_total_gib,
             "{:.3g} GiB free": self.memory_free_gib,
             "{:.0f} % busy": self.utilization_percent,
@@ -87,8 +82,6 @@ def read_gpu(index: int) -> Gpu:
 
     NVML answers from outside, so no device is opened that this process does not use.
     """
-    import torch
-
     errors: list[str] = []
 
     def ask(question: Callable[[int], Any]) -> Any:
@@ -108,7 +101,6 @@ def read_gpu(index: int) -> Gpu:
     return Gpu(
         index=index,
         name=getattr(properties, "name", ""),
-        compute_capability=f"{properties.major}.{properties.minor}" if properties else "",
         utilization_percent=ask(torch.cuda.utilization),
         memory_allocated_gib=held.get("allocated_bytes.all.current", 0) / GIB,
         memory_reserved_gib=held.get("reserved_bytes.all.current", 0) / GIB,
@@ -128,8 +120,6 @@ def get_multi_gpu_status() -> list[Gpu]:
     >>> for gpu in get_multi_gpu_status():
     ...     print(gpu.index, gpu.name, gpu.utilization_percent, gpu.memory_free_gib)
     """
-    import torch
-
     return [read_gpu(index) for index in range(torch.cuda.device_count())]
 
 
@@ -139,8 +129,6 @@ def get_gpu_info() -> GpuInfo:
     >>> get_gpu_info().gpus  # doctest: +SKIP
     (Gpu(index=0, name='NVIDIA H100 80GB HBM3', ...),)
     """
-    import torch
-
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver or GPU, or torch has no CUDA
@@ -162,8 +150,6 @@ def print_gpu_info() -> None:
         print(f"no GPU: {info.error}")
     for gpu in info.gpus:
         print(f"GPU {gpu.index}: {gpu}")
-    for first, second in info.no_peer_access:
-        print(f"GPU {first} cannot read the memory of GPU {second}: copies go through the host")
 
 
 def clear_gpu_memory() -> int:
@@ -177,8 +163,6 @@ def clear_gpu_memory() -> int:
     Returns:
         Bytes handed back on all GPUs of this process; 0 without a GPU.
     """
-    import torch
-
     gc.collect()
     if not torch.cuda.is_initialized():
         return 0
@@ -244,8 +228,6 @@ def available_cores() -> int:
 
 def cpu_has_bf16() -> bool:
     """Return True if this CPU has units for products of bf16."""
-    import torch
-
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -269,8 +251,6 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
             shared.
     """
     if device.type == "cuda":
-        import torch
-
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     free = host_memory().available // sharers
@@ -283,8 +263,6 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most that tensors on a GPU or this process have taken so far."""
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -302,7 +280,6 @@ class Facts:
     cores: int  # that this process may use
     load: float  # processes that wanted a core in the last minute
     memory_total_gib: float  # cut to the container's limit
-    memory_free_gib: float
     shm_free_gib: float  # in /dev/shm
     folder: str  # that exists, in which the run would be
     disk_free_gib: float
@@ -312,7 +289,6 @@ class Facts:
 
 def read_facts(run_dir: Path) -> Facts:
     """Look at this machine; takes well under a second without a GPU."""
-    memory = host_memory()
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     disk_error = ""
@@ -322,35 +298,18 @@ def read_facts(run_dir: Path) -> Facts:
         disk_error = error.strerror or str(error)
     devices = Path("/proc/driver/nvidia/gpus")
     return Facts(
-        software=_software(),
+        software={"Python": platform.python_version(), "torch": torch.__version__},
         gpu=get_gpu_info(),
         nvidia_gpus=len(list(devices.iterdir())) if devices.is_dir() else 0,
         cores=available_cores(),
         load=os.getloadavg()[0],
-        memory_total_gib=memory.total / GIB,
-        memory_free_gib=memory.available / GIB,
+        memory_total_gib=host_memory().total / GIB,
         shm_free_gib=shutil.disk_usage("/dev/shm").free / GIB,
         folder=str(folder),
         disk_free_gib=shutil.disk_usage(folder).free / GIB,
         disk_error=disk_error,
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
     )
-
-
-def _software() -> dict[str, str]:
-    import torch
-
-    versions: dict[str, Any] = {
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "ROCm": torch.version.hip,
-    }
-    with suppress(RuntimeError):  # it does not start
-        versions["cuDNN"] = torch.backends.cudnn.version()
-    if torch.distributed.is_nccl_available():
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
-    return {name: str(version) for name, version in versions.items() if version}
 
 
 def duration(seconds: float) -> str:

@@ -6,9 +6,10 @@ train with these flags.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,8 @@ from rl_dist.launch.short_run import (
     is_steady,
     round_rates,
 )
-from rl_dist.machine import Facts, duration, read_facts
+from rl_dist.machine import Facts, Gpu, duration, read_facts
+from rl_dist.speedup.model import steps_per_episode, steps_per_iteration
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LEAST_TORCH = (2, 10)
@@ -49,7 +51,7 @@ MEMORY = {  # place: metrics of what a rank uses there, and of what is free
     "GPU memory": ("gpu/memory_peak_gib", "gpu/memory_free_gib"),
 }
 WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # of an iteration; more is a warning
-Rule = tuple[object, str, str]  # is it broken, its verdict, the fix
+Rule = tuple[object, str, str]  # whether it is broken, its verdict, the fix
 
 
 @dataclass(frozen=True)
@@ -61,35 +63,13 @@ class Check:
     measured: str
     fix: str  # "": nothing to do
 
-    def print(self) -> None:
-        """Print it, with its fix on a second line."""
-        print(f"{self.verdict:<8} {self.name:<12} {self.measured}")
-        if self.fix:
-            print(f"{'':<21} -> {self.fix}")
-        sys.stdout.flush()
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Measurements of a short run; None: not known."""
-
-    iterations: int
-    steps_per_second: float  # of all ranks
-    rates: list[float]  # steps/s by round
-    steps_per_episode: float | None  # None: no episode ended
-    total_s: float | None  # of the whole training, without its start and its evaluations
-    rollout_share: float  # of an iteration
-    waiting_share: float  # of an iteration, for other ranks
-    # by place: the most that a rank used, the least that was free; a place not sampled is absent
-    memory_gib: dict[str, tuple[float, float]]
-
 
 def worst(verdicts: Iterable[str]) -> str:
     """Return the gravest verdict."""
     return max(verdicts, key=(OK, WARNING, PROBLEM).index, default=OK)
 
 
-def check(name: str, measured: str, rules: Sequence[Rule] = ()) -> Check:
+def check(name: str, measured: str, *rules: Rule) -> Check:
     """Return the check of a figure against rules: the gravest verdict, and all fixes."""
     broken = [(verdict, fix) for is_broken, verdict, fix in rules if is_broken]
     verdict = worst(verdict for verdict, _ in broken)
@@ -106,7 +86,7 @@ def check_setup(
     """Yield every check of a planned training, as soon as it is made.
 
     Args:
-        launch, flags: the configuration, and the flags of training that it was made of.
+        flags: of training, for which `launch` stands.
         budget: length of the training, and its unit: episodes or steps.
         figures: takes facts and measurements, for --json.
     """
@@ -118,43 +98,35 @@ def check_setup(
         plan = resolve(launch)
     except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA does not start
         problem = one_line(error, named=False)
-    yield check(
-        "ranks", problem or plan.message, [(problem, PROBLEM, "change the flags that it names")]
-    )
+    fix = "change the flags that it names"
+    yield check("ranks", problem or plan.message, (problem, PROBLEM, fix))
     yield from check_facts(facts, plan)
     if problem:
         return
     if plan.num_ranks > 1:
-        _say("ranks that reduce gradients")
+        print("checking: ranks that reduce gradients", file=sys.stderr)
         try:
             reductions = time_reductions(
                 plan.num_ranks, REDUCED_BYTES, plan.device_type, gpu_ids=plan.gpu_ids
             )
         except BenchError as error:
             fix = "see the lines above; NCCL_DEBUG=INFO prints more"
-            yield check("reductions", str(error), [(True, PROBLEM, fix)])
+            yield check("reductions", str(error), (True, PROBLEM, fix))
             return
         figures["reductions_s"] = seconds = reductions.gradients_s
         times = ", ".join(f"{size // 2**10:,} KiB in {duration(s)}" for size, s in seconds.items())
         yield check("reductions", f"all sums are right: {times}")
-    _say("a short run of this training")
+    print("checking: a short run of this training", file=sys.stderr)
     try:
         with SideBySide([*flags, "--monitor_every=0.2"], 1, 0, num_gpus=None) as running:
             (records,) = running.measure_rounds(timeout_s=SHORT_RUN_S, enough_s=ENOUGH_S)
     except ShortRunError as error:
-        slow = isinstance(error, ShortRunTimeoutError)
+        verdict = WARNING if isinstance(error, ShortRunTimeoutError) else PROBLEM
         fix = "choose smaller sizes, or train: the log shows more"
-        yield check("short run", str(error), [(True, WARNING if slow else PROBLEM, fix)])
+        yield check("short run", str(error), (True, verdict, fix))
         return
-    measured = figures_of(records, budget)
-    figures["measured"] = asdict(measured)
+    figures["measured"] = measured = figures_of(records, budget)
     yield from check_figures(measured, facts, budget, plan.device_type == "cuda")
-
-
-def _say(activity: str) -> None:
-    """Print what is done now, if somebody waits at a terminal."""
-    if sys.stderr.isatty():
-        print(f"checking: {activity} ...", file=sys.stderr, flush=True)
 
 
 # ---- facts
@@ -164,139 +136,120 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
     """Return the checks of what is known before anything is measured."""
     version = tuple(map(int, re.findall(r"\d+", facts.software["torch"])[:2]))
     versions = ", ".join(f"{name} {number}" for name, number in facts.software.items())
-    checks = [
-        check("versions", versions, [(version < LEAST_TORCH, PROBLEM, "pip install 'torch>=2.10'")])
+    share, limit = facts.cores // plan.num_ranks, facts.environment.get("OMP_NUM_THREADS", "")
+    busy = facts.load > 0.5 * facts.cores
+    few_threads = not busy and limit.isdecimal() and 0 < int(limit) < share
+    disk = facts.disk_error or f"{facts.disk_free_gib:.3g} GiB free"
+    full = facts.disk_free_gib < LITTLE_DISK_GIB
+    slowing = {
+        name: f"{facts.environment[name]}: {effect}"
+        for name, (value, effect) in SLOWING.items()
+        if facts.environment.get(name, "").upper() == value
+    }
+    return [
+        check("versions", versions, (version < LEAST_TORCH, PROBLEM, "pip install 'torch>=2.10'")),
+        *_check_gpus(facts, plan),
+        check(
+            "cores",
+            f"{facts.cores} for {plan.num_ranks} rank(s), load {facts.load:.1f}",
+            (share < 1, WARNING, f"start no more ranks than cores: --num_gpus {facts.cores}"),
+            (busy, WARNING, "times below are too long: check again when nothing else runs"),
+            (few_threads, WARNING, f"unset OMP_NUM_THREADS: each rank could use {share} threads"),
+        ),
+        check(
+            "disk",
+            f"{facts.folder}: {disk}",
+            (facts.disk_error, PROBLEM, "name a place to write with --run_dir"),
+            (full, WARNING, "free some space, or name another disk with --run_dir"),
+        ),
+        *(check(name, text, (True, WARNING, f"unset {name}")) for name, text in slowing.items()),
     ]
-    checks += _check_gpus(facts, plan) + _check_host(facts, plan)
-    environment = dict(facts.environment)
-    for name in slowing_variables(facts.environment):
-        effect = f"{environment.pop(name)}: {SLOWING[name][1]}"
-        checks.append(check(name, effect, [(True, WARNING, f"unset {name}")]))
-    if environment:
-        others = ", ".join(f"{name}={value}" for name, value in environment.items())
-        checks.append(check("also set", others))
-    return checks
 
 
-def slowing_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that slow training down."""
-    return [name for name in SLOWING if environment.get(name, "").upper() == SLOWING[name][0]]
-
-
-def _check_gpus(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
+def _check_gpus(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
-    checks = []
     if info.error:
         reason = f"{info.error}; the NVIDIA driver lists {facts.nvidia_gpus} GPU(s)"
         fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install the torch for your driver, "
         fix += "see pytorch.org/get-started"
-        checks.append(check("GPUs", reason, [(facts.nvidia_gpus, WARNING, fix)]))
+        yield check("GPUs", reason, (facts.nvidia_gpus, WARNING, fix))
     for gpu in info.gpus:
-        taken = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
-        hot = taken and (gpu.temperature_c or 0) >= HOT_C
-        busy = taken and (gpu.utilization_percent or 0) > BUSY_PERCENT
-        rules: list[Rule] = [
-            (taken and gpu.error, WARNING, "look at nvidia-smi, and pip install nvidia-ml-py"),
-            (hot, WARNING, f"check its cooling: it slows down from {HOT_C} C"),
-            (busy, WARNING, "wait for the program that uses it, or leave it out with --gpu_ids"),
-        ]
-        checks.append(check(f"GPU {gpu.index}", str(gpu), rules))
-    if not on_gpu or ranks == 1:
-        return checks
-    # the ranks communicate over NCCL
-    names = {gpu.name for gpu in info.gpus}
-    fix = "expect the pace of the slowest, or choose equal ones with --gpu_ids"
-    checks.append(check("models", ", ".join(names), [(len(names) > 1, WARNING, fix)]))
-    apart = ", ".join(f"{first}-{second}" for first, second in info.no_peer_access)
-    fix = "copies go through the host: see nvidia-smi topo -p2p r, and ACS in the BIOS"
-    access = f"no peer access between GPUs {apart}" if apart else "all GPUs have peer access"
-    checks.append(check("links", access, [(apart, WARNING, fix)]))
-    free = f"{facts.shm_free_gib:.3g} GiB free; NCCL wants {SHM_GIB:.2g} for each rank"
-    little = facts.shm_free_gib < ranks * SHM_GIB
-    fix = "start the container with --shm-size=1g or --ipc=host"
-    return [*checks, check("/dev/shm", free, [(little, WARNING, fix)])]
+        is_used = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
+        yield check(f"GPU {gpu.index}", str(gpu), *_rules_of(gpu) if is_used else ())
+    if on_gpu and ranks > 1:  # the ranks communicate over NCCL
+        names = {gpu.name for gpu in info.gpus}
+        fix = "expect the pace of the slowest, or choose equal ones with --gpu_ids"
+        yield check("models", ", ".join(names), (len(names) > 1, WARNING, fix))
+        apart = ", ".join(f"{first}-{second}" for first, second in info.no_peer_access)
+        fix = "copies go through the host: see nvidia-smi topo -p2p r, and ACS in the BIOS"
+        yield check("links", f"no peer access: {apart or 'none'}", (apart, WARNING, fix))
+        free = f"{facts.shm_free_gib:.3g} GiB free; NCCL wants {SHM_GIB:.2g} for each rank"
+        fix = "start the container with --shm-size=1g or --ipc=host"
+        yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, WARNING, fix))
 
 
-def _check_host(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
-    share, limit = facts.cores // plan.num_ranks, facts.environment.get("OMP_NUM_THREADS", "")
-    cores = f"{facts.cores} for {plan.num_ranks} rank(s), load {facts.load:.1f}"
-    busy = facts.load > 0.5 * facts.cores
-    few_threads = not busy and limit.isdecimal() and 0 < int(limit) < share
-    core_rules: list[Rule] = [
-        (share < 1, WARNING, f"start no more ranks than cores: --num_gpus {facts.cores}"),
-        (busy, WARNING, "times below are too long: check again when nothing else runs"),
-        (few_threads, WARNING, f"unset OMP_NUM_THREADS: each rank could use {share} threads"),
+def _rules_of(gpu: Gpu) -> list[Rule]:
+    """Return the rules for a GPU that a rank uses."""
+    hot, busy = (gpu.temperature_c or 0) >= HOT_C, (gpu.utilization_percent or 0) > BUSY_PERCENT
+    return [
+        (gpu.error, WARNING, "look at nvidia-smi, and pip install nvidia-ml-py"),
+        (hot, WARNING, f"check its cooling: it slows down from {HOT_C} C"),
+        (busy, WARNING, "wait for the program that uses it, or choose others with --gpu_ids"),
     ]
-    disk = f"{facts.folder}: {facts.disk_error or f'{facts.disk_free_gib:.3g} GiB free'}"
-    full = facts.disk_free_gib < LITTLE_DISK_GIB
-    disk_rules: list[Rule] = [
-        (facts.disk_error, PROBLEM, "name a place to write with --run_dir"),
-        (full, WARNING, "free some space, or name another disk with --run_dir"),
-    ]
-    return [check("cores", cores, core_rules), check("disk", disk, disk_rules)]
 
 
 # ---- measurements
 
 
-def figures_of(records: Sequence[Record], budget: tuple[int, str]) -> Figures:
-    """Return the figures of a short run from its metrics by iteration."""
-    steps = records[0]["global_step"] / records[0]["iteration"]
+def figures_of(records: Sequence[Record], budget: tuple[int, str]) -> dict[str, Any]:
+    """Return the figures of a short run from its metrics; None: not known."""
+    steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
     iteration_s = steps / median(record["time/sps"] for record in records)
-    # episodes that ended, not their mean length: those that end first are short
-    episodes = sum(record["episode/count"] for record in records)
-    steps_per_episode = len(records) * steps / episodes if episodes else None
-    rates = round_rates(records)
-    length, unit = budget
-    unit_steps = 1.0 if unit == "steps" else steps_per_episode
-    total_s = None
-    if unit_steps and is_steady(rates):
-        total_s = length * unit_steps / steps * iteration_s
-    memory_gib = {}
+    total_s = length * iteration_s / steps  # without its start and its evaluations
+    total_s *= 1.0 if unit == "steps" else steps_per_episode(records)
+    ranks = [rank for record in records for rank in record["ranks"]]
+    memory_gib = {}  # by place: the most that a rank used, the least that was free
     for place, names in MEMORY.items():
-        ranks = [rank for record in records for rank in record["ranks"]]
         used, free = ([rank[name] for rank in ranks if rank.get(name)] for name in names)
         if used and free:
             memory_gib[place] = max(used), min(free)
-    return Figures(
-        iterations=len(records),
-        steps_per_second=steps / iteration_s,
-        rates=rates,
-        steps_per_episode=steps_per_episode,
-        total_s=total_s,
-        rollout_share=median(record["time/collect_s"] for record in records) / iteration_s,
-        waiting_share=median(record["time/idle_share"] for record in records),
-        memory_gib=memory_gib,
-    )
+    return {
+        "iterations": len(records),
+        "steps_per_second": steps / iteration_s,  # of all ranks
+        "rates": rates,  # steps/s by round
+        "total_s": None if math.isnan(total_s) or not is_steady(rates) else total_s,
+        "rollout_share": median(record["time/collect_s"] for record in records) / iteration_s,
+        "waiting_share": median(record["time/idle_share"] for record in records),
+        "memory_gib": memory_gib,
+    }
 
 
 def check_figures(
-    figures: Figures, facts: Facts, budget: tuple[int, str], on_gpu: bool
-) -> list[Check]:
+    figures: dict[str, Any], facts: Facts, budget: tuple[int, str], on_gpu: bool
+) -> Iterator[Check]:
     """Check memory and pace of a short run; without a steady rate there is no time."""
     totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     total_gib = {"memory": facts.memory_total_gib, "GPU memory": min(totals, default=0.0)}
-    checks = []
-    for place, (used, free) in figures.memory_gib.items():
-        measured = f"a rank used up to {used:.3g} GiB, {free:.3g} GiB stayed free"
+    for place, (used, free) in figures["memory_gib"].items():
+        text = f"a rank used up to {used:.3g} GiB, {free:.3g} GiB stayed free"
         tight = free < TIGHT_SHARE * total_gib[place]
         fix = "long episodes or other programs may need the rest: choose smaller sizes"
-        checks.append(check(place, measured, [(tight, WARNING, fix)]))
-    steady, (length, unit) = is_steady(figures.rates), budget
-    pace = f"{figures.steps_per_second:,.0f} steps/s in {figures.iterations} iterations"
-    again = "check again when nothing else runs"
-    pace = pace if steady else describe_rates(figures.rates)
-    checks.append(check("pace", pace, [(not steady, WARNING, again)]))
-    if steady:
-        total_s = figures.total_s
+        yield check(place, text, (tight, WARNING, fix))
+    if is_steady(figures["rates"]):
+        pace = f"{figures['steps_per_second']:,.0f} steps/s in {figures['iterations']} iterations"
+        yield check("pace", pace)
+        total_s, (length, unit) = figures["total_s"], budget
         time = f"{duration(total_s)} for {length:,} {unit}" if total_s else "no episode ended"
         fix = "give --total_steps to know the time"
-        checks.append(check("training", time, [(not total_s, WARNING, fix)]))
-    rollouts, waiting = figures.rollout_share, figures.waiting_share
-    shares = f"rollouts {rollouts:.0%}, waiting for other ranks {waiting:.0%}"
+        yield check("training", time, (not total_s, WARNING, fix))
+    else:
+        fix = "check again when nothing else runs"
+        yield check("pace", describe_rates(figures["rates"]), (True, WARNING, fix))
+    rollouts, waiting = figures["rollout_share"], figures["waiting_share"]
     starved = on_gpu and rollouts > ROLLOUT_SHARE
-    rules: list[Rule] = [
+    yield check(
+        "spent on",
+        f"rollouts {rollouts:.0%}, waiting for other ranks {waiting:.0%}",
         (waiting > WAITING_SHARE, WARNING, "raise --batch_size, or use fewer ranks"),
         (starved, WARNING, "raise --num_envs, or compare with --device cpu"),
-    ]
-    return [*checks, check("spent on", shares, rules)]
+    )
