@@ -22,7 +22,7 @@ LEAVES = ("rl_dist.errors", "rl_dist.flags")
 LEAVES += ("rl_dist.process_group.process_ends",)
 FOREIGN = {"rl_dist": ("gymnasium",), "envs": ("torch.distributed",), "agents": ()}
 COMMANDS = {  # parts of agents that may import envs
-    *(f"evaluate/{name}" for name in ("__main__", "episodes", "final", "markets", "pictures")),
+    *(f"evaluate/{name}" for name in ("command", "episodes", "final", "markets", "pictures")),
     "run/auto",
     *("config", "run/choice", "run/limits", "run/resumed", "run/saved", "run/start"),
     *("api/policy", "api/training", "export/check", "export/contract", "export/step"),

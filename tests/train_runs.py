@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import train_distributed
-from agents.evaluate import __main__ as evaluate
+from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]

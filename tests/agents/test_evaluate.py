@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 from gymnasium import spaces
 from PIL import Image
-from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, train_here
+from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, start, train_here
 
 from agents.evaluate import episodes, markets
-from agents.evaluate.__main__ import LOOKS
+from agents.evaluate.command import LOOKS
 from envs.trading import task
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 
@@ -117,6 +117,16 @@ def test_the_command_repeats_the_figures_at_the_end_of_training(run, spans, runs
     assert ("test" in summary) == (run == "simulated") != ("--open_test" in text)
     assert ("no validation span" in text) == (run == "csv_mlp")
     assert ("fewer than 60 days" in text) == (run == "csv")
+
+
+def test_two_ranks_give_the_figures_of_one(runs, evaluated, tmp_path):
+    expected = evaluated("simulated", "--num_worlds", "3")[1]
+    path = tmp_path / "figures_of_two.json"
+    flags = ["--num_gpus", "2", "--num_worlds", "3", "--json", path]
+    command = start("-m", "agents.evaluate", runs / "simulated", *flags)
+    _, errors = command.communicate(timeout=100)
+    assert command.returncode == 0, errors
+    assert json.loads(path.read_text()) == expected
 
 
 def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, monkeypatch, capsys):

@@ -22,7 +22,7 @@ import agents
 import train_distributed
 from agents import load_policy, train
 from agents.api.seeds import interquartile_mean, score_intervals
-from agents.evaluate import __main__ as evaluate
+from agents.evaluate import command as evaluate
 from agents.evaluate.episodes import PolicyController
 from agents.run.callbacks import Watch
 from agents.run.saved import load_agent
