@@ -22,47 +22,46 @@ from train_runs import daily_bars, run_here, train_here
 from agents.export import command as export
 from rl_dist.telemetry.metrics import close_logging
 
-ONNX = ("onnx", "onnxscript", "onnxruntime")
+# before every block: what the pages take for given
 DEFINED = """
-import torch
+import gymnasium, numpy as np, torch
 from torch import nn
 data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
 loader = train_loader = valid_loader = test_loader = torch.utils.data.DataLoader(data, 8)
 net, device = nn.Linear(4, 2), "cpu"
 step = lambda batch: net(batch[0]).sum().backward()
-"""
-FLOATS = """
-import gymnasium
-import numpy as np
 env = gymnasium.Env()
 env.observation_space = gymnasium.spaces.Box(0.0, 1.0, (16, 16, 3))
+observation = reward = terminated = truncated = 0
 """
-CARTPOLE = "--env CartPole-v1 --total_steps 1024 --eval_episodes 2 --validate_every 0"
-# page and number of the block: what is defined before it, what stands for what, packages it needs
-BLOCKS = {
-    ("python", 2): ("", {"20_000": "1024, eval_episodes=2"}, ()),
-    ("python", 3): ("", {"50_000": "1024", "on_iteration": "eval_episodes=2, on_iteration"}, ()),
-    ("planning", 0): (DEFINED, {}, ()),
-    ("pretraining", 0): (DEFINED, {}, ()),
-    ("deployment", 0): ("", {}, ONNX),
-    ("migrating", 0): ("", {"200_000": "1024", "n_envs=16": "n_envs=2"}, ("sb3_contrib",)),
-    ("own_environment", 1): (FLOATS, {}, ()),
-    ("own_environment", 2): ("observation, reward, terminated, truncated = 0, 0, 0, 0\n", {}, ()),
+SHORTER = {
+    "total_steps=20_000": "total_steps=1024, eval_episodes=2",
+    "50_000": "1024",
+    "on_iteration=watch": "eval_episodes=2, on_iteration=watch",
+    "200_000": "1024",
+    "n_envs=16": "n_envs=2",
 }
+NEEDS = {"policy.onnx": "onnxruntime", "sb3_contrib": "sb3_contrib", "agents.export": "onnx"}
+NEEDS |= {"popgym:": "popgym", "--video": "pygame"}
+CARTPOLE = "--env CartPole-v1 --total_steps 1024 --eval_episodes 2 --validate_every 0"
 
 
-def blocks():
-    """Page, number and text of every Python block."""
+def need_packages(text):
+    for part, package in NEEDS.items():
+        if part in text:
+            pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+
+
+def all_blocks():
     for path in (ROOT / "README.md", *PAGES):
-        texts = re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
-        for number, text in enumerate(texts):
+        for number, text in enumerate(blocks(path)):
             is_slow = "num_gpus=2" in text or path.stem == "migrating"
             marks = [pytest.mark.slow, pytest.mark.timeout(600)] if is_slow else []
-            yield pytest.param(path.stem, number, text, marks=marks, id=f"{path.stem}-{number}")
-
-
-def page_blocks(name):
-    return re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{name}.md").read_text(), re.S)
+            yield pytest.param(text, marks=marks, id=f"{path.stem}-{number}")
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +73,26 @@ def runs(tmp_path_factory):
         assert train_here(patch, *CARTPOLE.split(), "--run_dir", "runs/my_run") == 0
         pendulum = CARTPOLE.replace("CartPole-v1", "Pendulum-v1").split()
         assert train_here(patch, *pendulum, "--run_dir", "runs/pendulum") == 0
-        if all(map(find_spec, ONNX)):
+        if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
             assert run_here(export.main, ["runs/pendulum", "--output", folder], patch) == 0
-    drift, *_, decay = page_blocks("own_environment")
+    drift, *_, decay = blocks(ROOT / "docs/own_environment.md")
     made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'  # README's
     (folder / "my_module.py").write_text(drift + made + decay)
     return folder
 
 
-@pytest.mark.parametrize("page, number, text", list(blocks()))
-def test_python_blocks_run(page, number, text, runs, monkeypatch):
-    before, replaced, needs = BLOCKS.get((page, number), ("", {}, ()))
-    for name in needs:
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    for theirs, ours in replaced.items():
-        assert theirs in text
+@pytest.mark.parametrize("text", list(all_blocks()))
+def test_python_blocks_run(text, runs, monkeypatch):
+    need_packages(text)
+    for theirs, ours in SHORTER.items():
         text = text.replace(theirs, ours)
     text = MARK.sub(lambda mark: generated().generate(mark[1]), text)
-    if re.search(r"^return ", text, re.M):
+    if text.startswith("return "):
         text = f"def function():\n{indent(text, '    ')}\nfunction()"
     monkeypatch.chdir(runs)
     monkeypatch.syspath_prepend(runs)
     path = runs / "block.py"
-    path.write_text(before + text)
+    path.write_text(DEFINED + text)
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:
@@ -104,12 +100,14 @@ def test_python_blocks_run(page, number, text, runs, monkeypatch):
         torch.set_num_threads(1)
 
 
+# what stands for a word of a command, and what is added to a training unless the command has it
+SMALL = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
-# what is added unless the command says it
-QUICK = {"--threads": "1", "--hidden_size": "16"}
-SIZES = {"--num_envs": "8", "--num_steps": "64", "--batch_size": "8"}
-MARKETS = {"--num_worlds": "2", "--test_start": "2019-06-03", "--test_end": "2019-08-30"}
-NAMES = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
+OF_ENV = {"--total_steps": "1024", "--eval_episodes": "2"}
+OF_MARKETS = {"--num_episodes": "1", "--threads": "1", "--hidden_size": "16", "--num_envs": "8"}
+OF_MARKETS |= {"--num_steps": "64", "--batch_size": "8"}
+SIMULATED = {"--num_worlds": "2", "--test_start": "2019-06-03", "--test_end": "2019-08-30"}
+OF_PRETRAINING = {"--epochs": "1", "--num_worlds": "2", "--hidden_size": "16"}
 ELSEWHERE = {  # how a command begins: why no test here runs it
     "make test": "it runs this",
     "make train$": "the main job, five minutes; tests train it shorter",
@@ -121,7 +119,32 @@ ELSEWHERE = {  # how a command begins: why no test here runs it
 REFUSED = {"--interactive": "terminal"}  # what the line of a refusal names
 if not torch.cuda.is_available():
     REFUSED["--gpu_ids"] = "CUDA"
-NEEDS = {"popgym:": "popgym", "--video": "pygame", "agents.export": "onnx"}
+
+
+def small(words):
+    """The command with a short training in place of its long one."""
+    words = [SMALL.get(word, word) for word in words]
+    more = {}
+    if "agents.pretrain" in words:
+        more = OF_PRETRAINING
+    elif TRAINING in words and not {"--quick", "--resume"} & set(words):
+        of_markets = OF_MARKETS | ({} if "--data" in words else SIMULATED)
+        more = OF_ENV if "--env" in words else of_markets
+        if "--batch_size" in words:
+            more = {flag: more[flag] for flag in more if flag not in ("--num_envs", "--num_steps")}
+    for flag in LENGTHS.keys() & set(words):
+        words[words.index(flag) + 1] = LENGTHS[flag]
+    return words + [each for flag in more if flag not in words for each in (flag, more[flag])]
+
+
+def run(words, folder):
+    """Start it as in a shell in that folder."""
+    first, *rest = words
+    starts = {"python": [sys.executable], "make": ["make", f"VENV={sys.prefix}"]}
+    starts["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
+    options = {"capture_output": True, "text": True, "cwd": folder, "timeout": 600}
+    options["env"] = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*starts[first], *rest], stdin=subprocess.DEVNULL, **options)
 
 
 @pytest.fixture(scope="module")
@@ -147,42 +170,8 @@ def checkout(runs, tmp_path_factory):
     return folder
 
 
-def small(words):
-    """The command with a short training in place of its long one."""
-    words = [NAMES.get(word, word) for word in words]
-    if "agents.pretrain" in words:
-        more = {"--epochs": "1", "--num_worlds": "2", "--hidden_size": "16"}
-    elif TRAINING not in words or {"--quick", "--resume"} & set(words):
-        more = {}
-    elif "--env" in words:
-        more = {"--total_steps": "1024", "--eval_episodes": "2"}
-    else:
-        more = {"--num_episodes": "1"} | QUICK | ({} if "--batch_size" in words else SIZES)
-        more |= {} if "--data" in words else MARKETS
-    for flag in LENGTHS.keys() & set(words):
-        words[words.index(flag) + 1] = LENGTHS[flag]
-    return words + [each for flag in more if flag not in words for each in (flag, more[flag])]
-
-
-def run(words, folder):
-    """Start it as in a shell in that folder."""
-    first, *rest = words
-    starts = {"python": [sys.executable], "make": ["make", f"VENV={sys.prefix}"]}
-    starts["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
-    options = {"capture_output": True, "text": True, "cwd": folder, "timeout": 600}
-    options["env"] = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*starts[first], *rest], stdin=subprocess.DEVNULL, **options)
-
-
 LINES = dict.fromkeys(tuple(words) for path in TEXTS for words in commands(path))
 OURS = [w for w in LINES if not any(re.match(begin, " ".join(w)) for begin in ELSEWHERE)]
-
-
-def test_every_exception_is_of_a_command_on_the_pages():
-    texts = [" ".join(words) for words in LINES]
-    assert [each for each in ELSEWHERE if not any(re.match(each, text) for text in texts)] == []
-    parts = REFUSED | NEEDS
-    assert [each for each in parts if not any(each in text for text in texts)] == []
 
 
 @pytest.mark.slow
@@ -190,13 +179,9 @@ def test_every_exception_is_of_a_command_on_the_pages():
 @pytest.mark.parametrize("words", OURS, ids=lambda words: " ".join(words)[:70])
 def test_commands_run(words, checkout):
     text = " ".join(words)
-    for part, package in NEEDS.items():
-        if part in text:
-            pytest.importorskip(package, reason=f"{package} is not installed")
+    need_packages(text)
     done = run(small(list(words)), checkout)
-    refused = [named for part, named in REFUSED.items() if part in text]
-    if refused:
-        last = done.stderr.splitlines()[-1]
-        assert done.returncode == 2 and "error" in last and refused[0] in last, done.stderr
+    if refused := [named for part, named in REFUSED.items() if part in text]:
+        assert done.returncode == 2 and refused[0] in done.stderr.splitlines()[-1], done.stderr
     else:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
