@@ -51,8 +51,8 @@ def make_vector_env(
 
     `vectorization` "auto" uses the environment's own vector form (for CartPole-v1 ours) if it takes
     one seed per environment and autoreset SAME_STEP. With "sync", restarts or masks from info one
-    environment steps after the other. Other options are of TorchVectorEnv. What cannot be made
-    raises ValueError.
+    environment steps after the other. Other options are those of TorchVectorEnv. An environment
+    that cannot be made raises ValueError.
     """
     from envs.vector.adapter import TorchVectorEnv
 
@@ -75,14 +75,19 @@ def make_vector_env(
 
     envs: Any = None
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
-    if batched.vector_entry_point and not one_by_one:
-        try:
-            if _seeds_each(_made(env_id, kwargs, lambda: make_batch(2))):
-                envs = _made(env_id, kwargs, lambda: make_batch(num_envs))
-        except ValueError as error:
-            _LOGGER.info("%s: using one environment after the other", error)
-    if envs is None:
-        envs = _made(env_id, kwargs, lambda: [make() for _ in range(num_envs)])
+    if batched.vector_entry_point and not one_by_one and _seeds_each(make_batch):
+        envs = make_batch(num_envs)
+    try:
+        envs = envs or [make() for _ in range(num_envs)]
+    except BaseException as error:
+        if not is_own_fault(error):
+            raise
+        # gymnasium wraps a TypeError of the constructor
+        wrapped = "raised from the environment creator" in str(error)
+        cause = error.__cause__ if wrapped and error.__cause__ else error
+        given = f" with {kwargs}" * bool(kwargs)
+        reason = f"{one_line(cause)}{place_of(cause)}"
+        raise ValueError(f"environment {env_id}{given} cannot be made: {reason}") from error
     return TorchVectorEnv(envs, env_id=env_id, make=make, heartbeat=heartbeat, **options)
 
 
@@ -104,28 +109,15 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
         raise ValueError(f"environment {env_id!r}: {why}") from error
 
 
-def _made(env_id: str, kwargs: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """Return what `make` returns; an error of the environment's code becomes a ValueError."""
+def _seeds_each(make_batch: Callable[[int], VectorEnv[Any, Any, Any]]) -> bool:
+    """Return whether batches are SAME_STEP and take one seed for each environment."""
     try:
-        return make()
-    except BaseException as error:
-        if not is_own_fault(error):
-            raise
-        # gymnasium wraps a TypeError of the constructor
-        cause = error.__cause__ if "raised from the environment creator" in str(error) else None
-        given = f" with {kwargs}" if kwargs else ""
-        reason = f"{one_line(cause or error)}{place_of(cause or error)}"
-        raise ValueError(f"environment {env_id}{given} cannot be made: {reason}") from error
-
-
-def _seeds_each(env: VectorEnv[Any, Any, Any]) -> bool:
-    """Return whether a batch of two is SAME_STEP and takes one seed for each; close it."""
-    try:
+        env = make_batch(2)
         first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
         second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]
-    except Exception:  # environments are foreign code and refuse a list in many ways
-        return False
-    finally:
+        same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
         env.close()
-    same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+    except Exception as error:  # environments are foreign code and refuse a list in many ways
+        _LOGGER.info("using one environment after the other: %s", one_line(error))
+        return False
     return same_step and np.array_equal(first, second[::-1])

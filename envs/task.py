@@ -57,16 +57,21 @@ class TaskConfig:
         return self.env == TRADING_ID
 
     def kwargs(self) -> dict[str, Any]:
-        """The arguments in `env_kwargs`."""
-        found: Any = None
+        """Return the arguments in `env_kwargs`."""
+        arguments: Any = None
         with suppress(ValueError, RecursionError):
-            found = json.loads(self.env_kwargs or "{}")
-        if not isinstance(found, dict):
+            arguments = json.loads(self.env_kwargs or "{}")
+        if not isinstance(arguments, dict):
             raise ValueError(
                 "env_kwargs must be a JSON object such as '{\"size\": 3}', "
                 f"got {self.env_kwargs!r}"
             )
-        return found
+        return arguments
+
+
+# passed on to the environments, in the rank or in its workers
+_OPTIONS = ["vectorization", "info_mask", "previous_action", "previous_reward"]
+_OPTIONS += ["env_timeout", "env_restarts"]
 
 
 @dataclass(frozen=True)
@@ -78,40 +83,34 @@ class GymTask:
     heartbeat: Callable[[], None] = lambda: None  # reports that work goes on
 
     def __post_init__(self) -> None:
-        find_spec(self.config.env)  # an unknown one is an error at once
+        find_spec(self.config.env)  # refuses an unknown one
 
-    def training_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make a batch of environments env_offset, ... of the run."""
-        return self._make(num_envs, env_offset, device, "environment", self.config.env_groups)
-
-    def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make the same with a name of their own in messages, as numbers start at 0."""
-        return self._make(num_envs, env_offset, device, "evaluation environment")
-
-    def probe_env(self) -> Any:
-        """Make one environment in this process, to look at."""
-        return replace(self, config=replace(self.config, env_workers=0, env_groups=1))._make()
-
-    def _make(
-        self,
-        num_envs: int = 1,
-        env_offset: int = 0,
-        device: str = "cpu",
-        kind: str = "environment",
-        groups: int = 1,
+    def training_env(
+        self, num_envs: int, env_offset: int = 0, device: str = "cpu", kind: str = "environment"
     ) -> Any:
+        """Make a batch of environments env_offset, ...; `kind` names it in messages."""
         config = self.config
-        how: dict[str, Any] = {"vectorization": config.vectorization, "env_kwargs": config.kwargs()}
-        how |= {"env_timeout": config.env_timeout, "end": self.end, "heartbeat": self.heartbeat}
-        for name in ("info_mask", "previous_action", "previous_reward"):
-            how[name] = getattr(config, name)
-        how |= {"env_offset": env_offset, "device": device, "kind": kind}
-        how |= {"env_restarts": config.env_restarts}
+        options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
+        options |= {"env_id": config.env, "num_envs": num_envs, "env_kwargs": config.kwargs()}
+        options |= {"env_offset": env_offset, "device": device, "kind": kind}
+        options["heartbeat"] = self.heartbeat
         if config.env_workers > 0:
             from envs.workers.env import WorkerEnv
 
-            return WorkerEnv(config.env, num_envs, config.env_workers, groups, **how)
-        return make_vector_env(config.env, num_envs, **how)
+            groups = config.env_groups
+            return WorkerEnv(num_workers=config.env_workers, num_groups=groups, **options)
+        return make_vector_env(end=self.end, **options)
+
+    def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
+        """Make the same with another name in messages, as its numbers start at 0."""
+        config = replace(self.config, env_groups=1)
+        kind = "evaluation environment"
+        return replace(self, config=config).training_env(num_envs, env_offset, device, kind)
+
+    def probe_env(self) -> Any:
+        """Make one environment in this process, to look at."""
+        config = replace(self.config, env_workers=0)
+        return replace(self, config=config).training_env(1)
 
     def describe(self) -> str:
         """Return one line that names the environment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -60,21 +61,19 @@ class _OneByOne:
 
     def __init__(self, guards: list[GuardedEnv], action_space: gymnasium.Space[Any]) -> None:
         self.guards = guards
-        self._action_space = action_space  # of the batch
+        self.can_snapshot = all(guard.can_snapshot for guard in guards)
+        self._action_space = batch_space(action_space, len(guards))
 
     def reset(self, seeds: Sequence[int | None]) -> np.ndarray:
         return np.stack([g.reset(seed) for g, seed in zip(self.guards, seeds, strict=True)])
 
     def step(self, actions: Any) -> Arrays:
-        pairs = zip(self.guards, iterate(self._action_space, actions), strict=True)
         outcomes = []
-        for guard, action in pairs:
+        for guard, action in zip(self.guards, iterate(self._action_space, actions), strict=True):
             final_row, reward, terminated, truncated = guard.step(action)
             row = guard.reset() if terminated or truncated else final_row
             outcomes.append((row, reward, terminated, truncated, final_row))
-        rows, rewards, terminated, truncated, final_rows = zip(*outcomes, strict=True)
-        flags = np.array(terminated), np.array(truncated)
-        return np.stack(rows), np.array(rewards), *flags, np.stack(final_rows)
+        return tuple(np.array(column) for column in zip(*outcomes, strict=True))
 
     def get_state(self) -> dict[str, Any]:
         states = [guard.get_state() for guard in self.guards]
@@ -87,37 +86,37 @@ class _OneByOne:
 
     def close(self) -> None:
         for guard in self.guards:
-            guard.close()
+            guard.watch.close_env(guard.row, guard.env)
 
 
+@dataclass
 class _Batch:
     """A vector environment of SAME_STEP that takes one seed per environment."""
 
-    def __init__(
-        self, env: VectorEnv[Any, Any, Any], encoder: ObservationEncoder, watch: HangWatch
-    ) -> None:
+    env: Any
+    encoder: ObservationEncoder
+    watch: HangWatch
+
+    def __post_init__(self) -> None:
         self.guards: list[GuardedEnv] = []
-        self.env = env
-        self._encoder = encoder
-        self._watch = watch
+        self.can_snapshot = has_snapshots(self.env)
 
     def reset(self, seeds: Sequence[int | None]) -> np.ndarray:
         given = None if seeds[0] is None else list(seeds)
-        return self._watch.call(None, self._reset, given)
+        return self.watch.call(None, lambda: self._rows(self.env.reset(seed=given)[0]))
 
-    def _reset(self, seeds: Any) -> np.ndarray:
-        return self._encoder(self.env.reset(seed=seeds)[0], self.env.num_envs)
+    def _rows(self, obs: Any) -> np.ndarray:
+        return self.encoder(obs, self.env.num_envs)
 
     def step(self, actions: Any) -> Arrays:
-        return self._watch.call(None, self._step, actions)
+        return self.watch.call(None, self._step, actions)
 
     def _step(self, actions: Any) -> Arrays:
-        raw, raw_rewards, raw_terminated, raw_truncated, info = self.env.step(actions)
+        raw_obs, raw_rewards, *flags, info = self.env.step(actions)
         count = self.env.num_envs
-        obs = self._encoder(raw, count)
+        obs = self._rows(raw_obs)
         rewards = np.array(raw_rewards, np.float64).reshape(count)
-        terminated = np.array(raw_terminated, np.bool_).reshape(count)
-        truncated = np.array(raw_truncated, np.bool_).reshape(count)
+        terminated, truncated = (np.array(flag, np.bool_).reshape(count) for flag in flags)
         usable = np.abs(rewards) <= MAX_REWARD  # NaN is not
         if not usable.all():
             first = int(usable.argmin())
@@ -125,19 +124,19 @@ class _Batch:
         final_obs = obs.copy()
         for row in np.flatnonzero(terminated | truncated):
             try:
-                final_obs[row] = self._encoder([info["final_obs"][row]], 1)[0]
+                final_obs[row] = self.encoder([info["final_obs"][row]], 1)[0]
             except RowFaultError as fault:
                 raise RowFaultError(int(row), f"final {fault}") from None
         return obs, rewards, terminated, truncated, final_obs
 
     def get_state(self) -> dict[str, Any]:
-        return self._watch.call(None, self.env.get_state)  # type: ignore[attr-defined]
+        return self.watch.call(None, self.env.get_state)
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        self._watch.call(None, self.env.set_state, state)  # type: ignore[attr-defined]
+        self.watch.call(None, self.env.set_state, state)
 
     def close(self) -> None:
-        self._watch.call(None, self.env.close)
+        self.watch.close_env(None, self.env)
 
 
 class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
@@ -174,84 +173,79 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         """
         self.env = envs
         self.env_id = env_id
-        self.kind = kind
         self.env_offset = env_offset
         self.device = torch.device(device)
-        self._is_started = False
-        self._lifetime_step = 0
+        self.lifetime_step = 0
+        self._kind = kind
         self._metrics: dict[str, tuple[float, int]] = {}
         self._previous_action = previous_action
         self._previous_reward = previous_reward
         self.watch = HangWatch(env_timeout, self._describe, end, heartbeat)
 
-        # what the environments take and give
-        first: Any = envs if isinstance(envs, VectorEnv) else envs[0]
-        single = "single_" * isinstance(envs, VectorEnv)
-        self.source_spaces = tuple(
-            getattr(first, f"{single}{name}_space") for name in ("observation", "action")
-        )
-        self._decoder = ActionDecoder(self.source_spaces[1], env_id)
-        sizes = self._decoder.sizes.tolist()
-        encoder = ObservationEncoder(self.source_spaces[0], env_id, sizes)
-        self.spaces_json = to_json(*self.source_spaces)
-        self._warn_of_spaces(encoder)
-
-        # the environments
+        # the spaces of one environment, and the environments
+        single: Any = envs if isinstance(envs, VectorEnv) else envs[0]
+        prefix = "single_" * isinstance(envs, VectorEnv)
+        observations = getattr(single, f"{prefix}observation_space")
+        actions = getattr(single, f"{prefix}action_space")
+        self._decoder = ActionDecoder(actions, env_id)
+        mask_sizes = self._decoder.sizes
+        encoder = ObservationEncoder(observations, env_id, mask_sizes.tolist())
         self._envs: _OneByOne | _Batch
         if isinstance(envs, VectorEnv):
             self.num_envs = envs.num_envs
             self._envs = _Batch(envs, encoder, self.watch)
-            self.can_snapshot = has_snapshots(envs)
         else:
             self.num_envs = len(envs)
-            sizes_in_info, add = sizes if info_mask else (), self._add_metric
             guards = [
-                GuardedEnv(env, make, row, env_restarts, self.watch, encoder, sizes_in_info, add)
+                GuardedEnv(
+                    env=env,
+                    make=make,
+                    row=row,
+                    max_restarts=env_restarts,
+                    watch=self.watch,
+                    encoder=encoder,
+                    mask_sizes=mask_sizes if info_mask else mask_sizes[:0],
+                    on_metric=self._add_metric,
+                )
                 for row, env in enumerate(envs)
             ]
-            self._envs = _OneByOne(guards, batch_space(self.source_spaces[1], self.num_envs))
-            self.can_snapshot = all(guard.can_snapshot for guard in guards)
+            self._envs = _OneByOne(guards, actions)
+        self.can_snapshot = self._envs.can_snapshot
 
-        # what the learner sees
-        self._row_size = sum(part.size for part in encoder.parts) + info_mask * sum(sizes)
-        self.layout = Layout((*encoder.parts, *self._extra_parts(encoder, info_mask)))
-        self.single_observation_space = Box(-np.inf, np.inf, (self.layout.size,))
-        self.single_action_space = self._decoder.space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.source_spaces = (observations, actions)
+        self.spaces_json = to_json(observations, actions)
+        self._set_layout(encoder, info_mask)
 
-    def _warn_of_spaces(self, encoder: ObservationEncoder) -> None:
-        """Warn, once for all ranks, of spaces that are read in an unexpected way."""
-        warnings = [f": {warning}" for warning in encoder.warnings]
-        if not self._decoder.is_bounded:
-            warnings.append(
-                " has actions without bounds: it receives the policy's as they are, about -1 to 1 "
-                "at first; gymnasium.wrappers.RescaleAction gives them bounds"
-            )
-        for warning in warnings if self.env_offset == 0 else ():
-            _warn_once(f"environment {self.env_id}{warning}")
-
-    def _extra_parts(self, encoder: ObservationEncoder, info_mask: bool) -> list[Part]:
-        """Return the parts of a row that do not come from the observation."""
-        parts = []
-        mask_size = self._decoder.mask_size
+    def _set_layout(self, encoder: ObservationEncoder, info_mask: bool) -> None:
+        """Set what the learner sees: the parts of a row, and the spaces."""
+        parts = list(encoder.parts)
+        decoder = self._decoder
         if info_mask:
-            if not mask_size or any(part.kind == "mask" for part in encoder.parts):
+            if not decoder.mask_size or any(part.kind == "mask" for part in parts):
                 raise ValueError(
                     f"info_mask does nothing with environment {self.env_id}: its actions have no "
                     f"choices, or its observations hold the {MASK_KEY}; leave it out"
                 )
-            parts.append(Part(MASK_KEY, "mask", (mask_size,)))
+            parts.append(Part(MASK_KEY, "mask", (decoder.mask_size,)))
+        self._row_size = Layout(tuple(parts)).size  # without the previous action and reward
         if self._previous_action:
-            size = mask_size or math.prod(self._decoder.space.shape or ())
+            size = decoder.mask_size or math.prod(decoder.space.shape or ())
             parts.append(Part("previous_action", "plain", (size,)))
         if self._previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))
-        return parts
+        self.layout = Layout(tuple(parts))
+        self.single_observation_space = Box(-np.inf, np.inf, (self.layout.size,))
+        self.single_action_space = decoder.space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        unbounded = "its actions have no bounds: it receives the policy's, about -1 to 1 at first"
+        for warning in encoder.warnings + [unbounded] * (not decoder.is_bounded):
+            if self.env_offset == 0:  # one rank is enough
+                _warn_once(f"environment {self.env_id}: {warning}")
 
     @property
     def guards(self) -> list[GuardedEnv]:
-        """The environments that step one by one; none in a batch of their own."""
+        """The environments that step one by one; none in a batch."""
         return self._envs.guards
 
     @property
@@ -269,21 +263,21 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments; with one seed for each they begin new lives at step 0."""
         if seed is not None:
-            self._lifetime_step = 0
+            self.lifetime_step = 0
         rows = self._located(self._envs.reset, seed or [None] * self.num_envs)
-        self._is_started = True
-        start = np.zeros((self.num_envs, self.layout.size - rows.shape[1]), np.float32)
+        start = np.zeros((self.num_envs, self.layout.size - self._row_size), np.float32)
         return to_tensors([np.concatenate([rows, start], axis=1)], self.device)[0], {}
 
-    def begin_again(
-        self, lifetime_step: int, life_seeds: Any, restarts: Any, last_obs: np.ndarray
-    ) -> None:
-        """Stand in for environments whose process has ended; the next step is truncated."""
-        self._lifetime_step = lifetime_step
-        for guard, life_seed, count, row in zip(
-            self.guards, life_seeds, restarts, last_obs, strict=True
-        ):
-            self._located(guard.begin_again, int(life_seed), int(count), row[: self._row_size])
+    def begin_again(self, rows: np.ndarray) -> None:
+        """Stand in for environments whose process has ended; the next step is truncated.
+
+        `rows` [B] are theirs in the shared memory, see `envs.workers.worker.row_fields`.
+        """
+        self.lifetime_step = int(rows["lifetime_step"][0])
+        for guard, row in zip(self.guards, rows, strict=True):
+            last_row = row["obs"][: self._row_size].copy()
+            args = int(row["life_seeds"]), int(row["restarts"]), last_row
+            self._located(guard.begin_again, *args)
 
     def step(
         self,
@@ -291,7 +285,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Step all environments, see `TorchEnv.step`; all tensors are fresh."""
         numpy_actions = self._decoder(actions)
-        self._lifetime_step += 1
+        self.lifetime_step += 1
         arrays = self._located(self._envs.step, numpy_actions)
         if self._previous_action or self._previous_reward:
             obs, rewards, terminated, truncated, final_obs = arrays
@@ -315,11 +309,12 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             total, count = self._metrics.get(name, (0.0, 0))
             self._metrics[name] = total + number, count + 1
         else:
-            _warn_once(f"info['metrics'][{name!r}] is not always one finite number: left out then")
+            _warn_once(f"info['metrics'][{name!r}] is left out when it is not one finite number")
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of every metric since the last call."""
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     def _located(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -333,8 +328,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     def _describe(self, row: int | None, problem: str) -> str:
         first = self.env_offset
         number = f"one of {first}..{first + self.num_envs - 1}" if row is None else str(first + row)
-        step = self._lifetime_step
-        return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
+        step = self.lifetime_step
+        return f"{self._kind} {self.env_id} number {number} at its step {step}: {problem}"
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
@@ -342,30 +337,21 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             raise ValueError(
                 f"environment {self.env_id} cannot be saved: it has no get_state and set_state"
             )
-        steps = torch.full((self.num_envs,), self._lifetime_step)
-        return self._located(self._state) | {_STEP_KEY: steps}
-
-    def _state(self) -> dict[str, Tensor]:
         tensors = {}
-        for name, values in self._envs.get_state().items():
+        for name, values in self._located(self._envs.get_state).items():
             stacked = np.stack(values)
             target = np.float64 if stacked.dtype.kind == "f" else np.int64
             tensors[name] = torch.from_numpy(stacked.astype(target, casting="safe"))
-        return tensors
+        return tensors | {_STEP_KEY: torch.full((self.num_envs,), self.lifetime_step)}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on this or an equal environment."""
-        if not self._is_started:  # environments build things at their first reset
-            self.reset(seed=[0] * self.num_envs)
+        self.reset(seed=[0] * self.num_envs)  # environments build things at their first reset
         arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
-        self._lifetime_step = int(arrays.pop(_STEP_KEY)[0])
+        self.lifetime_step = int(arrays.pop(_STEP_KEY)[0])
         self._located(self._envs.set_state, arrays)
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments; nothing depends on its success."""
-        try:
-            self._located(self._envs.close)
-        except EnvironmentFaultError as fault:
-            _LOGGER.warning("%s, when it was closed", fault)
-        finally:
-            self.watch.close()
+        self._envs.close()
+        self.watch.close()

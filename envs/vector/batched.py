@@ -13,6 +13,7 @@ num_envs. docs/own_environment.md has an example. A new environment is reset onc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import gymnasium
@@ -21,8 +22,6 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-
-_LOW_64_BITS = (1 << 64) - 1
 
 
 def has_snapshots(env: Any) -> bool:
@@ -34,19 +33,21 @@ def pack_generator(generator: np.random.Generator) -> np.ndarray:
     """Pack the state of a PCG64 generator, which Gymnasium uses, as [6] int64."""
     state: Mapping[str, Any] = generator.bit_generator.state
     numbers = [state["state"]["state"], state["state"]["inc"]]
-    words = [half for number in numbers for half in (number >> 64, number & _LOW_64_BITS)]
-    words += [state["has_uint32"], state["uinteger"]]
-    return np.array(words, dtype=np.uint64).view(np.int64)
+    packed = b"".join(number.to_bytes(16) for number in numbers)
+    packed += state["has_uint32"].to_bytes(8) + state["uinteger"].to_bytes(8)
+    return np.frombuffer(packed, ">i8").astype(np.int64)
 
 
 def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None:
     """Put a PCG64 generator into a state packed by `pack_generator`."""
-    words = [int(word) for word in np.ascontiguousarray(packed, dtype=np.int64).view(np.uint64)]
+    data = packed.astype(">i8").tobytes()
+    ends = (0, 16, 32, 40, 48)
+    state, inc, has_uint32, uinteger = (int.from_bytes(data[a:b]) for a, b in pairwise(ends))
     generator.bit_generator.state = {
         "bit_generator": "PCG64",
-        "state": {"state": words[0] << 64 | words[1], "inc": words[2] << 64 | words[3]},
-        "has_uint32": words[4],
-        "uinteger": words[5],
+        "state": {"state": state, "inc": inc},
+        "has_uint32": has_uint32,
+        "uinteger": uinteger,
     }
 
 

@@ -16,15 +16,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from envs.vector.batched import has_snapshots
 from envs.vector.spaces import MASK_KEY, ObservationEncoder, RowFaultError, check_masks, flat_mask
@@ -135,10 +136,10 @@ class HangWatch:
                 return function(*args)
             finally:
                 self._busy = False
-        except HungError as error:
-            raise RowFaultError(row, str(error)) from error
         except RowFaultError as fault:
             raise RowFaultError(fault.row if row is None else row, str(fault)) from None
+        except HungError as error:
+            raise RowFaultError(row, str(error)) from error
         except BaseException as error:
             if not is_own_fault(error):
                 raise
@@ -147,6 +148,13 @@ class HangWatch:
             if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
                 problem = "closed files and connections that are not its own: the process ends"
                 self._end(self.describe(row, problem))
+
+    def close_env(self, row: int | None, env: Any) -> None:
+        """Close an environment or a batch; a failure is only logged."""
+        try:
+            self.call(row, env.close)
+        except RowFaultError as fault:
+            _LOGGER.warning(self.describe(fault.row, f"{fault}, when it was closed"))
 
     def close(self) -> None:
         """Stop watching; safe to call twice."""
@@ -192,11 +200,7 @@ def _interrupt(*_: Any) -> None:
         watch.raise_if_hung()
 
 
-@cache
-def _warn_of_mask() -> None:
-    _LOGGER.warning("info has an %s that is not used: --info_mask uses it", MASK_KEY)
-
-
+@dataclass(eq=False, kw_only=True)
 class GuardedEnv:
     """One Python environment with checked rows, which is made again after a fault.
 
@@ -204,68 +208,44 @@ class GuardedEnv:
     episode is truncated, with reward 0 and the last good row.
     """
 
-    def __init__(
-        self,
-        env: gymnasium.Env[Any, Any],
-        make: Callable[[], gymnasium.Env[Any, Any]],
-        row: int,
-        max_restarts: int,
-        watch: HangWatch,
-        encoder: ObservationEncoder,
-        mask_sizes: Sequence[int] = (),
-        on_metric: Callable[[str, Any], None] = lambda name, value: None,
-    ) -> None:
-        """Guard `env`, the environment of a row of the batch.
-
-        Args:
-            make: makes it again.
-            mask_sizes: options of each choice, for which info has a mask; (): there is none.
-            on_metric: gets the name and the value of everything in info["metrics"].
-        """
-        self.env = env
-        self.restarts = 0
-        self.life_seed = 0  # with which its life began
-        self.last_row = np.zeros(0, np.float32)
-        self._make = make
-        self._row = row
-        self._max_restarts = max_restarts
-        self._watch = watch
-        self._encoder = encoder
-        self._mask_sizes = np.array(mask_sizes, np.int64)
-        self._on_metric = on_metric
-        self._next_row: np.ndarray | None = None  # of an episode that follows a fault
+    env: gymnasium.Env[Any, Any]
+    make: Callable[[], gymnasium.Env[Any, Any]]  # makes it again
+    row: int  # its place in the batch
+    max_restarts: int
+    watch: HangWatch
+    encoder: ObservationEncoder
+    mask_sizes: np.ndarray  # options of each choice if info has a mask; []: it has none
+    on_metric: Callable[[str, Any], None]  # gets name and value of all in info["metrics"]
+    restarts: int = 0
+    life_seed: int = 0  # the seed with which its life began
+    last_row: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    next_row: np.ndarray | None = None  # starts the episode that follows a fault
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Start an episode; return its first row [F]."""
         if seed is not None:
             self.life_seed = seed
-            self._next_row = None
-        if self._next_row is None:
+            self.next_row = None
+        if self.next_row is None:
             try:
-                self._next_row = self._watch.call(self._row, self._reset, seed)
+                self.next_row = self.watch.call(self.row, self._reset, seed)
             except RowFaultError as fault:
                 self._make_again(fault)
-        assert self._next_row is not None
-        self.last_row, self._next_row = self._next_row, None
+        assert self.next_row is not None
+        self.last_row = self.next_row
+        self.next_row = None
         return self.last_row
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool]:
         """Step; return row [F], reward, terminated and truncated."""
-        if self._next_row is None:
+        if self.next_row is None:
             try:
-                return self._watch.call(self._row, self._step, action)
+                return self.watch.call(self.row, self._step, action)
             except RowFaultError as fault:
                 self._make_again(fault)
         row = self.last_row.copy()
-        row[len(row) - int(self._mask_sizes.sum()) :] = 1.0
+        row[len(row) - self.mask_sizes.sum() :] = 1.0
         return row, 0.0, False, True
-
-    def close(self) -> None:
-        """Close; a broken environment may fail at it, and nothing depends on it."""
-        try:
-            self._watch.call(self._row, self.env.close)
-        except RowFaultError as fault:
-            _LOGGER.warning(self._watch.describe(self._row, f"{fault}, when it was closed"))
 
     def begin_again(self, life_seed: int, restarts: int, last_row: np.ndarray) -> None:
         """Replace an environment whose process has ended; its next step is truncated."""
@@ -280,24 +260,24 @@ class GuardedEnv:
     def _make_again(self, fault: RowFaultError) -> None:
         """Make the environment again and start an episode; every attempt takes a restart."""
         while True:
-            if self.restarts >= self._max_restarts:
+            if self.restarts >= self.max_restarts:
                 used = f" (after {self.restarts} restarts, --env_restarts)" * bool(self.restarts)
-                raise RowFaultError(self._row, f"{fault}{used}") from fault.__cause__
+                raise RowFaultError(self.row, f"{fault}{used}") from fault.__cause__
             self.restarts += 1
-            problem = f"{fault}; made again, {self.restarts} of {self._max_restarts}"
-            _LOGGER.warning(self._watch.describe(self._row, problem))
-            self.close()
+            problem = f"{fault}; made again, {self.restarts} of {self.max_restarts}"
+            _LOGGER.warning(self.watch.describe(self.row, problem))
+            self.watch.close_env(self.row, self.env)
             try:
-                self.env = self._watch.call(self._row, self._make)
+                self.env = self.watch.call(self.row, self.make)
                 return self._begin()
             except RowFaultError as error:
-                fault = RowFaultError(self._row, f"could not be made again: {error}")
+                fault = RowFaultError(self.row, f"could not be made again: {error}")
 
     def _begin(self) -> None:
         """Start the episode that follows the last restart."""
         entropy = np.random.SeedSequence([self.life_seed, self.restarts])
         seed = int(entropy.generate_state(1, np.uint64)[0]) >> 1
-        self._next_row = self._watch.call(self._row, self._reset, seed)
+        self.next_row = self.watch.call(self.row, self._reset, seed)
 
     def _reset(self, seed: int | None) -> np.ndarray:
         obs, info = self.env.reset(seed=seed)
@@ -308,12 +288,13 @@ class GuardedEnv:
         reward = np.asarray(reward, np.float64).item()
         if not abs(reward) <= MAX_REWARD:  # NaN is not
             raise RowFaultError(None, f"reward is {reward}")
-        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        for flag in (terminated, truncated):
             if flag not in (True, False):
-                raise RowFaultError(None, f"{name} is {flag!r:.40}, neither true nor false")
+                problem = f"terminated or truncated is {flag!r:.40}, neither true nor false"
+                raise RowFaultError(None, problem)
         metrics = info.get("metrics")
-        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
-            self._on_metric(name, value)
+        for name, value in metrics.items() if isinstance(metrics, dict) else ():
+            self.on_metric(name, value)
         # no action follows the last observation of an episode
         row = self._row_of(obs, None if terminated or truncated else info)
         self.last_row = row
@@ -321,59 +302,49 @@ class GuardedEnv:
 
     def _row_of(self, obs: Any, info: Any) -> np.ndarray:
         """Return the row of an observation; at the end of an episode `info` is None."""
-        row = self._encoder([obs], 1)[0]
-        if not len(self._mask_sizes):
-            if info and MASK_KEY in info and all(p.kind != "mask" for p in self._encoder.parts):
-                _warn_of_mask()
+        row = self.encoder([obs], 1)[0]
+        if not len(self.mask_sizes):
             return row
-        mask = np.ones(int(self._mask_sizes.sum()), np.float32)
+        mask = np.ones(self.mask_sizes.sum(), np.float32)
         if info is not None:
-            if MASK_KEY not in info:
-                raise RowFaultError(None, f"info has no {MASK_KEY}, which --info_mask asks for")
-            given = flat_mask(info[MASK_KEY])
-            if given.shape != mask.shape:
-                problem = f"{MASK_KEY} has {len(given)} numbers, not {len(mask)}, one per option"
-                raise RowFaultError(None, problem)
-            mask = given
-            check_masks(mask[None], self._mask_sizes)
+            mask = flat_mask(info[MASK_KEY])
+            check_masks(mask[None], self.mask_sizes)
         return np.concatenate([row, mask])
 
     @property
     def can_snapshot(self) -> bool:
         """Whether get_state and set_state work."""
-        return self._find_stateful()[0] is not None
+        return has_snapshots(self._unwrapped()[0])
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the environment, its time limits and its restarts."""
-        env, limits = self._find_stateful()
-        counts = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
-        guard = {"guard/restarts": self.restarts, "guard/life_seed": self.life_seed}
-        if self._max_restarts:
-            guard["guard/last_row"] = self.last_row  # type: ignore[assignment]
-        return {**env.get_state(), **counts, **guard}
+        env, limits = self._unwrapped()
+        state = dict(env.get_state())
+        for i, limit in enumerate(limits):
+            state[f"time_limit/{i}"] = limit._elapsed_steps
+        state |= {"guard/restarts": self.restarts, "guard/life_seed": self.life_seed}
+        return state | ({"guard/last_row": self.last_row} if self.max_restarts else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called; entries of the guard may be missing."""
-        env, limits = self._find_stateful()
+        env, limits = self._unwrapped()
         self.restarts = state.pop("guard/restarts", self.restarts)
         self.life_seed = state.pop("guard/life_seed", self.life_seed)
         self.last_row = np.asarray(state.pop("guard/last_row", self.last_row), np.float32)
-        self._next_row = None
+        self.next_row = None
         for i, limit in enumerate(limits):
             limit._elapsed_steps = state.pop(f"time_limit/{i}")
         env.set_state(state)
 
-    def _find_stateful(self) -> tuple[Any, list[TimeLimit[Any, Any]]]:
-        """Return the environment with get_state and set_state (else None), its time limits."""
+    def _unwrapped(self) -> tuple[Any, list[TimeLimit[Any, Any]]]:
+        """Return the environment inside its time limits, and these.
+
+        Other wrappers may hold a state that is lost.
+        """
         env: Any = self.env
         limits: list[TimeLimit[Any, Any]] = []
-        while not has_snapshots(env):
+        while isinstance(env, TimeLimit | OrderEnforcing) and not has_snapshots(env):
             if isinstance(env, TimeLimit):
                 limits.append(env)
-            elif not isinstance(env, OrderEnforcing | PassiveEnvChecker):
-                return (
-                    None,
-                    [],
-                )  # a wrapper that may hold state, or an environment without snapshots
             env = env.env
         return env, limits

@@ -44,12 +44,8 @@ class Part:
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """Say how a policy reads it."""
-        if self.kind == "image":
-            return f"image {' x '.join(map(str, self.shape))} through the CNN"
-        if self.kind == "mask":
-            return f"mask of {self.size} choices"
-        return f"{self.size} number{'s' * (self.size != 1)}{' as is' * (self.kind == 'plain')}"
+        """Return kind and shape, such as vector[4]."""
+        return f"{self.kind}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -81,16 +77,14 @@ class Layout:
         return [column for place in places for column in range(place.start, place.stop)]
 
     def describe(self) -> str:
-        """Say in one line how a policy reads the first parts, and count the others."""
-        if [part.name for part in self.parts] == ["observation"]:
-            return self.parts[0].describe()
-        shown = [f"{part.name}: {part.describe()}" for part in self.parts[:MAX_DESCRIBED]]
+        """Return names, kinds and shapes of the first parts, and count the others."""
+        shown = [f"{part.name} {part.describe()}" for part in self.parts[:MAX_DESCRIBED]]
         more = len(self.parts) - len(shown)
         return "; ".join(shown) + f"; and {more} more" * (more > 0)
 
     def kinds(self) -> str:
-        """Return kinds and shapes of the parts: what policies depend on, without names."""
-        return " ".join(f"{part.kind}{list(part.shape)}" for part in self.parts)
+        """Return kinds and shapes of the parts, on which policies depend, without names."""
+        return " ".join(part.describe() for part in self.parts)
 
     def to_json(self) -> str:
         """Return the layout as a checkpoint stores it."""
@@ -99,11 +93,12 @@ class Layout:
     @staticmethod
     def from_json(text: str) -> Layout:
         """Invert `to_json`; anything else is a UserError."""
-        layout = Layout(())
+        parts: list[Part] = []
         with suppress(ValueError):
-            layout = Layout(tuple(Part(*fields) for fields in _FIELDS.validate_json(text)))
-        fits = [len(part.shape) == (3 if part.kind == "image" else 1) for part in layout.parts]
-        if not fits or not all(fits) or layout.size > MAX_NUMBERS:
+            parts = [Part(*fields) for fields in _FIELDS.validate_json(text)]
+        layout = Layout(tuple(parts))
+        fits = all(len(part.shape) == (3 if part.kind == "image" else 1) for part in parts)
+        if not parts or not fits or layout.size > MAX_NUMBERS:
             raise UserError(f"the checkpoint is damaged: its layout is {text[:80]!r}")
         return layout
 

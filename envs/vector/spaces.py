@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces
 
-from envs.vector.layout import Part
+from envs.vector.layout import Kind, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +34,8 @@ class RowFaultError(ValueError):
         self.row = row
 
 
-def _refusal(env_id: str, kind: str, space: Any, fix: str, path: Path = ()) -> ValueError:
-    where = f": {kind} part {named(path)!r} has" if path else f" has {kind}"
-    return ValueError(f"environment {env_id}{where} space {space!s:.160}, not supported: {fix}")
+def _refusal(env_id: str, kind: str, space: Any, fix: str) -> ValueError:
+    return ValueError(f"environment {env_id} has {kind} space {space!s:.160}, not supported: {fix}")
 
 
 def leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
@@ -85,7 +84,7 @@ def image_axes(space: Space) -> tuple[int, ...] | None:
     axis the one holds channels without which the image is a square, or else the shorter.
     """
     shape = space.shape or ()
-    if not _is_box(space) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
     axes: tuple[int, ...] = (0, 1)
     if len(shape) > 2:
@@ -111,21 +110,21 @@ class _Leaf:
     """One part of an observation, and its encoding."""
 
     def __init__(self, path: Path, space: Space, is_mask: bool) -> None:
-        self.path, self.space = path, space
-        self.categories = categories_of(space)
-        self.axes = None if is_mask else image_axes(space)
+        self.path = path
+        self.space = space
         self.shape = space.shape or ()  # of the values
-        self.types = "biu" if self.axes or self.categories else "biuf"
+        self.categories = None if is_mask else categories_of(space)
+        self.axes = None if is_mask else image_axes(space)
         shape: tuple[int, ...] = (math.prod(self.shape),)
-        kind: Any = "vector" if _is_box(space) else "plain"
+        kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         if is_mask:
             kind = "mask"
         elif self.categories:
             shape = (int(self.categories[1].sum()),)
         elif self.axes:
             *channels, height, width = (self.shape[axis] for axis in self.axes)
-            self.scale = np.float32(image_scale(space))
             kind, shape = "image", (math.prod(channels), height, width)
+            self.scale = np.float32(image_scale(space))
         self.part = Part(named(path) or "observation", kind, shape)
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
@@ -134,23 +133,22 @@ class _Leaf:
         if values.shape != (count, *self.shape):
             problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.shape}"
             raise RowFaultError(None, problem)
-        if values.dtype.kind not in self.types:
-            problem = f"{self.part.name} has type {values.dtype}, not {self.space.dtype}"
-            raise RowFaultError(None, problem)
         if self.axes:
+            if values.dtype.kind == "f":
+                problem = f"{self.part.name} has type {values.dtype}, not {self.space.dtype}"
+                raise RowFaultError(None, problem)
             channels_first = values.transpose(0, *(axis + 1 for axis in self.axes))
             return channels_first.reshape(count, -1).astype(np.float32) / self.scale
+        values = values.reshape(count, -1)
         if self.categories is None:
-            if values.dtype == np.float32:
-                return values.reshape(count, -1).copy()
             with np.errstate(over="ignore"):  # becomes infinity, which is refused
-                return values.astype(np.float32).reshape(count, -1)
+                return values.astype(np.float32)
         start, sizes = self.categories
-        digits = values.astype(np.int64).reshape(count, -1) - start
-        outside = ((digits < 0) | (digits >= sizes)).any(axis=1)  # [count]
+        digits = values.astype(np.int64) - start
+        outside = (values != digits + start) | (digits < 0) | (digits >= sizes)
         if outside.any():
             problem = f"{self.part.name} has a value outside {self.space}"
-            raise RowFaultError(int(outside.argmax()), problem)
+            raise RowFaultError(int(outside.any(axis=1).argmax()), problem)
         return one_hot(digits, sizes)
 
 
@@ -166,44 +164,43 @@ class ObservationEncoder:
         self._mask_sizes = np.array(mask_sizes, np.int64)
         self._leaves = []
         for path, space in leaves(source):
-            is_supported = categories_of(space) or isinstance(space, spaces.MultiBinary)
-            if not (is_supported or _is_box(space)):
-                fix = "its parts must be Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
-                fix += "; a gymnasium.wrappers.TransformObservation can make it so"
-                raise _refusal(env_id, "observation", space, fix, path)
-            leaf = _Leaf(path, space, len(mask_sizes) > 0 and path == (MASK_KEY,))
-            if leaf.part.kind == "mask" and leaf.part.size != sum(mask_sizes):
-                fix = f"a mask has {sum(mask_sizes)} numbers, one for each option of each choice"
-                raise _refusal(env_id, "observation", space, fix, path)
-            self._leaves.append(leaf)
+            numbers = spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
+            if not isinstance(space, numbers) or 0 in (space.shape or ()):
+                fix = (
+                    f"its part {named(path)!r} must be Box, Discrete, MultiDiscrete, MultiBinary, "
+                )
+                fix += "Dict or Tuple; gymnasium.wrappers.TransformObservation can make it so"
+                raise _refusal(env_id, "observation", source, fix)
+            self._leaves.append(_Leaf(path, space, len(mask_sizes) > 0 and path == (MASK_KEY,)))
         self.parts = tuple(leaf.part for leaf in self._leaves)
+        if any(part.kind == "mask" and part.size != sum(mask_sizes) for part in self.parts):
+            fix = (
+                f"its {MASK_KEY} must have {sum(mask_sizes)} numbers, one per option of each choice"
+            )
+            raise _refusal(env_id, "observation", source, fix)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings of Boxes of three or more axes that the policy does not see as images."""
         return [
-            f"{leaf.part.name} {list(leaf.space.shape or ())} of {leaf.space.dtype} is read as "
-            f"{leaf.part.size} numbers without a CNN: images are uint8 [H, W], [H, W, C] or "
-            f"[C, H, W], or frames [N, ...] of them, with sides of {MIN_IMAGE_SIDE} or more and "
-            f"at most {MAX_CHANNELS} channels in all"
+            f"{leaf.part.name} {list(leaf.shape)} of {leaf.space.dtype} is read as "
+            f"{leaf.part.size} numbers without a CNN, which reads uint8 images"
             for leaf in self._leaves
-            if leaf.part.kind == "vector" and len(leaf.space.shape or ()) > 2
+            if leaf.part.kind == "vector" and len(leaf.shape) > 2
         ]
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, F] of a batch, or of a list of single observations.
 
-        Raises RowFaultError: a part is missing or unlike its space, a number is not finite, or a
-        mask allows nothing.
+        Raises RowFaultError: a part is unlike its space, a number is not finite, or a mask allows
+        nothing.
         """
         encoded = []
         for leaf in self._leaves:
-            try:
-                values = pick(raw, leaf.path) if not isinstance(raw, list) else None
-                if values is None:
-                    values = [pick(single, leaf.path) for single in raw]
-            except (LookupError, TypeError):
-                raise RowFaultError(None, f"observation has no part {leaf.part.name!r}") from None
+            if isinstance(raw, list):
+                values = [pick(single, leaf.path) for single in raw]
+            else:
+                values = pick(raw, leaf.path)
             encoded.append(leaf.encode(values, count))
             if leaf.part.kind == "mask":
                 check_masks(encoded[-1], self._mask_sizes)
@@ -220,6 +217,9 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
 
     `sizes` [D] are the options of each choice. Raises RowFaultError.
     """
+    if masks.shape[1] != sizes.sum():
+        problem = f"{MASK_KEY} has {masks.shape[1]} numbers, not {sizes.sum()}, one per option"
+        raise RowFaultError(None, problem)
     wrong = ((masks != 0) & (masks != 1)).any(axis=1)  # [B]
     if wrong.any():
         problem = f"{MASK_KEY} holds another number than 0 and 1"
@@ -252,6 +252,7 @@ class ActionDecoder:
         parts = [space for _, space in leaves(target)]
         self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
         digits = [_digits_of(space) for space in parts]
+        boxes = [space for space in parts if isinstance(space, spaces.Box)]
         if parts and all(digits):
             self.start, self.sizes = (  # [D] each
                 np.concatenate(column) for column in zip(*filter(None, digits), strict=True)
@@ -259,25 +260,24 @@ class ActionDecoder:
             self.space = spaces.MultiDiscrete(self.sizes)
             if isinstance(target, spaces.Discrete):
                 self.space = spaces.Discrete(int(self.sizes[0]))
-        elif parts and all(_is_box(s) and np.issubdtype(s.dtype, np.floating) for s in parts):  # type: ignore[arg-type]
-            self._set_bounds(parts)
+        elif boxes == parts and all(np.issubdtype(box.dtype, np.floating) for box in boxes):
+            low, high = (
+                np.concatenate([getattr(box, side).astype(np.float64).ravel() for box in boxes])
+                for side in ("low", "high")
+            )
+            finite = np.isfinite(low) & np.isfinite(high)
+            self.is_bounded = bool(finite.all())
+            self.low = np.where(finite, -1.0, low)
+            self.high = np.where(finite, 1.0, high)
+            self.scale = np.ones_like(low)
+            self.offset = np.zeros_like(low)
+            self.scale[finite] = 0.5 * (high[finite] - low[finite])
+            self.offset[finite] = 0.5 * (high[finite] + low[finite])
+            self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
         else:
             fix = "its parts must be all categories (Discrete, MultiDiscrete, MultiBinary), or all "
-            fix += "Boxes of floats; a gymnasium.wrappers.TransformAction can make it so"
+            fix += "Boxes of floats; gymnasium.wrappers.TransformAction can make it so"
             raise _refusal(env_id, "action", target, fix)
-
-    def _set_bounds(self, boxes: list[Any]) -> None:
-        low = np.concatenate([box.low.astype(np.float64).ravel() for box in boxes])
-        high = np.concatenate([box.high.astype(np.float64).ravel() for box in boxes])
-        finite = np.isfinite(low) & np.isfinite(high)
-        self.is_bounded = bool(finite.all())
-        self.low = np.where(finite, -1.0, low)
-        self.high = np.where(finite, 1.0, high)
-        self.scale = np.ones_like(low)
-        self.offset = np.zeros_like(low)
-        self.scale[finite] = 0.5 * (high[finite] - low[finite])
-        self.offset[finite] = 0.5 * (high[finite] + low[finite])
-        self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
 
     @property
     def mask_size(self) -> int:
@@ -325,20 +325,18 @@ def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
     return shaped
 
 
-def _is_box(space: Space) -> bool:
-    """Return whether a space is a Box with at least one number."""
-    return isinstance(space, spaces.Box) and space.low.size > 0
+# ---- spaces as JSON, so that a checkpoint brings those of its task
 
-
-# ---- spaces as JSON, so that checkpoints bring those of their task
+_ARGUMENTS = {
+    spaces.Discrete: ("n", "start"),
+    spaces.MultiDiscrete: ("nvec", "start"),
+    spaces.MultiBinary: ("n",),
+}
 
 
 def to_json(observation: Space, action: Space) -> str:
-    """Return both spaces of an environment as JSON; "" if one has no such form."""
-    try:
-        return json.dumps([_plain(observation), _plain(action)])
-    except TypeError:
-        return ""
+    """Return both spaces of an environment as JSON."""
+    return json.dumps([_plain(observation), _plain(action)])
 
 
 def from_json(text: str) -> tuple[Space, Space]:
@@ -352,44 +350,32 @@ def from_json(text: str) -> tuple[Space, Space]:
 
 def _plain(space: Space) -> dict[str, Any]:
     if isinstance(space, spaces.Dict):
-        if not all(isinstance(key, str) for key in space.spaces):
-            raise TypeError("JSON has no keys but text")
-        return {"kind": "Dict", "parts": {k: _plain(inner) for k, inner in space.spaces.items()}}
+        return {"kind": "Dict", "parts": {key: _plain(part) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
-        return {"kind": "Tuple", "parts": [_plain(inner) for inner in space.spaces]}
-    if isinstance(space, spaces.Discrete):
-        return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
-    if isinstance(space, spaces.MultiDiscrete):
-        nvec, start = space.nvec.tolist(), space.start.tolist()
-        return {"kind": "MultiDiscrete", "nvec": nvec, "start": start}
-    if isinstance(space, spaces.MultiBinary):
-        return {"kind": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.n)}
+        return {"kind": "Tuple", "parts": [_plain(part) for part in space.spaces]}
     if isinstance(space, spaces.Box):
         bounds = {"low": _bound(space.low), "high": _bound(space.high)}
-        return {"kind": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
-    raise TypeError(f"{space} has no JSON")
+        return {"kind": "Box", **bounds, "shape": space.shape, "dtype": str(space.dtype)}
+    kind, names = next(item for item in _ARGUMENTS.items() if isinstance(space, item[0]))
+    fields = {name: np.asarray(getattr(space, name)).tolist() for name in names}
+    return {"kind": kind.__name__, **fields}
 
 
 def _bound(values: np.ndarray) -> Any:
-    """Return a bound as one number if all are the same: images have many."""
-    same = values.size and (values == values.flat[0]).all()
-    return values.flat[0].item() if same else values.ravel().tolist()
+    """Return a bound as one number if all are the same, as in images."""
+    flat = values.ravel().tolist()
+    return flat[0] if flat.count(flat[0]) == len(flat) else flat
 
 
 def _space(plain: dict[str, Any]) -> Space:
-    fields = dict(plain)
-    kind = fields.pop("kind")
+    kind = plain.pop("kind")
     if kind == "Dict":
         # pairs keep their order, by which rows are laid out; a dict would be sorted
-        return spaces.Dict([(name, _space(inner)) for name, inner in fields["parts"].items()])
+        return spaces.Dict([(name, _space(part)) for name, part in plain["parts"].items()])
     if kind == "Tuple":
-        return spaces.Tuple([_space(inner) for inner in fields["parts"]])
+        return spaces.Tuple([_space(part) for part in plain["parts"]])
     if kind == "Box":
-        dtype, shape = np.dtype(fields["dtype"]), tuple(fields["shape"])
-        low, high = (
-            np.broadcast_to(np.array(fields[b], dtype), math.prod(shape)) for b in ("low", "high")
-        )
-        return spaces.Box(low.reshape(shape), high.reshape(shape), shape, dtype.type)
-    if kind in ("Discrete", "MultiDiscrete", "MultiBinary"):
-        return getattr(spaces, kind)(**fields)
-    raise ValueError(f"{kind!r:.40} is no kind of space")
+        dtype, shape = np.dtype(plain["dtype"]), plain["shape"]
+        low, high = (np.resize(np.array(plain[end], dtype), shape) for end in ("low", "high"))
+        return spaces.Box(low, high, dtype=dtype.type)
+    return {space.__name__: space for space in _ARGUMENTS}[kind](**plain)

@@ -21,23 +21,22 @@ from envs.vector.adapter import to_tensors
 from envs.vector.guards import GRACE_S, EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 from envs.workers.host import WorkerProcess
-from envs.workers.worker import FACTS, NO_ROW, env_columns, shared_arrays, status_columns
+from envs.workers.worker import NO_ROW, STATUS, row_fields, shared_rows
 
 _LOGGER = logging.getLogger(__name__)
 CLOSE_S = 10.0  # for environments to close
-Question = tuple[int, str, int | None, tuple[Any, ...]]  # number, name, group, arguments
 
 
 @dataclass
 class _Worker:
-    """A process, and the environments it holds of each group."""
+    """A process, and the environments of each group that it holds."""
 
     index: int
     process: WorkerProcess
     parts: list[_Part] = field(default_factory=list)
     beats: int = 0  # seen last
     since_s: float = 0.0  # time of the last beat
-    problem: str = ""  # for which it was killed
+    problem: str = ""  # the reason why it was killed
     last_words: str = ""
 
 
@@ -48,7 +47,7 @@ class _Part:
     worker: _Worker
     group: int
     rows: slice
-    question: Question | None = None  # that is not answered yet
+    question: tuple[Any, ...] = ()  # number, name, group, arguments; (): it is answered
 
 
 class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
@@ -59,9 +58,9 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     short message to and from each worker, where Gymnasium's AsyncVectorEnv sends two for every
     environment, has one process for each, and ends with EOFError when one is killed.
 
-    A worker that dies, or hangs where nothing can interrupt it, is a fault of its environments: it
-    is named, or with restarts left for all of them they begin again in a new process, which first
-    answers what the dead one left unanswered.
+    A worker that dies, or hangs where nothing can interrupt it, is a fault of its environments. The
+    fault is named; or, with restarts left for all of them, they begin again in a new process, which
+    first answers the questions that the dead one left unanswered.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -79,30 +78,26 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         env_restarts: int = 0,
         heartbeat: Callable[[], None] = lambda: None,
         kind: str = "environment",
-        end: Any = None,  # of the rank: it is never hung itself
         **options: Any,
     ) -> None:
         """Start the workers and make the environments; options: see `make_vector_env`."""
-        self.env_id = env_id
         self.num_envs = num_envs
-        self.env_offset = env_offset
         self.device = torch.device(device)
-        self.kind = kind
-        self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
+        self._name = f"{kind} {env_id}"
+        self.env_offset = env_offset
         self._timeout_s = env_timeout
         self._max_restarts = env_restarts
         self._heartbeat = heartbeat
         self._num_questions = 0
-        self._lifetime_steps = [0] * len(self._groups)
-        options |= {"env_timeout": env_timeout, "env_restarts": env_restarts, "kind": kind}
-        self._make = {"env_id": env_id, "env_offset": env_offset, "options": options}
-        self._make["log_level"] = logging.getLogger().level
+        self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
+        options |= {"env_id": env_id, "env_offset": env_offset, "kind": kind}
+        self._options = options | {"env_timeout": env_timeout, "env_restarts": env_restarts}
 
-        # files in memory, the workers, their environments, and the arrays that these need
+        # files in memory, the workers, their environments, and the rows that these need
         num_workers = min(num_workers, *(rows.stop - rows.start for rows in self._groups))
         self._files = [os.memfd_create("status"), os.memfd_create("environments")]
-        self._status = shared_arrays(self._files[0], status_columns(num_workers))
-        self._arrays: dict[str, np.ndarray] = {}
+        self._status = shared_rows(self._files[0], num_workers, STATUS)
+        self._rows: np.ndarray | None = None
         self._workers: list[_Worker] = []
         try:
             for index in range(num_workers):
@@ -114,19 +109,15 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
             ]
             for part in self._parts:
                 part.worker.parts.append(part)
-            numbers = [self._begin(worker) for worker in self._workers]
-            facts = [
-                self._required(worker, number)
-                for worker, number in zip(self._workers, numbers, strict=True)
-            ][0]
+            questions = [self._begin(worker) for worker in self._workers]
+            for worker, question in zip(self._workers, questions, strict=True):
+                vars(self).update(self._required(worker, question))
         except BaseException:
             self.close()
             raise
-        for name in FACTS:
-            setattr(self, name, facts[name])
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._arrays = shared_arrays(self._files[1], env_columns(num_envs, self))
+        self._rows = shared_rows(self._files[1], num_envs, row_fields(self))
         _LOGGER.info("%s in %d worker processes", env_id, num_workers)
 
     @property
@@ -137,12 +128,17 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     @property
     def restarts(self) -> list[int]:
         """Number of times that each environment was made again, [B]."""
-        return self._arrays["restarts"].tolist()
+        return self._column("restarts").tolist()
 
     @property
     def process_ids(self) -> list[int]:
         """Process of each worker."""
         return [worker.process.pid for worker in self._workers]
+
+    def _column(self, name: str) -> np.ndarray:
+        """Return a column of the shared rows, [B, ...]."""
+        assert self._rows is not None
+        return self._rows[name]
 
     # ---- what a vector environment does
 
@@ -151,10 +147,10 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments, as `TorchVectorEnv` does."""
         if seed is not None:
-            self._arrays["life_seeds"][:] = seed
-            self._lifetime_steps = [0] * len(self._groups)
+            self._column("life_seeds")[:] = seed
+            self._column("lifetime_step")[:] = 0
         self._on_parts("reset", lambda rows: (seed and seed[rows],))
-        return self._tensors(slice(0, self.num_envs), "obs")[0], {}
+        return to_tensors([self._column("obs").copy()], self.device)[0], {}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Step all environments, as `TorchVectorEnv` does."""
@@ -164,13 +160,12 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
 
     def send(self, actions: Tensor, group: int = 0) -> None:
         """Let a group step by its actions [rows of it, ...], and return before it has."""
-        self._arrays["actions"][self._groups[group]] = actions.detach().cpu().numpy()
-        self._lifetime_steps[group] += 1
+        self._column("actions")[self._groups[group]] = actions.detach().cpu().numpy()
         for part in self._parts_of(group):
             self._ask(part, "step")
 
     def recv(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Wait for a group's step; return what `step` returns, of its environments."""
+        """Wait for a group's step; return what `step` returns for its environments."""
         return self._outcome(self._parts_of(group), self._groups[group])
 
     def _parts_of(self, group: int) -> list[_Part]:
@@ -179,17 +174,14 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     def _outcome(
         self, parts: Sequence[_Part], rows: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        self._read(parts)
+        self._answers(parts)
         names = ("obs", "rewards", "terminated", "truncated", "final_obs")
-        obs, rewards, terminated, truncated, final_obs = self._tensors(rows, *names)
+        arrays = [self._column(name)[rows].copy() for name in names]
+        obs, rewards, terminated, truncated, final_obs = to_tensors(arrays, self.device)
         return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
-    def _tensors(self, rows: slice, *names: str) -> list[Tensor]:
-        """Return fresh tensors of some rows."""
-        return to_tensors([self._arrays[name][rows].copy() for name in names], self.device)
-
     def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of what environments reported, as `TorchVectorEnv` does."""
+        """Return sum and count of each metric since the last call."""
         metrics: dict[str, tuple[float, int]] = {}
         for reported in self._on_parts("take_metrics"):
             for name, (total, count) in reported.items():
@@ -207,18 +199,17 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on any number of workers."""
-        arrays = {name: tensor.detach().cpu().numpy() for name, tensor in state.items()}
-        self._on_parts("set_state", lambda rows: ({n: a[rows] for n, a in arrays.items()},))
-        self._lifetime_steps = [int(state["lifetime_step"][0])] * len(self._groups)
+        self._on_parts(
+            "set_state", lambda rows: ({name: t[rows].numpy() for name, t in state.items()},)
+        )
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Let the workers close their environments and end, in whatever way."""
+        """Let the workers close their environments; kill those that take too long."""
         until_s = time.monotonic() + CLOSE_S
         for worker in self._workers:
-            worker.process.send((0, "close", None, ()))
+            self._send(worker, "close", None)
         for worker in self._workers:
-            while reply := worker.process.receive(partial(self._hurry, worker, until_s)):
-                self._log(worker, reply)
+            self._reply(worker, (), partial(self._hurry, worker, until_s))
             worker.process.end()
         for file in self._files:
             os.close(file)
@@ -226,7 +217,7 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     def _hurry(self, worker: _Worker, until_s: float) -> None:
         self._heartbeat()
         if time.monotonic() > until_s:
-            _LOGGER.warning("%s: worker process %d did not close", self.env_id, worker.process.pid)
+            _LOGGER.warning("%s: worker process %d did not close", self._name, worker.process.pid)
             worker.process.kill()
 
     # ---- questions and answers
@@ -235,59 +226,52 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         """Ask all parts; return their answers in the order of environments."""
         for part in self._parts:
             self._ask(part, name, *args(part.rows))
-        return self._read(self._parts)
+        return self._answers(self._parts)
 
     def _ask(self, part: _Part, name: str, *args: Any) -> None:
-        self._num_questions += 1
-        part.question = self._num_questions, name, part.group, args
-        part.worker.process.send(part.question)
+        part.question = self._send(part.worker, name, part.group, *args)
 
-    def _read(self, parts: Sequence[_Part]) -> list[Any]:
+    def _send(self, worker: _Worker, *question: Any) -> tuple[Any, ...]:
+        """Ask a worker by name, group and arguments; return the question with its number."""
+        self._num_questions += 1
+        name, group, *args = question
+        numbered = self._num_questions, name, group, tuple(args)
+        worker.process.send(numbered)
+        return numbered
+
+    def _answers(self, parts: Sequence[_Part]) -> list[Any]:
         """Return all answers; of several faults the one of the first environment is raised."""
         answers, faults = [], []
         for part in parts:
             try:
-                answers.append(self._answer(part))
+                while (reply := self._reply(part.worker, part.question)) is None:
+                    self._begin_again(part)
+                part.question = ()
+                answers.append(_value(reply))
             except EnvironmentFaultError as fault:
                 faults.append(fault)
         if faults:
             raise faults[0]
         return answers
 
-    def _answer(self, part: _Part) -> Any:
-        """Return the answer to a part's question, by a new process if its own has ended."""
-        assert part.question is not None
-        while (reply := self._reply(part.worker, part.question[0])) is None:
-            self._begin_again(part)
-        part.question = None
-        return _value(reply)
-
-    def _reply(self, worker: _Worker, number: int) -> tuple[Any, ...] | None:
-        """Wait for the reply to a question; None: the worker has ended."""
+    def _reply(
+        self, worker: _Worker, question: tuple[Any, ...], wait: Callable[[], None] | None = None
+    ) -> tuple[Any, ...] | None:
+        """Wait for the reply to a question; return None if the worker has ended."""
         worker.since_s = time.monotonic()
-        while reply := worker.process.receive(partial(self._look_after, worker)):
-            if reply[0] == number:
+        while reply := worker.process.receive(wait or partial(self._look_after, worker)):
+            number, name, record = reply
+            if number in question[:1]:
                 return reply
-            self._log(worker, reply)
+            if number is None and name:
+                logging.getLogger(name).log(*record)
+            elif number is None:
+                worker.last_words = record[1]
         return None
 
-    def _log(self, worker: _Worker, reply: tuple[int | None, str, tuple[int, str]]) -> None:
-        """Log what a worker says; without a name these are its last words."""
-        number, name, record = reply
-        if number is None and name:
-            logging.getLogger(name).log(*record)
-        elif number is None:
-            worker.last_words = record[1]
-
-    def _send(self, worker: _Worker, name: str, group: int | None, *args: Any) -> int:
-        """Ask a worker; return the number of the question."""
-        self._num_questions += 1
-        worker.process.send((self._num_questions, name, group, args))
-        return self._num_questions
-
-    def _required(self, worker: _Worker, number: int) -> Any:
+    def _required(self, worker: _Worker, question: tuple[Any, ...]) -> Any:
         """Return a worker's answer to a question; its end is a fault."""
-        reply = self._reply(worker, number)
+        reply = self._reply(worker, question)
         if reply is None:
             raise self._fault(worker, 0)
         return _value(reply)
@@ -295,13 +279,16 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     # ---- workers that end
 
     def _look_after(self, worker: _Worker) -> None:
-        """Report that work goes on as long as it does; kill a worker in which nothing moves."""
-        beats, now_s = int(self._status["beats"][worker.index]), time.monotonic()
+        """Report a worker's progress to the rank; kill a worker that makes none."""
+        beats = int(self._status["beats"][worker.index])
+        now_s = time.monotonic()
         if beats != worker.beats:
-            worker.beats, worker.since_s = beats, now_s
+            worker.beats = beats
+            worker.since_s = now_s
             self._heartbeat()
         limit_s = self._timeout_s + GRACE_S + 1.0  # the worker itself knows sooner, if it can
-        if self._arrays and self._timeout_s and now_s - worker.since_s > limit_s:
+        is_timed = self._rows is not None and self._timeout_s
+        if is_timed and now_s - worker.since_s > limit_s:
             worker.problem = f"did not come back within {self._timeout_s:g} s (--env_timeout)"
             worker.process.kill()
 
@@ -310,13 +297,13 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         how = worker.process.end()
         if worker.last_words:
             return EnvironmentFaultError(worker.last_words)
-        row, numbers = int(self._status["row"][worker.index]), self._numbers(worker)
+        row = int(self._status["row"][worker.index])
+        numbers = self._numbers(worker)
         number = f"one of {numbers}" if row == NO_ROW else str(row)
-        problem = worker.problem
-        if not problem:
-            problem = f"its worker process {worker.process.pid} (environments {numbers}) {how}"
-        where = f"{self.kind} {self.env_id} number {number} at its step {step}"
-        return EnvironmentFaultError(f"{where}: {problem}")
+        problem = f"its worker process {worker.process.pid} (environments {numbers}) {how}"
+        return EnvironmentFaultError(
+            f"{self._name} number {number} at its step {step}: {worker.problem or problem}"
+        )
 
     def _numbers(self, worker: _Worker) -> str:
         """Return the global numbers of a worker's environments."""
@@ -325,32 +312,31 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         return " and ".join(ranges)
 
     def _begin_again(self, part: _Part) -> None:
-        """Put a new process in the place of a part's, which has ended, or raise its fault."""
-        worker, restarts = part.worker, self._arrays["restarts"]
-        fault = self._fault(worker, self._lifetime_steps[part.group])
+        """Replace the process of a part, which has ended, or raise its fault."""
+        worker = part.worker
+        restarts = self._column("restarts")
+        steps_before = int(self._column("lifetime_step")[part.rows.start])
+        fault = self._fault(worker, steps_before + (part.question[1] == "step"))
         used = max(int(restarts[part.rows].max()) for part in worker.parts)
         if used >= self._max_restarts:
             again = f" (after {used} restarts, --env_restarts)" if used else ""
             raise EnvironmentFaultError(f"{fault}{again}")
-        numbers = self._numbers(worker)
-        _LOGGER.warning("%s; %s are made again in a new process", fault, numbers)
+        _LOGGER.warning("%s; %s are made again in a new process", fault, self._numbers(worker))
         self._status["row"][worker.index] = NO_ROW
-        worker.process, worker.problem, worker.last_words = WorkerProcess(*self._files), "", ""
+        worker.process = WorkerProcess(*self._files)
+        worker.problem = worker.last_words = ""
         self._required(worker, self._begin(worker))
-        for each in worker.parts:
-            restarts[each.rows] += 1
-            is_stepping = each.question is not None and each.question[1] == "step"
-            steps_before = self._lifetime_steps[each.group] - is_stepping
-            number = self._send(worker, "begin_again", each.group, steps_before)
-            self._required(worker, number)
-        for each in worker.parts:
-            if each.question:
-                worker.process.send(each.question)
+        for part in worker.parts:
+            restarts[part.rows] += 1
+            self._required(worker, self._send(worker, "begin_again", part.group))
+        for part in worker.parts:
+            if part.question:
+                worker.process.send(part.question)
 
-    def _begin(self, worker: _Worker) -> int:
-        """Let a worker make its environments; its answer are facts of them."""
+    def _begin(self, worker: _Worker) -> tuple[Any, ...]:
+        """Let a worker make its environments; its answer holds facts about them."""
         groups = [part.rows for part in worker.parts]
-        args = worker.index, len(self._workers), self.num_envs, groups, self._make
+        args = worker.index, len(self._workers), self.num_envs, groups, self._options
         return self._send(worker, "begin", None, *args)
 
 

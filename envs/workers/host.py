@@ -23,9 +23,9 @@ from typing import Any
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent, how_it_ended
 
-LOOK_S = 0.2  # between two looks at a worker that is waited for
+LOOK_S = 0.2  # between two looks at a worker that the rank waits for
 ANSWER_S = 120.0  # longest time for an answer of the host, which first imports what workers need
-_MAX_BYTES = 64  # of a message
+_MAX_BYTES = 64  # in a message
 
 
 class WorkerHost:
@@ -35,7 +35,7 @@ class WorkerHost:
         self._owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         code = "from envs.workers.host import serve; serve()"
-        # -P: the current directory is no place for modules unless the rank looks there, too
+        # -P: Python looks for modules in the current directory only if the rank does, too
         command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
@@ -50,29 +50,21 @@ class WorkerHost:
         """Whether this process may ask it for workers."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self, *descriptors: int) -> int:
-        """Fork a worker that gets these descriptors; return its process id."""
-        return self._ask("fork", *descriptors)
+    def ask(self, pid: int, *descriptors: int) -> int:
+        """Kill a worker and return its exit code, or, for pid 0, fork one.
 
-    def exit_code(self, pid: int) -> int:
-        """Kill a worker if it still runs; return its code, or minus its signal's number."""
-        return self._ask(f"wait {pid}")
-
-    def _ask(self, question: str, *descriptors: int) -> int:
-        answer = b""
+        The new worker gets the descriptors; its process id is returned. The exit code of a worker
+        that a signal has ended is minus its number.
+        """
         self._socket.settimeout(ANSWER_S)
         try:
-            socket.send_fds(self._socket, [question.encode()], descriptors)
-            answer = self._socket.recv(_MAX_BYTES)
-        except TimeoutError:
+            socket.send_fds(self._socket, [b"%d" % pid], descriptors)
+            return int(self._socket.recv(_MAX_BYTES))
+        except (OSError, ValueError):  # no answer in time, or none because the host has ended
             self._process.kill()
             self._process.wait()
-        except OSError:
-            pass  # it has ended
-        if not answer:
-            problem = f"the host of worker processes (process {self._process.pid}) ended or hung"
-            raise EnvironmentFaultError(f"{problem}: see the lines above")
-        return int(answer)
+        problem = f"the host of worker processes (process {self._process.pid}) ended or hung"
+        raise EnvironmentFaultError(f"{problem}: see the lines above")
 
 
 _host: WorkerHost | None = None
@@ -87,20 +79,20 @@ def host() -> WorkerHost:
 
 
 class WorkerProcess:
-    """One worker as its rank sees it; it knows nothing of environments."""
+    """One worker as its rank sees it; knows nothing of environments."""
 
     def __init__(self, *descriptors: int) -> None:
         ours, theirs = socket.socketpair()
         self._end = ""
         self._host = host()
         with theirs:
-            self.pid = self._host.fork(theirs.fileno(), *descriptors)
+            self.pid = self._host.ask(0, theirs.fileno(), *descriptors)
         self._connection = Connection(ours.detach())
         self._poll = select.poll()
         self._poll.register(self._connection.fileno(), select.POLLIN)
 
     def send(self, message: Any) -> None:
-        """Send a message; one to a worker that has ended is lost."""
+        """Send a message; a message to a worker that has ended is lost."""
         with suppress(OSError):
             self._connection.send(message)
 
@@ -119,11 +111,11 @@ class WorkerProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Make sure that it has ended; say how. Its process id is free afterwards."""
+        """Make sure that the worker has ended and say how; frees its process id."""
         if not self._end:
             self._connection.close()
             try:
-                self._end = how_it_ended(self._host.exit_code(self.pid))
+                self._end = how_it_ended(self._host.ask(self.pid))
             except EnvironmentFaultError:
                 self._end = "ended with its host"
         return self._end
@@ -137,23 +129,22 @@ def serve() -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    from envs.workers.worker import work
+    from envs.workers.worker import Worker
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 8)
         if not data:
             return
-        if data == b"fork":
-            answer = _fork(channel, work, descriptors)
-        else:
-            pid = int(data.split()[1])
+        if pid := int(data):
             os.kill(pid, signal.SIGKILL)
             answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        channel.sendall(str(answer).encode())
+        else:
+            answer = _fork(channel, Worker, descriptors)
+        channel.sendall(b"%d" % answer)
 
 
-def _fork(channel: socket.socket, work: Callable[..., None], descriptors: list[int]) -> int:
+def _fork(channel: socket.socket, worker: Callable[..., Any], descriptors: list[int]) -> int:
     host_pid = os.getpid()
     pid = os.fork()
     if pid:
@@ -164,7 +155,7 @@ def _fork(channel: socket.socket, work: Callable[..., None], descriptors: list[i
     try:
         die_with_parent(host_pid, signal.SIGKILL)
         channel.close()
-        work(*descriptors)
+        worker(*descriptors).run()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -1,15 +1,12 @@
-"""A worker: it steps environments of each group as a rank does in place."""
+"""The worker process: it steps environments exactly as a rank does in place."""
 
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import os
 import random
 import threading
-import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,56 +18,44 @@ from envs import make_vector_env
 from envs.vector.adapter import TorchVectorEnv
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
-from rl_dist.errors import one_line
 
 NO_ROW = -1
 # attributes of a worker's environments that hold for those of all workers
 FACTS = ("layout", "single_observation_space", "single_action_space", "spaces_json", "can_snapshot")
-Columns = Mapping[str, tuple[tuple[int, ...], str]]  # shape and type by name
+# what a worker reports without a message: "beats" grow while its environments make progress;
+# "row" is the global number of the environment that it calls
+STATUS = [("beats", "i8"), ("row", "i8")]
 
 
-def status_columns(num_workers: int) -> Columns:
-    """Return what each worker reports without a message.
-
-    "beats" grow while work goes on; "row" is the global number of the environment that it is in.
-    """
-    return {"beats": ((num_workers,), "i8"), "row": ((num_workers,), "i8")}
-
-
-def env_columns(num_envs: int, env: TorchEnv) -> Columns:
-    """Return what goes to environments and comes from them, [B, ...]."""
-    action_shape = env.single_action_space.shape
-    action_type = "f8" if env.single_action_space.dtype.kind == "f" else "i8"
-    numbers = {"rewards": "f8", "terminated": "?", "truncated": "?"}
-    numbers |= {"restarts": "i8", "life_seeds": "i8"}
-    return {
-        "actions": ((num_envs, *action_shape), action_type),
-        "obs": ((num_envs, env.layout.size), "f4"),
-        "final_obs": ((num_envs, env.layout.size), "f4"),
-        **{name: ((num_envs,), kind) for name, kind in numbers.items()},
-    }
+def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
+    """Return the fields of an environment's row in the shared memory."""
+    actions = env.single_action_space
+    return [
+        ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
+        ("obs", "f4", (env.layout.size,)),
+        ("final_obs", "f4", (env.layout.size,)),
+        ("rewards", "f8"),
+        ("terminated", "?"),
+        ("truncated", "?"),
+        # for a process that replaces one that died
+        ("restarts", "i8"),
+        ("life_seeds", "i8"),
+        ("lifetime_step", "i8"),
+    ]
 
 
-def shared_arrays(descriptor: int, columns: Columns) -> dict[str, np.ndarray]:
-    """Map arrays onto a file in memory: all processes that map it share them."""
-    offsets: dict[str, int] = {}
-    size = 0
-    for name, (shape, kind) in columns.items():
-        offsets[name] = size
-        size += -(-math.prod(shape) * np.dtype(kind).itemsize // 64) * 64
-    if os.fstat(descriptor).st_size < size:
-        os.ftruncate(descriptor, size)
-    memory = mmap.mmap(descriptor, size)
-    return {
-        name: np.ndarray(shape, kind, memory, offsets[name])
-        for name, (shape, kind) in columns.items()
-    }
+def shared_rows(descriptor: int, count: int, fields: list[tuple[Any, ...]]) -> np.ndarray:
+    """Map rows onto a file in memory, shared by all processes that map it."""
+    kind = np.dtype(fields, align=True)
+    os.ftruncate(descriptor, count * kind.itemsize)
+    return np.frombuffer(mmap.mmap(descriptor, count * kind.itemsize), kind)
 
 
 class Worker:
-    """Answers what the rank asks, in order. A group is a batch and its rows."""
+    """Answers the rank's questions in order; a group is a batch and its rows."""
 
     def __init__(self, connection: int, status: int, data: int) -> None:
+        """Take a connection to the rank, and the files in memory that it shares."""
         self._connection = Connection(connection)
         self._sending = threading.Lock()
         self._files = status, data
@@ -79,32 +64,25 @@ class Worker:
 
     def run(self) -> None:
         """Work until the rank closes the connection."""
-        while True:
+        name = ""
+        while name != "close":
             try:
                 number, name, group, args = self._connection.recv()
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):
                 return
-            value: Any = None
-            problem: Exception | None = None
+            value = problem = None
             try:
-                if group is None:
-                    value = getattr(self, name)(*args)
-                else:
+                if group is not None:
                     self._active, rows = self._groups[group]
-                    value = getattr(self, name)(self._active, rows, *args)
+                    args = self._active, rows, *args
+                value = getattr(self, name)(*args)
             except (EnvironmentFaultError, ValueError) as error:
-                kind = ValueError if isinstance(error, ValueError) else EnvironmentFaultError
-                problem = kind(str(error))
-            except Exception as error:
-                traceback.print_exc()
-                problem = RuntimeError(one_line(error))
-            self._row[0] = NO_ROW
-            self.send((number, problem, value))
-            if name == "close":
-                return
+                problem = error
+            self._status["row"] = NO_ROW
+            self.send(number, problem, value)
 
-    def send(self, message: Any) -> None:
-        """Send a message; threads may. One that nobody can get is lost."""
+    def send(self, *message: Any) -> None:
+        """Send a message, from any thread; if the rank has ended, it is lost."""
         with self._sending, suppress(OSError):
             self._connection.send(message)
 
@@ -113,33 +91,28 @@ class Worker:
     def begin(
         self, index: int, num_workers: int, num_envs: int, groups: list[slice], make: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make the environments of this worker, one for each row; return FACTS."""
-        status = shared_arrays(self._files[0], status_columns(num_workers))
-        self._beats, self._row = (status[name][index : index + 1] for name in ("beats", "row"))
+        """Make the environments of this worker; return FACTS."""
+        self._status = shared_rows(self._files[0], num_workers, STATUS)[index : index + 1]
         logging.getLogger().addHandler(_Forward(self))
-        logging.getLogger().setLevel(make["log_level"])
+        logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(True)
-        # forked workers share the states of these generators
+        # forked workers would else share the states of these generators
         first = make["env_offset"] + groups[0].start
         random.seed(first)
         np.random.seed(first % 2**32)  # noqa: NPY002  # which old environments draw from
         torch.manual_seed(first)
         for rows in groups:
-            env = make_vector_env(
-                make["env_id"],
-                rows.stop - rows.start,
-                env_offset=make["env_offset"] + rows.start,
-                end=self._end,
-                heartbeat=self._beat,
-                **make["options"],
-            )
+            options = make | {
+                "num_envs": rows.stop - rows.start,
+                "env_offset": make["env_offset"] + rows.start,
+            }
+            env = make_vector_env(**options, end=self._end, heartbeat=self._beat)
             self._groups.append((env, rows))
-        env = self._groups[0][0]
-        self._arrays = shared_arrays(self._files[1], env_columns(num_envs, env))
+        self._rows = shared_rows(self._files[1], num_envs, row_fields(env))
         return {name: getattr(env, name) for name in FACTS}
 
     def close(self) -> None:
-        """Close all environments."""
+        """Close all environments; the process then ends."""
         for env, _ in self._groups:
             self._active = env
             env.close()
@@ -151,23 +124,31 @@ class Worker:
         self._write(env, rows, obs=env.reset(seed=seeds)[0])
 
     def step(self, env: TorchVectorEnv, rows: slice) -> None:
-        """Step by the actions in the shared arrays."""
-        outcome = env.step(torch.from_numpy(self._arrays["actions"][rows]))
-        columns = dict(zip(("obs", "rewards", "terminated", "truncated"), outcome[:4], strict=True))
-        self._write(env, rows, **columns, final_obs=outcome[4]["final_obs"])
+        """Step by the actions in the shared rows."""
+        obs, rewards, terminated, truncated, info = env.step(
+            torch.from_numpy(self._rows["actions"][rows])
+        )
+        self._write(
+            env,
+            rows,
+            obs=obs,
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            final_obs=info["final_obs"],
+        )
 
-    def begin_again(self, env: TorchVectorEnv, rows: slice, lifetime_step: int) -> None:
-        """Replace environments whose process has ended; the next step is truncated."""
-        kept = (self._arrays[name][rows] for name in ("life_seeds", "restarts", "obs"))
-        env.begin_again(lifetime_step, *kept)
+    def begin_again(self, env: TorchVectorEnv, rows: slice) -> None:
+        """Replace environments of a process that died; their next step is truncated."""
+        env.begin_again(self._rows[rows])
         self._write(env, rows)
 
     def take_metrics(self, env: TorchVectorEnv, rows: slice) -> dict[str, tuple[float, int]]:
-        """Return what the environments reported since the last call."""
+        """Return the metrics that environments reported since the last call."""
         return env.take_metrics()
 
     def get_state(self, env: TorchVectorEnv, rows: slice) -> dict[str, np.ndarray]:
-        """Return all the future depends on, as arrays: torch would send tensors by files."""
+        """Return the snapshot as arrays, because torch would send tensors by files."""
         return {name: tensor.numpy() for name, tensor in env.get_state().items()}
 
     def set_state(self, env: TorchVectorEnv, rows: slice, state: dict[str, np.ndarray]) -> None:
@@ -176,36 +157,33 @@ class Worker:
         self._write(env, rows)
 
     def _write(self, env: TorchVectorEnv, rows: slice, **columns: Any) -> None:
-        """Write columns, and what a new process needs if this one ends."""
-        columns |= {"restarts": env.restarts, "life_seeds": env.life_seeds}
+        """Write columns, and those that a new process needs if this one dies."""
+        columns["restarts"] = env.restarts
+        columns["life_seeds"] = env.life_seeds
+        columns["lifetime_step"] = env.lifetime_step
         for name, values in columns.items():
-            self._arrays[name][rows] = values
+            self._rows[name][rows] = values
 
-    # ---- threads
+    # ---- called by threads
 
     def _beat(self) -> None:
         env = self._active
         row = env.watch.row if env else None
-        self._row[0] = NO_ROW if env is None or row is None else env.env_offset + row
-        self._beats += 1
+        self._status["row"] = NO_ROW if env is None or row is None else env.env_offset + row
+        self._status["beats"] += 1
 
     def _end(self, message: str) -> None:
-        """End this process when a call cannot be interrupted; the rank says why."""
-        self.send((None, "", (logging.ERROR, message)))
+        """End this process when a call cannot be interrupted; the rank reports why."""
+        self.send(None, "", (logging.ERROR, message))
         os._exit(1)
 
 
 class _Forward(logging.Handler):
-    """Sends what is logged here to the rank, which logs it."""
+    """Sends log records to the rank, which logs them."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
         self._worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._worker.send((None, record.name, (record.levelno, self.format(record))))
-
-
-def work(connection: int, status: int, data: int) -> None:
-    """Run a worker; its status and arrays are files in memory that the rank shares."""
-    Worker(connection, status, data).run()
+        self._worker.send(None, record.name, (record.levelno, self.format(record)))

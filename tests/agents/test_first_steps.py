@@ -186,7 +186,7 @@ def finished(tmp_path_factory):
 
 def test_the_start_says_what_the_policy_sees_and_which_preset_is_in_use(finished):
     _, printed = finished
-    assert "\nobservation: 4 numbers\n" in printed
+    assert "\nobservation: observation vector[4]\n" in printed
     assert "preset small: learning_rate 0.0007, update_epochs 10" in printed
 
 

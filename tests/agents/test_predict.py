@@ -17,10 +17,10 @@ IMAGE = {"camera": np.zeros((2, 13, 12, 3), np.uint8), "speed": np.zeros(4), "ge
 MASKED = {"action_mask": np.ones(7, np.int8), "place": np.zeros(4)}
 STATE = np.zeros((1, 6, 8), np.float32)  # of the cascade, one observation
 WRONG = {  # policy, observation, other arguments, the error
-    "no key": ("images", {"camera": IMAGE["camera"], "speed": np.zeros(4)}, {}, "no part .gear."),
+    "no key": ("images", {"camera": IMAGE["camera"], "speed": np.zeros(4)}, {}, "gear"),
     "shape": ("clstm", np.zeros(3), {}, r"shape is \(3,\); one has \(4,\), a batch of N \(N, 4\)"),
     "empty": ("clstm", np.zeros((0, 4)), {}, r"shape is \(0, 4\); one has"),
-    "text": ("clstm", np.array(["a"] * 4), {}, "observation has type <U1"),
+    "text": ("clstm", np.array(["a"] * 4), {}, "could not convert"),
     "NaN": ("clstm", np.full(4, np.nan), {}, "observation is nan at 0"),
     "NaN reward": ("clstm", np.zeros(4), {"reward": np.nan}, "reward holds NaN or infinity"),
     "NaN state": (
