@@ -87,9 +87,13 @@ def generate(name: str) -> str:
         "metrics": lambda: _stacked("metrics", metric_table()),
         "signals": signal_rows,
         "help": help_texts,
-        "api": lambda: f"::: {API[rest].__module__}.{API[rest].__qualname__}",
+        "api": lambda: "\n\n".join(_documented(API[name]) for name in rest.split()),
         "home": lambda: f"from {API[rest].__module__} import {rest}",
     }[kind]()
+
+
+def _documented(value: Any) -> str:
+    return f"::: {value.__module__}.{value.__qualname__}"
 
 
 def flag_tables(sections: Mapping[str, Any]) -> str:
