@@ -1,9 +1,60 @@
-"""Sums along a rollout: generalised advantage estimation, and sums over episodes."""
+"""Advantages and returns of a rollout, and the batch that an update learns from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from agents.network.inputs import Normalizers
+from agents.network.minibatches import Minibatch, to_sequences
+from agents.ppo import Batch, PPOConfig
+from agents.rollout import Rollout
+from rl_dist.process_group.collectives import all_reduce_sum
+from rl_dist.process_group.world import World
+
+
+def make_batch(
+    rollout: Rollout,
+    order: np.ndarray,  # [epochs, minibatches, sequences]
+    normalizers: Normalizers,
+    world: World,
+    config: PPOConfig,
+) -> Batch:
+    """Cut a rollout into sequences with advantages and returns; all ranks call.
+
+    One all-reduce sums all that advantages and normalisers need of the other ranks.
+    """
+    # advantages and returns [T, B], from scaled rewards
+    values = rollout.values
+    rewards = normalizers.rewards(rollout.rewards[..., None])[..., 0].to(values.dtype)
+    advantages, returns = gae(
+        rewards, values, rollout.next_values, rollout.episode_end, config.gamma, config.gae_lambda
+    )
+    sums = normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
+    sums = all_reduce_sum(sums | rollout_sums(advantages, values, returns), world)
+    if config.norm_adv:
+        least = config.min_adv_std * normalizers.return_deviation()
+        advantages = normalize_advantages(advantages, sums, least)
+
+    # sequences of L steps
+    length = len(values) // len(rollout.initial_states)
+    names = ("obs", "actions", "logprobs", "values", "episode_start")
+    steps = {name: getattr(rollout, name) for name in names}
+    steps |= {"advantages": advantages, "returns": returns}
+    return Batch(
+        sequences=Minibatch(
+            lstm_state=rollout.initial_states.flatten(0, 1),
+            **{name: to_sequences(tensor, length) for name, tensor in steps.items()},
+        ),
+        starts=to_sequences(torch.from_numpy(rollout.on_host.episode_start), length).numpy(),
+        order=order,
+        num_envs=values.shape[1],
+        explained_variance=explained_variance(sums),
+        statistics=sums,
+    )
 
 
 def gae(
@@ -14,7 +65,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages [T, B] of a rollout, and returns [T, B] = advantages + values.
+    """Return advantages [T, B], and returns [T, B] = advantages + values.
 
     Source: Schulman et al., "High-dimensional continuous control using generalized advantage
     estimation", https://arxiv.org/abs/1506.02438, equation 16.
@@ -29,21 +80,35 @@ def gae(
     return advantages, advantages + values
 
 
-def running_sums(
-    start: Tensor,  # [..., B] sums before the rollout, of the episodes under way
-    increments: Tensor,  # [T, ..., B]
-    episode_end: Tensor,  # [T, B] bool
-    decay: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Sums since the episode's start; every step multiplies what was by `decay`.
+def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    """Return one rank's sums, which the next two functions need of all ranks."""
+    sums = {"count": torch.tensor(returns.numel(), dtype=torch.float64)}
+    samples = {"advantages": advantages, "returns": returns, "errors": returns - values}
+    for name, tensor in samples.items():  # [T, B]
+        wide = tensor.double()
+        sums |= {name: wide.sum(), f"{name}_square": wide.square().sum()}
+    return sums
 
-    Returns:
-        The sums after every step [T, ..., B], and what goes on into the next rollout [..., B].
+
+def normalize_advantages(
+    advantages: Tensor, sums: Mapping[str, Tensor], least: float | Tensor = 0.0
+) -> Tensor:
+    """Shift and scale advantages [T, B] to mean 0 and deviation 1 over all ranks.
+
+    least: lower bound of the divisor, which leaves a deviation below 1.
     """
-    factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
-    rows = [start * decay + increments[0]]
-    exact = decay == 1.0  # products by 0 and 1: one operator rounds as two do
-    for increment, factor in zip(increments[1:], factors[:-1], strict=True):
-        last = rows[-1]
-        rows.append(torch.addcmul(increment, last, factor) if exact else increment + last * factor)
-    return torch.stack(rows), rows[-1] * ~episode_end[-1]
+    mean, variance = _moments("advantages", sums)
+    deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)
+    return ((advantages.double() - mean) / deviation).to(advantages.dtype)
+
+
+def explained_variance(sums: Mapping[str, Tensor]) -> Tensor:
+    """Return 1 - Var(returns - values) / Var(returns); 0 for constant returns."""
+    variance = _moments("returns", sums)[1]
+    errors = _moments("errors", sums)[1]
+    return torch.where(variance > 0, 1.0 - errors / variance, 0.0)
+
+
+def _moments(name: str, sums: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    mean = sums[name] / sums["count"]
+    return mean, sums[f"{name}_square"] / sums["count"] - mean.square()

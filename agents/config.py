@@ -94,9 +94,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
-            from agents.network.pipeline import NO_CASCADE
-
-            raise UserError(NO_CASCADE)
+            raise UserError("hybrid_form pipeline needs --policy clstm: use --strategy ddp")
 
     @property
     def values(self) -> dict[str, Any]:

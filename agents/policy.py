@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution
 
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough, State
-from agents.network.encoders import Encoder
+from agents.network.inputs import Encoder
 from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError

@@ -1,8 +1,8 @@
-"""Collecting rollouts, and cutting them into sequences."""
+"""Rollouts: T steps of all environments of a rank with the frozen policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.advantages import running_sums
-from agents.network.minibatches import Minibatch, to_sequences
-from agents.network.normalize import Normalizer
+from agents.network.inputs import Normalizer
 from agents.network.sequences import to_device, to_host
 from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
-from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.world import World
 from rl_dist.strategies.config import weights_cast_once
 
 if TYPE_CHECKING:
@@ -29,33 +25,37 @@ if TYPE_CHECKING:
 class Carry:
     """State of each environment between rollouts; checkpointed, never zeroed."""
 
-    obs: Tensor  # [B, F] as the environment gave it
+    obs: Tensor  # [B, F] as the environment returned it
     history: Tensor  # [B, n-1, F] normalised observations before it (feature_window n), or zeros
     episode_start: Tensor  # [B] bool; obs is the first of its episode
     lstm_state: Tensor  # [B, S, H]
     episode_return: Tensor  # [B] float64, plain rewards so far
     episode_length: Tensor  # [B] int64
-    discounted_return: Tensor  # [B] float64, of the rewards the learner sees; scales them
+    discounted_return: Tensor  # [B] float64, of the learner's rewards; its deviation scales them
 
     def tensors(self) -> dict[str, Tensor]:
-        """All fields by name, each with leading dimension B."""
+        """Return all fields by name, each with leading dimension B."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def rows(self, rows: slice) -> Carry:
-        """The carry of some of the environments."""
+        """Return the carry of some of the environments."""
         return Carry(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def join(self, parts: Sequence[Carry]) -> None:
+        """Take over the carries of all groups of environments."""
+        for name in self.tensors():
+            setattr(self, name, torch.cat([getattr(part, name) for part in parts]))
 
 
 def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
-    """The carry after all environments were reset to `obs` [B, F]."""
+    """Return the carry after all environments were reset to `obs` [B, F]."""
     num_envs = len(obs)
     zeros = torch.zeros(num_envs, dtype=torch.float64, device=obs.device)  # [B]
-    state = policy.initial_state(num_envs)  # [B, S, H]
     return Carry(
         obs=obs,
         history=policy.empty_history(num_envs),
         episode_start=torch.ones(num_envs, dtype=torch.bool, device=obs.device),
-        lstm_state=state,
+        lstm_state=policy.initial_state(num_envs),
         episode_return=zeros,
         episode_length=zeros.long(),
         discounted_return=zeros.clone(),
@@ -63,23 +63,13 @@ def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
 
 
 @dataclass
-class OnHost:
-    """What the host has to know of a rollout, read at once."""
+class HostFacts:
+    """Facts of a rollout that the host needs, read from the device in one transfer."""
 
-    episodes: np.ndarray  # [3] how many ended, and the sums of their returns and lengths
+    episodes: np.ndarray  # [3] number of episodes that ended, sums of their returns and lengths
     truncated: np.ndarray  # [T, B]
     episode_start: np.ndarray  # [T, B]
     finite: bool  # observations and rewards
-
-    @classmethod
-    def joined(cls, groups: list[OnHost]) -> OnHost:
-        """Of the groups of a rank's environments."""
-        return cls(
-            truncated=np.concatenate([one.truncated for one in groups], axis=1),
-            episode_start=np.concatenate([one.episode_start for one in groups], axis=1),
-            episodes=np.sum([one.episodes for one in groups], axis=0),
-            finite=all(one.finite for one in groups),
-        )
 
 
 @dataclass
@@ -91,20 +81,38 @@ class Rollout:
     actions: Tensor  # [T, B, A] unclipped, or [T, B] int64
     logprobs: Tensor
     values: Tensor
-    rewards: Tensor  # float64, as the environment gave them (not yet scaled)
+    rewards: Tensor  # float64, as the environment returned them (not yet scaled)
     episode_start: Tensor  # bool; about the input
     terminated: Tensor  # bool; about the step
     truncated: Tensor  # bool; about the step
     episode_returns: Tensor  # float64, plain return so far, this step included
     episode_lengths: Tensor  # int64
+    discounted_returns: Tensor  # float64, discounted sum of the episode's rewards so far
     next_values: Tensor  # V of the true successor
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
-    on_host: OnHost
+    on_host: HostFacts
 
     @property
     def episode_end(self) -> Tensor:
         """[T, B] bool: the step was the last of its episode."""
         return self.terminated | self.truncated
+
+    @staticmethod
+    def joined(parts: list[Rollout]) -> Rollout:
+        """Return the rollout of all groups of environments."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [item.name for item in fields(Rollout) if item.name != "on_host"]
+        facts = [part.on_host for part in parts]
+        return Rollout(
+            **{name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names},
+            on_host=HostFacts(
+                episodes=np.sum([part.episodes for part in facts], axis=0),
+                truncated=np.concatenate([part.truncated for part in facts], axis=1),
+                episode_start=np.concatenate([part.episode_start for part in facts], axis=1),
+                finite=all(part.finite for part in facts),
+            ),
+        )
 
     def refuse_non_finite(
         self, next_obs: Tensor, env_offset: int, lifetime_step: int, rank: int
@@ -114,11 +122,10 @@ class Rollout:
             return
         bad_obs = ~torch.isfinite(torch.cat([self.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
         bad_rewards = torch.nn.functional.pad(~torch.isfinite(self.rewards), (0, 0, 0, 1))
-        bad = bad_obs | bad_rewards  # [T+1, B]
-        t, column = bad.nonzero()[0].tolist()
-        what = "reward" if bad_rewards[t, column] else "observation"
+        t, column = (bad_obs | bad_rewards).nonzero()[0].tolist()
+        kind = "reward" if bad_rewards[t, column] else "observation"
         where = f"environment {env_offset + column} at its step {lifetime_step + t}"
-        raise UserError(f"rank {rank}: NaN or inf in the {what} of {where}", exit_code=1)
+        raise UserError(f"rank {rank}: NaN or inf in the {kind} of {where}", exit_code=1)
 
 
 def policy_input(
@@ -130,7 +137,7 @@ def policy_input(
 
 
 def shift_history(history: Tensor, seen: Tensor) -> Tensor:
-    """The window [B, n-1, F] after one more observation."""
+    """Return the window [B, n-1, F] after one more observation."""
     return seen.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
 
 
@@ -142,240 +149,166 @@ def collect(
     carry: Carry,
     noise: Tensor,  # [T, B, A]
     bptt_steps: int,
+    gamma: float,
     on_step: Callable[[], None] = lambda: None,
 ) -> Rollout:
     """Step all environments T times with the frozen policy; updates `carry` in place.
 
-    An environment of several `groups` steps some of its rows while the policy acts for others.
+    Groups take turns: while the policy acts for one, the others step.
     """
-    groups = env.groups
     with weights_cast_once(policy.low_precision, noise.device):
-        if len(groups) > 1:
-            return _collect_in_groups(policy, normalizer, env, carry, noise, bptt_steps, on_step)
-        acting = _act(policy, normalizer, carry, noise, bptt_steps)
-        actions_or_rollout = next(acting)
-        for _ in noise:
-            with section("environment"):
-                answers = env.step(actions_or_rollout)
-            on_step()
-            actions_or_rollout = acting.send(answers)
-        return actions_or_rollout
+        actors = [
+            Actor(policy, normalizer, carry.rows(rows), noise[:, rows]) for rows in env.groups
+        ]
+        for group, actor in enumerate(actors):
+            env.send(actor.act(), group)
+        for t in range(1, len(noise) + 1):
+            for group, actor in enumerate(actors):
+                with section("environment"):
+                    answers = env.recv(group)
+                on_step()
+                actor.observe(*answers)
+                if t < len(noise):
+                    env.send(actor.act(), group)
+        parts = [actor.finish(bptt_steps, gamma) for actor in actors]
+    carry.join([actor.carry for actor in actors])
+    return Rollout.joined(parts)
 
 
-def _collect_in_groups(
-    policy: Policy,
-    normalizer: Normalizer,
-    env: TorchEnv,
-    carry: Carry,
-    noise: Tensor,  # [T, B, A]
-    bptt_steps: int,
-    on_step: Callable[[], None],
-) -> Rollout:
-    """Collect by groups in turn: the others step while the policy acts for one."""
-    carries = [carry.rows(rows) for rows in env.groups]
-    acting = [
-        _act(policy, normalizer, part, noise[:, rows], bptt_steps)
-        for part, rows in zip(carries, env.groups, strict=True)
-    ]
-    made = []
-    for group, one in enumerate(acting):
-        made.append(next(one))
-        env.send(made[group], group)
-    for t in range(len(noise)):
-        for group, one in enumerate(acting):
-            with section("environment"):
-                answers = env.recv(group)
-            on_step()
-            made[group] = one.send(answers)
-            if t + 1 < len(noise):
-                env.send(made[group], group)
-    for name in carry.tensors():
-        setattr(carry, name, torch.cat([getattr(part, name) for part in carries]))
-    columns = [field.name for field in fields(Rollout) if field.name != "on_host"]
-    joined = {n: torch.cat([getattr(one, n) for one in made], dim=1) for n in columns}
-    return Rollout(**joined, on_host=OnHost.joined([one.on_host for one in made]))
+class Actor:
+    """Acts for one group of environments, and keeps their steps."""
 
+    def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
+        self.policy = policy
+        self.carry = carry
+        self.pushes = policy.pushes(noise)  # [T, B, A]
+        self.normalize = normalizer.frozen(carry.lstm_state.dtype)
+        self.steps: list[dict[str, Tensor]] = []
+        self.states: list[Tensor] = []  # before every step
+        # (obs, history, state) after every step, as if no episode had ended
+        self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
 
-def _act(
-    policy: Policy,
-    normalizer: Normalizer,
-    carry: Carry,
-    noise: Tensor,  # [T, B, A]
-    bptt_steps: int,
-) -> Generator[Any, Any, None]:
-    """Yield the actions of each step, be sent what `env.step` returns; yield the Rollout last.
+    @section("policy")
+    def act(self) -> Tensor:
+        """Return the actions of the next step."""
+        carry = self.carry
+        seen = policy_input(self.normalize, carry.history, carry.obs, carry.lstm_state.dtype)
+        push = self.pushes[len(self.states)]
+        actions, actor, values, state = self.policy.decide(
+            seen, carry.lstm_state, carry.episode_start, push
+        )
+        step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "actor": actor}
+        step |= {"values": values, "episode_start": carry.episode_start}
+        self.steps.append(step)
+        self.states.append(carry.lstm_state)
+        carry.lstm_state = state
+        return actions
 
-    States are kept for the values of observations that no further step looks at.
-    """
-    normalize = normalizer.frozen(carry.lstm_state.dtype)
-    steps: list[dict[str, Tensor]] = []
-    successors: list[tuple[Tensor, ...]] = []  # (obs, history, state) if no episode ended
-    initial_states = []
-    for t, push in enumerate(policy.pushes(noise)):
-        if t % bptt_steps == 0:
-            initial_states.append(carry.lstm_state)
-
-        # act, then let the environments answer
-        seen = policy_input(normalize, carry.history, carry.obs, carry.lstm_state.dtype)
-        with section("policy"):
-            actions, actor, values, state = policy.decide(
-                seen, carry.lstm_state, carry.episode_start, push
-            )
-        obs, rewards, terminated, truncated, info = yield actions
-
-        # keep the step, and what its successor's value depends on
-        step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "values": values}
-        step |= {"rewards": rewards, "episode_start": carry.episode_start}
-        step |= {"terminated": terminated, "truncated": truncated}
-        step |= {"actor": actor, "raw_rewards": info.get("raw_rewards", rewards)}
-        steps.append(step)
-        history = shift_history(carry.history, seen)
-        successors.append((info["final_obs"], history, state))
-
-        # carry on; the end of an episode empties its window
+    def observe(
+        self,
+        obs: Tensor,
+        rewards: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        info: dict[str, Any],
+    ) -> None:
+        """Keep the environments' answers; the end of an episode empties its window."""
+        carry = self.carry
+        step = self.steps[-1]
+        step |= {"rewards": rewards, "terminated": terminated, "truncated": truncated}
+        step["raw_rewards"] = info.get("raw_rewards", rewards)
+        history = shift_history(carry.history, step["obs"])
+        self.successors.append((info["final_obs"], history, carry.lstm_state))
         ended = terminated | truncated  # [B]
         carry.obs = obs
         carry.history = history * ~ended[:, None, None] if history.shape[1] else history
         carry.episode_start = ended
-        carry.lstm_state = state
 
-    whole = _complete(policy, normalize, carry, steps, successors)
-    yield Rollout(**whole, initial_states=torch.stack(initial_states))
+    def finish(self, bptt_steps: int, gamma: float) -> Rollout:
+        """Return the steps as a rollout; the carry's sums continue from its end.
 
+        Log probabilities, sums and values of successors are computed for all steps together.
+        """
+        steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
+        steps["rewards"] = steps["rewards"].double()
+        steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
+        ends = steps["terminated"] | steps["truncated"]  # [T, B]
+        steps |= self._episode_sums(steps["rewards"], steps.pop("raw_rewards"), ends, gamma)
+        facts = self._read(steps, ends)
+        return Rollout(
+            **steps,
+            next_values=self._next_values(steps, facts.truncated),
+            initial_states=torch.stack(self.states[::bptt_steps]),
+            on_host=facts,
+        )
 
-def _complete(
-    policy: Policy,
-    normalize: Callable[[Tensor], Tensor],
-    carry: Carry,
-    steps: list[dict[str, Tensor]],
-    successors: list[tuple[Tensor, ...]],
-) -> dict[str, Any]:
-    """Fields of a rollout; what needs no step by itself is computed for all of them at once."""
-    stacked = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    actor, raw_rewards = stacked.pop("actor"), stacked.pop("raw_rewards")
-    stacked["rewards"] = stacked["rewards"].double()
-    stacked["logprobs"] = policy.logprobs(actor, stacked["actions"])
-    ends = stacked["terminated"] | stacked["truncated"]
-    stacked |= _episode_sums(carry, raw_rewards, ends)
-    on_host = _read(stacked, ends, carry.obs)
-    stacked["next_values"] = _next_values(policy, normalize, successors, stacked, on_host.truncated)
-    return {**stacked, "on_host": on_host}
+    def _episode_sums(
+        self, rewards: Tensor, raw_rewards: Tensor, ends: Tensor, gamma: float
+    ) -> dict[str, Tensor]:
+        """Return sums since the episode's start after every step, each [T, B]."""
+        carry = self.carry
+        increments = torch.stack([raw_rewards.double(), torch.ones_like(rewards)], dim=1)
+        before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
+        sums, after = running_sums(before, increments, ends)
+        discounted, carry.discounted_return = running_sums(
+            carry.discounted_return, rewards, ends, gamma
+        )
+        carry.episode_return = after[0]
+        carry.episode_length = after[1].long()
+        return {
+            "episode_returns": sums[:, 0],
+            "episode_lengths": sums[:, 1].long(),
+            "discounted_returns": discounted,
+        }
 
+    def _read(self, steps: dict[str, Tensor], ends: Tensor) -> HostFacts:
+        """Read the facts of steps [T, B, ...], and of the observations after them."""
+        sums = [(steps[name] * ends).sum() for name in ("episode_returns", "episode_lengths")]
+        episodes = torch.stack([number.double() for number in (ends.sum(), *sums)])
+        checked = (steps["raw_obs"], steps["rewards"], self.carry.obs)
+        finite = torch.stack([torch.isfinite(values).all() for values in checked])
+        flags = (steps["truncated"], steps["episode_start"])
+        episodes_read, truncated, starts, usable = to_host([episodes, *flags, finite])
+        return HostFacts(episodes_read, truncated, starts, bool(usable.all()))
 
-def _read(steps: dict[str, Tensor], episode_end: Tensor, next_obs: Tensor) -> OnHost:
-    """What the host needs of steps [T, B, ...] and of what followed them."""
-    named = ("episode_returns", "episode_lengths")
-    sums = [(steps[name] * episode_end).sum().double() for name in named]
-    episodes = torch.stack([episode_end.sum().double(), *sums])  # whole numbers are exact
-    checked = (steps["raw_obs"], steps["rewards"], next_obs)
-    finite = torch.stack([torch.isfinite(values).all() for values in checked])
-    flags = (steps["truncated"], steps["episode_start"])
-    episodes_read, truncated, starts, usable = to_host([episodes, *flags, finite])
-    return OnHost(episodes_read, truncated, starts, bool(usable.all()))
+    @section("policy")
+    def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
+        """Return V of every step's true successor, [T, B]: zero after termination."""
+        # the next step's value, unless the episode or the rollout ended
+        next_values = torch.empty_like(steps["values"])
+        next_values[:-1] = steps["values"][1:]
+        missing = truncated.copy()  # [T, B]
+        missing[-1] = True
 
-
-def _episode_sums(carry: Carry, rewards: Tensor, episode_end: Tensor) -> dict[str, Tensor]:
-    """Plain return and length so far after every step, each [T, B]; carried on in `carry`."""
-    increments = torch.stack([rewards.double(), torch.ones_like(rewards).double()], dim=1)
-    before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
-    sums, after = running_sums(before, increments, episode_end)
-    carry.episode_return, carry.episode_length = after[0], after[1].long()
-    return {"episode_returns": sums[:, 0], "episode_lengths": sums[:, 1].long()}
-
-
-@section("policy")
-def _next_values(
-    policy: Policy,
-    normalize: Callable[[Tensor], Tensor],
-    successors: list[tuple[Tensor, ...]],
-    steps: dict[str, Tensor],  # each [T, B, ...]
-    truncated: np.ndarray,  # [T, B]
-) -> Tensor:
-    """V of the true successor of every step, [T, B]: zero where the episode terminated."""
-    # the next step's value, unless the episode or the rollout ended
-    next_values = torch.empty_like(steps["values"])
-    next_values[:-1] = steps["values"][1:]
-    needs_bootstrap = truncated.copy()
-    needs_bootstrap[-1] = True
-
-    # those are evaluated now, all at once; the recurrent states that come out are discarded
-    places = [np.flatnonzero(needs_bootstrap), needs_bootstrap.nonzero()[1]]
-    cells, columns = to_device(places, next_values.device)
-    by_step = columns.split(needs_bootstrap.sum(1).tolist())
-    kept = [
-        [part.index_select(0, index) for part in step]
-        for step, index in zip(successors, by_step, strict=True)
-        if len(index)
-    ]
-    obs, history, state = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    seen = policy_input(normalize, history, obs, state.dtype)
-    no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
-    bootstrap_values = policy.decide(seen, state, no_start)[2]
-    next_values.view(-1).index_copy_(0, cells, bootstrap_values)
-    return next_values * ~steps["terminated"]
+        # the others in one call; the recurrent states that come out are discarded
+        places = [np.flatnonzero(missing), missing.nonzero()[1]]
+        cells, columns = to_device(places, next_values.device)
+        by_step = columns.split(missing.sum(1).tolist())
+        rows = [
+            [part.index_select(0, index) for part in successor]
+            for successor, index in zip(self.successors, by_step, strict=True)
+            if len(index)
+        ]
+        obs, history, state = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        seen = policy_input(self.normalize, history, obs, state.dtype)
+        no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
+        next_values.view(-1).index_copy_(0, cells, self.policy.decide(seen, state, no_start)[2])
+        return next_values * ~steps["terminated"]
 
 
-def cut_rollout(
-    rollout: Rollout, advantages: Tensor, returns: Tensor, bptt_steps: int
-) -> Minibatch:
-    """All K * B sequences of a rollout, its advantages and its returns, each [T, B]."""
-    names = ("obs", "actions", "logprobs", "values", "episode_start")
-    steps = {name: getattr(rollout, name) for name in names}
-    steps |= {"advantages": advantages, "returns": returns}
-    return Minibatch(
-        lstm_state=rollout.initial_states.flatten(0, 1),
-        **{name: to_sequences(values, bptt_steps) for name, values in steps.items()},
-    )
+def running_sums(
+    start: Tensor,  # [..., B] sums before the rollout, of the unfinished episodes
+    increments: Tensor,  # [T, ..., B]
+    episode_end: Tensor,  # [T, B] bool
+    decay: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Sum up since the episode's start; every step multiplies the sum by `decay`.
 
-
-def episode_metrics(
-    rollout: Rollout,
-    timing: dict[str, float],
-    env_restarts: int,
-    use: dict[str, float | None],
-    world: World,
-    env_metrics: Mapping[str, tuple[float, int]] = {},  # never changed
-    signum: int = 0,
-) -> dict[str, Any]:
-    """Returns and lengths of ended episodes, overall and by rank, in one gathering.
-
-    Args:
-        timing: seconds of this rank's phases.
-        use: of this rank's GPU, CPU and memory.
-        env_metrics: sum and count of what this rank's environments report of themselves.
-        signum: of the stop signal that this rank has got; the largest of all is returned.
+    Returns:
+        The sums after every step [T, ..., B], and the start of the next rollout [..., B].
     """
-    count, return_sum, length_sum = rollout.on_host.episodes.tolist()
-    own = {
-        "rank": world.rank,
-        "episode/count": int(count),
-        "return_sum": return_sum,
-        "length_sum": int(length_sum),
-        "restarts": env_restarts,
-        "signum": signum,
-        "env_metrics": env_metrics,
-        **timing,
-        **use,
-    }
-    ranks = all_gather_json(own, world)
-    sums: dict[str, tuple[float, int]] = {}
-    for name, (total, number) in (pair for rank in ranks for pair in rank["env_metrics"].items()):
-        before = sums.get(name, (0.0, 0))
-        sums[name] = (before[0] + total, before[1] + number)
-    count = sum(rank["episode/count"] for rank in ranks)
-    return_sum = sum(rank["return_sum"] for rank in ranks)
-    length_sum = sum(rank.pop("length_sum") for rank in ranks)
-    for rank in ranks:
-        del rank["env_metrics"]
-        own_sum, own_count = rank.pop("return_sum"), rank["episode/count"]
-        rank["episode/return"] = own_sum / own_count if own_count else None
-    return {
-        "episode/return": return_sum / count if count else None,
-        "episode/length": length_sum / count if count else None,
-        "episode/count": count,
-        **{f"env/{name}": total / number for name, (total, number) in sums.items() if number},
-        "env/restarts": sum(rank.pop("restarts") for rank in ranks),
-        "signum": max(rank.pop("signum") for rank in ranks),
-        **{key: max(rank[key] for rank in ranks) for key in timing},
-        "ranks": ranks,
-    }
+    factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
+    sums = [start * decay + increments[0]]
+    for increment, factor in zip(increments[1:], factors[:-1], strict=True):
+        sums.append(increment + sums[-1] * factor)
+    return torch.stack(sums), sums[-1] * ~episode_end[-1]

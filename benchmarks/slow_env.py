@@ -64,7 +64,7 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     """Print steps/s of rollouts in all ways: medians of rounds in which they take turns."""
     import torch
 
-    from agents.network.normalize import Normalizer
+    from agents.network.inputs import Normalizer
     from agents.policy import Policy, PolicyConfig
     from agents.rollout import collect, fresh_carry
     from envs import make_vector_env
@@ -83,7 +83,7 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     for _ in range(rounds):
         for way, env in envs.items():
             started_s = time.perf_counter()
-            collect(policy, normalizer, env, carries[way], noise, num_steps)
+            collect(policy, normalizer, env, carries[way], noise, num_steps, gamma=0.99)
             ways[way].append(num_envs * num_steps / (time.perf_counter() - started_s))
     plain = np.median(ways[0, 1])
     print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rounds")

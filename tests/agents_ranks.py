@@ -321,8 +321,8 @@ class Recording(Training):
             "hashes": self.hashes,
             "losses": self.losses,
             "rates": self.rates,
-            "moments": self.obs_normalizer.state_dict()
-            | {"count_of_rewards": self.reward_normalizer.moments.count},
+            "moments": self.normalizers.obs.state_dict()
+            | {"count_of_rewards": self.normalizers.rewards.moments.count},
         }
 
 

@@ -13,7 +13,6 @@ import torch
 from agents_ranks import Recording, make_job
 
 import agents.ppo
-from agents import trainer
 from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
@@ -106,7 +105,7 @@ def bad_steps(world, folder):
 def moved(training, what):
     """What changes on rank 1."""
     weight = training.policy.critic_head.weight
-    tensors = {"mean": training.obs_normalizer.moments.mean, "parameter": weight.data[0]}
+    tensors = {"mean": training.normalizers.obs.moments.mean, "parameter": weight.data[0]}
     return tensors[what] if what in tensors else training.ppo.optimizer.state[weight][what][0]
 
 
@@ -147,7 +146,7 @@ def clock_of_its_own():
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
     with (
-        mock.patch.object(trainer, "time", clock),
+        mock.patch("agents.recorder.time", clock),
         mock.patch("rl_dist.process_group.clock.time", clock),
     ):
         yield ahead_s

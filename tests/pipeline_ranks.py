@@ -137,7 +137,7 @@ def poisoned(world):
         if poison and world.rank == 0:
             advantages[0, 0] = torch.inf
         stepped.append(bool(training.ppo.step(replace(minibatch, advantages=advantages))[2]))
-        training.ppo.strategy.end_update()
+        training.ppo.end_update()
         hashes.append(parameter_hash(training.policy))
     mesh = training.ppo.strategy.mesh
     backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agents.config import RunConfig
-from agents.network.normalize import Normalizer
+from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 from agents.policy import Policy, check_readable
 from agents.rollout import policy_input, shift_history

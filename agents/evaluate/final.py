@@ -10,7 +10,6 @@ from agents.config import RunConfig
 from agents.evaluate.episodes import episode_figures, episode_text, until_stopped
 from agents.run.limits import EVALUATING
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
-from agents.trainer import Training
 from envs import find_spec
 from envs.task import GymTask
 from rl_dist.checkpoint.store import BEST_FILE
@@ -19,6 +18,7 @@ from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from agents.trainer import Training
     from envs.trading.task import TradingTask
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def evaluate_on_markets(
     """Evaluate on markets; the test span of real prices stays closed."""
     from agents.evaluate.markets import open_spans, report
 
-    agents = {"policy": (training.policy, training.obs_normalizer)}
+    agents = {"policy": (training.policy, training.normalizers.obs)}
     picture = path_to_write(run_dir, "plots/equity.png")
     markets, spans = task.markets("test"), open_spans(task)
     figures, text = report(task, markets, spans, agents, training.world, run_dir, picture)
@@ -62,7 +62,7 @@ def evaluate_last_and_best(
 ) -> tuple[dict[str, Any], str]:
     """Evaluate the last policy in whole episodes, and best.pt if it differs."""
     world = training.world
-    last = episode_figures(task, config, training.policy, training.obs_normalizer, world)
+    last = episode_figures(task, config, training.policy, training.normalizers.obs, world)
     summary: dict[str, Any] = {"test": last}
     figures = {"last": last}
     if best := load_best(training, run_dir):

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from agents.evaluate.episodes import Controller, PolicyController, shard
-from agents.network.normalize import Normalizer
+from agents.network.inputs import Normalizer
 from agents.policy import Policy
 from envs.trading.baselines import MemorylessRule, ReferencePolicy, buy_equal_weight
 from envs.trading.market_data import Market, Span

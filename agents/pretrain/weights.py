@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from agents.config import RunConfig, probe
-from agents.network.normalize import Normalizer
+from agents.network.inputs import Normalizer
 from agents.policy import Policy
 from agents.run.saved import InitialWeights, load_saved
 from envs.task import GymTask

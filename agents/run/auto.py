@@ -188,8 +188,7 @@ class Trials:
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         for part in minibatch.into_microbatches(sizes.num_microbatches):
             seen = policy(part.obs, part.actions, part.lstm_state, part.episode_start)
-            stored = part.logprobs, part.values, part.advantages, part.returns
-            ppo_loss(seen, *stored, config.ppo).total.backward()
+            ppo_loss(seen, part, config.ppo).total.backward()
         policy.zero_grad()
         grown = peak_memory_bytes(device) - self.held_bytes
         self.bytes_per_sequence = max(0, grown) / sequences

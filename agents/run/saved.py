@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.config import RunConfig, probe
-from agents.network.normalize import Normalizer, observation_normalizer
+from agents.network.inputs import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig, check_readable, check_weights, spaces_of
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout

@@ -16,7 +16,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,6 @@ class Strategy:
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     """
-
-    # forward and backward of a step at once, where they have an order of their own
-    scheduled: Callable[..., Tensor] | None = None
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -146,8 +143,10 @@ class Strategy:
         wrapped.register_comm_hook(None, reduce)
         return wrapped
 
-    def end_update(self) -> None:
-        """Give every rank all new parameters; only a pipeline has to exchange any."""
+    @property
+    def takes_plans(self) -> bool:
+        """Whether forward takes inputs that are no tensors: dp cannot cut them."""
+        return self.mode != "dp"
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:

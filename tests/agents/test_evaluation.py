@@ -22,7 +22,7 @@ from agents.evaluate.markets import (
     performance,
     run_markets,
 )
-from agents.network.normalize import Normalizer
+from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, stream_seeds
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout

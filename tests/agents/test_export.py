@@ -19,7 +19,7 @@ from agents.export.card import make_card
 from agents.export.check import TOLERANCE, largest_difference
 from agents.export.command import export
 from agents.export.step import ExportedStep
-from agents.network.normalize import observation_normalizer
+from agents.network.inputs import observation_normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import TaskConfig

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from agents.network.normalize import Normalizer, RunningMoments
+from agents.network.inputs import Normalizer, RunningMoments
 
 
 def samples(count, num_features=3, seed=0, offset=0.0, scale=1.0):

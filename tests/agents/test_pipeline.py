@@ -10,10 +10,9 @@ from torch import nn
 from train_runs import SMALL, records, start_training
 
 from agents.config import RunConfig
-from agents.network.pipeline import stage_of
+from agents.pipeline import StageStrategy, stage_of
 from agents.run.choice import parse_training
 from agents.run.resumed import resumed_config
-from agents.trainer import make_strategy
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
@@ -147,14 +146,14 @@ def test_a_policy_without_a_cascade_is_refused():
     launch_config = {"strategy": "hybrid", "hybrid_form": "pipeline"}
     saved = RunConfig().to_dict()
     assert RunConfig.from_dict(saved | {"launch": launch_config}).policy.policy == "clstm"
-    with pytest.raises(UserError, match="use --policy clstm, or --strategy ddp"):
+    with pytest.raises(UserError, match="--policy clstm: use --strategy ddp"):
         RunConfig.from_dict(saved | {"launch": launch_config, "policy": {"policy": "mlp"}})
 
 
 def test_the_general_strategy_and_one_rank_are_refused(monkeypatch):
     with world_of_one() as world:
         with pytest.raises(UserError, match="pairs of ranks"):
-            make_strategy(PIPELINE, world)
+            StageStrategy(PIPELINE, world)
         # one rank is enough to see this
         monkeypatch.setattr("rl_dist.strategies.strategy.check_strategy", lambda *_: "hybrid")
         with pytest.raises(UserError, match="trains the cascaded policy only"):

@@ -16,7 +16,7 @@ from policies import (
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.network.normalize import Normalizer
+from agents.network.inputs import Normalizer
 from agents.policy import PolicyConfig
 from agents.rollout import collect, fresh_carry
 
@@ -119,7 +119,7 @@ def scripted_rollouts(config, num_rollouts=3, num_steps=8):
     )
     carry = fresh_carry(policy, env.reset()[0])
     noise = torch.randn(num_steps, 3, 2, dtype=torch.float64)
-    rollouts = [collect(policy, normalizer, env, carry, noise, 4) for _ in range(num_rollouts)]
+    rollouts = [collect(policy, normalizer, env, carry, noise, 4, 0.9) for _ in range(num_rollouts)]
     return policy, normalizer, rollouts
 
 

@@ -7,18 +7,19 @@ import torch
 from agents_ranks import JOBS, Recording, make_job
 from torch import nn
 
+from agents.advantages import normalize_advantages, rollout_sums
 from agents.network.minibatches import Minibatch
+from agents.network.noise import sequence_orders
 from agents.policy import Evaluation, PolicyConfig
 from agents.ppo import (
     PPO,
+    Batch,
     LossParts,
     NonFiniteGradientError,
     PPOConfig,
     learning_rate,
-    normalize_advantages,
     ppo_loss,
     refreshed_states,
-    rollout_sums,
 )
 from agents.trainer import train
 from rl_dist.process_group.world import StopFlag
@@ -36,9 +37,21 @@ def loss_of(ratios=(1.0,), values=0, entropy=0, old_values=0, advantages=0, retu
     """The loss of one row of steps whose probabilities changed by these ratios."""
     before = row(*[-1.5] * len(ratios))
     given = (entropy, values, old_values, advantages, returns)
-    entropy, values, *rollout = (row(*each) if each else before * 0 for each in given)
+    entropy, values, old_values, advantages, returns = (
+        row(*each) if each else before * 0 for each in given
+    )
     evaluation = Evaluation(before + row(*ratios).log(), entropy, values)
-    return ppo_loss(evaluation, before, *rollout, PPOConfig(**ppo))
+    minibatch = Minibatch(
+        obs=before,
+        actions=before,
+        logprobs=before,
+        values=old_values,
+        advantages=advantages,
+        returns=returns,
+        episode_start=before > 0,
+        lstm_state=before,
+    )
+    return ppo_loss(evaluation, minibatch, PPOConfig(**ppo))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,7 @@ class Line(nn.Module):
     """A policy of one parameter: value = parameter, log-probability = 0."""
 
     config = PolicyConfig(policy="mlp")
-    discrete = False
+    discrete = resets_inside = False
 
     def __init__(self, value=0.0):
         super().__init__()
@@ -151,8 +164,20 @@ def alone(world):
     return Strategy(StrategyConfig(), world)
 
 
-def update(ppo, some, num_envs=4, num_minibatches=2):
-    return ppo.update(some, (1, 1), 0, num_envs, num_minibatches)
+def batch_of(some, ppo, num_minibatches, num_envs=4):
+    share = (0, num_envs, some.obs.shape[1] // num_envs, num_minibatches)
+    return Batch(
+        sequences=some,
+        starts=some.episode_start.numpy(),
+        order=sequence_orders((1, 1), ppo.config.update_epochs, *share),
+        num_envs=num_envs,
+        explained_variance=torch.zeros(()),
+        statistics={},
+    )
+
+
+def update(ppo, some, num_minibatches=2):
+    return ppo.update(batch_of(some, ppo, num_minibatches))
 
 
 def test_every_epoch_uses_every_sequence_once_in_an_order_of_its_own(world):
@@ -282,23 +307,22 @@ def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
 def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(world):
     ppo = PPOConfig(update_epochs=3, learning_rate=1e-2, refresh_states=True)
     training = Recording(make_job("recall, clstm", iterations=1, ppo=ppo), world)
-    update, step, num_envs = training.ppo.update, training.ppo.step, training.sizes.num_envs
+    update, step = training.ppo.update, training.ppo.step
     rollout, used, expected = [], [], []
 
-    def keep(sequences, *args):
-        rollout.append(sequences)
-        return update(sequences, *args)
+    def keep(batch):
+        rollout.append(batch)
+        return update(batch)
 
     def probe(minibatch, plans):
         if len(used) % training.sizes.num_minibatches == 0:  # an epoch begins
-            starts = rollout[-1].episode_start.numpy()
-            expected.append(refreshed_states(training.policy, rollout[-1], num_envs, starts))
+            expected.append(refreshed_states(training.policy, rollout[-1]))
         used.append(minibatch.lstm_state)
         return step(minibatch, plans)
 
     with mock.patch.multiple(training.ppo, update=keep, step=probe):
         train(training, NullWriter(), StopFlag())
-    stored = rollout[0].lstm_state
+    stored = rollout[0].sequences.lstm_state
     torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)  # nothing learned yet
     assert len(expected) == 3 and (expected[2] - stored).abs().max() > 1e-3
     for epoch, states in enumerate(torch.cat(used).chunk(3)):
@@ -325,7 +349,7 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
     counts: dict[int, set[float]] = {}
 
     def probe(minibatch, plans):
-        count = float(training.obs_normalizer.moments.count)
+        count = float(training.normalizers.obs.moments.count)
         counts.setdefault(training.iteration, set()).add(count)
         result = step(minibatch, plans)
         first_of_iteration.setdefault(training.iteration, result[0])

@@ -158,10 +158,10 @@ def test_observations_mean_to_ppo_what_they_meant_in_pre_training(trained, tmp_p
     for each in (training, plain):
         each.warm_up_normalizers()
     close_world(world)
-    moments = training.obs_normalizer.moments
+    moments = training.normalizers.obs.moments
     assert torch.equal(moments.mean, found.obs["moments.mean"])
     assert torch.equal(moments.variance, found.obs["moments.variance"])
-    assert float(moments.count) == float(plain.obs_normalizer.moments.count) == 4 * 32
+    assert float(moments.count) == float(plain.normalizers.obs.moments.count) == 4 * 32
     for name, value in plain.policy.state_dict().items():
         assert name.startswith("feature") or torch.equal(value, training.policy.state_dict()[name])
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
+from agents.network.inputs import Normalizer
 from agents.network.minibatches import to_sequences
 from agents.network.noise import sequence_orders
-from agents.network.normalize import Normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect, fresh_carry
 
@@ -14,7 +14,7 @@ SCRIPTS = [
     [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # every step is an end
     [(100, TERMINATED)],
 ]
-NUM_STEPS, BPTT_STEPS = 8, 4
+NUM_STEPS, BPTT_STEPS, GAMMA = 8, 4, 0.9
 
 
 def make_policy(**options):
@@ -37,7 +37,8 @@ def collect_some(policy, normalizer, count=1, num_steps=NUM_STEPS, env=None):
     noise = torch.randn(16, len(SCRIPTS), 2, dtype=torch.float64, generator=generator)
     cuts = range(0, count * num_steps, num_steps)
     rollouts = [
-        collect(policy, normalizer, env, carry, noise[t : t + num_steps], BPTT_STEPS) for t in cuts
+        collect(policy, normalizer, env, carry, noise[t : t + num_steps], BPTT_STEPS, 0.9)
+        for t in cuts
     ]
     return rollouts, carry, env
 

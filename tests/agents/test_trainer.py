@@ -18,9 +18,10 @@ from agents_ranks import (
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
+from agents.advantages import explained_variance, rollout_sums
 from agents.policy import PolicyConfig
-from agents.ppo import PPOConfig, explained_variance, rollout_sums
-from agents.rollout import OnHost
+from agents.ppo import PPOConfig
+from agents.rollout import HostFacts
 from agents.trainer import Training, train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
@@ -74,7 +75,7 @@ def assert_same_state(one, other):
         assert len(one) == len(other)
         for left, right in zip(one, other, strict=True):
             assert_same_state(left, right)
-    elif isinstance(one, OnHost):
+    elif isinstance(one, HostFacts):
         assert_same_state(vars(one), vars(other))
     elif isinstance(one, torch.Tensor | np.ndarray):
         assert one.dtype == other.dtype and np.array_equal(one, other)
@@ -140,8 +141,8 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, t
     assert (training.iteration, training.global_step, training.episodes) == (0, 0, 0)
     assert_same_state(training.carry.tensors(), before)
     assert torch.equal(parameters_of(training), parameters)
-    assert float(training.obs_normalizer.moments.count) == STEPS_PER_ITERATION
-    assert float(training.reward_normalizer.moments.count) == STEPS_PER_ITERATION
+    assert float(training.normalizers.obs.moments.count) == STEPS_PER_ITERATION
+    assert float(training.normalizers.rewards.moments.count) == STEPS_PER_ITERATION
     first = training.collect(lifetime_step=NUM_STEPS)
     assert torch.equal(first.raw_obs[0], before["obs"])
     # other noise than the warm-up's
@@ -151,7 +152,7 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, t
 def test_normalisers_hold_everything_collected_before_in_one_pass(world, tmp_path):
     training, _ = run(make_job("trading, clstm", tmp_path, iterations=3), world)
     raw = torch.cat([rollout.raw_obs for rollout in training.rollouts]).double().flatten(0, 1)
-    moments = training.obs_normalizer.moments
+    moments = training.normalizers.obs.moments
     assert float(moments.count) == len(raw) == 4 * STEPS_PER_ITERATION
     torch.testing.assert_close(moments.mean, raw.mean(0), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(moments.variance, raw.var(0, correction=0), rtol=1e-9, atol=1e-12)
@@ -167,9 +168,11 @@ def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, 
     ):
         training = Training(make_job("trading, mlp", ppo=ppo, normalize_rewards=scaled), world)
         training.warm_up_normalizers()
-        unit = 1.0 if scaled else training.reward_normalizer.moments.variance.sqrt()
+        unit = 1.0 if scaled else training.normalizers.rewards.moments.variance.sqrt()
         monkeypatch.setattr(
-            training.ppo, "update", lambda each, *_, name=name: note(name, each.advantages) or {}
+            training.ppo,
+            "update",
+            lambda batch, name=name: note(name, batch.sequences.advantages) or {},
         )
         training.update(training.collect(lifetime_step=1))
     raw = learned_from["raw"]
@@ -183,7 +186,7 @@ def test_before_returns_were_seen_advantages_are_divided_by_their_own_deviation(
     training.warm_up_normalizers()
     found = []
     monkeypatch.setattr(
-        training.ppo, "update", lambda each, *_: found.append(each.advantages) or {}
+        training.ppo, "update", lambda batch: found.append(batch.sequences.advantages) or {}
     )
     for step in (1, 2):
         training.update(training.collect(lifetime_step=step))
@@ -287,7 +290,7 @@ def test_discounted_returns_run_on_over_rollouts_and_stop_at_episode_ends(world,
     gamma = 0.5
     job = scripted(make_job("recall, clstm", tmp_path, ppo=PPOConfig(gamma=gamma)))
     training = Training(job, world)
-    rows = torch.cat([training.discounted_returns(training.collect(NUM_STEPS * i)) for i in (0, 1)])
+    rows = torch.cat([training.collect(NUM_STEPS * i).discounted_returns for i in (0, 1)])
     # environment 0: rewards 0 1 2 3 4 | 10 11 ..., its episodes have 5 steps
     assert rows[:7, 0].tolist() == pytest.approx([0, 1, 2.5, 4.25, 6.125, 10, 16])
     total, expected = 0.0, []

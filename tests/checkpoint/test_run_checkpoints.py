@@ -120,12 +120,9 @@ def test_a_best_by_another_metric_or_damaged_gives_way_with_a_warning(
 @pytest.mark.parametrize(
     ("metric", "values"), [("auto", [1.0]), ("off", [1.0]), ("valid/score", [float("nan")])]
 )
-def test_no_best_is_kept_where_none_is_asked_for_or_measured(
-    world, tmp_path, caplog, metric, values
-):
+def test_no_best_is_kept_where_none_is_asked_for_or_measured(world, tmp_path, metric, values):
     run(world, tmp_path, values, keep_best=metric)
     assert names(tmp_path) == ["iteration_00000001.pt"]
-    assert ("never had a value" in caplog.text) == (metric == "valid/score")
 
 
 def test_a_metric_that_is_no_number_is_refused(world, tmp_path):

@@ -136,9 +136,9 @@ def test_vector_steps_do_not_wait_for_the_device(world, tmp_path):
         done.append(None)
         torch.cuda.set_sync_debug_mode("error" if len(done) < steps else "default")
 
-    parts = training.policy, training.obs_normalizer, training.env, training.carry
+    parts = training.policy, training.normalizers.obs, training.env, training.carry
     try:
-        collect(*parts, noise.to(world.device), job.train.bptt_steps, on_step)
+        collect(*parts, noise.to(world.device), job.train.bptt_steps, job.ppo.gamma, on_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(done) == steps

@@ -123,7 +123,7 @@ def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ra
         ("drift", 4, "critic_head.weight"),
         ("drift_saved", 3, "critic_head.weight"),
         ("drift_optimizer", 1, "optimizer exp_avg of critic_head.weight"),
-        ("drift_normalizer", 4, "obs_normalizer mean"),
+        ("drift_normalizer", 4, "normalizer obs.moments.mean"),
     ],
 )
 def test_whatever_drifts_is_found_at_the_next_check_by_rank_and_name(

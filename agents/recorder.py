@@ -1,0 +1,119 @@
+"""The record of an iteration: one gathering of what all ranks measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from agents.rollout import Rollout
+from envs.vector.layout import TorchEnv
+from rl_dist.process_group.clock import StepClock, Stragglers
+from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.world import World
+from rl_dist.telemetry.metrics import warn_if_absent
+from rl_dist.telemetry.monitor import Monitor
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Times the parts of iterations, and gathers the records of all ranks."""
+
+    def __init__(self, world: World, clock: StepClock) -> None:
+        self.world = world
+        self.clock = clock  # of gradient steps
+        self.stragglers = Stragglers()
+        self.names_seen: set[str] = set()  # of metrics
+        self.restarts_seen = 0  # restarts of this rank's environments in earlier records
+        self.started = 0.0
+        self.seconds: dict[str, float] = {}  # of the parts so far
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self.world.forget_waits()
+        self.started = time.perf_counter()
+        self.seconds = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part of the iteration; it begins where the part before it ended."""
+        begun = self.started + sum(self.seconds.values())
+        yield
+        self.seconds[name] = time.perf_counter() - begun
+
+    def gather(
+        self, rollout: Rollout, env: TorchEnv, monitor: Monitor, signum: int
+    ) -> dict[str, Any]:
+        """Return episodes, times and use of all ranks; all ranks call.
+
+        Counts are sums over ranks, times those of the slowest rank. "signum" is the largest of the
+        stop signals that ranks have received.
+        """
+        restarts = sum(env.restarts)
+        ended, returns, lengths = rollout.on_host.episodes.tolist()
+        times = self._times()
+        local = {
+            "entry": {
+                "rank": self.world.rank,
+                "episode/count": int(ended),
+                "episode/return": returns / ended if ended else None,
+                **times,
+                **monitor.take(),
+            },
+            "sums": [returns, lengths, restarts - self.restarts_seen],
+            "env": env.take_metrics(),
+            "signum": signum,
+        }
+        self.restarts_seen = restarts
+        ranks = all_gather_json(local, self.world)
+        entries = [rank["entry"] for rank in ranks]
+        for line in self.stragglers.observe(entries):
+            logger.warning(line)
+        sums = zip(*(rank["sums"] for rank in ranks), strict=True)
+        returns, lengths, restarts = map(sum, sums)
+        count = sum(entry["episode/count"] for entry in entries)
+        return {
+            "episode/return": returns / count if count else None,
+            "episode/length": lengths / count if count else None,
+            "episode/count": count,
+            **means_of_envs([rank["env"] for rank in ranks]),
+            "env/restarts": restarts,
+            "signum": max(rank["signum"] for rank in ranks),
+            **{key: max(entry[key] for entry in entries) for key in times},
+            "ranks": entries,
+        }
+
+    def _times(self) -> dict[str, float]:
+        """Return this rank's seconds: the update waits for other ranks, collect for nobody."""
+        waited = self.world.sync_seconds + self.world.gradient_seconds
+        collect, update = self.seconds["collect"], self.seconds["update"]
+        return {
+            "time/collect_s": collect,
+            "time/update_s": update,
+            "time/update_own_s": update - waited,
+            **self.clock.read(),
+            "time/idle_share": waited / (collect + update),
+        }
+
+    def pace(self, num_steps: int) -> dict[str, float]:
+        """Return the steps of all ranks per second, and the seconds in our collectives."""
+        elapsed = time.perf_counter() - self.started
+        return {"time/sync_s": self.world.sync_seconds, "time/sps": num_steps / elapsed}
+
+    def warn_of_absent(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
+        """Warn once of metrics, named by flags, that no record has had so far."""
+        self.names_seen |= metrics.keys()
+        for flag, name in names.items():
+            warn_if_absent(flag, name, self.names_seen)
+
+
+def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the means over ranks of metrics that environments sum and count."""
+    sums: dict[str, tuple[float, int]] = {}
+    for name, (total, number) in (pair for rank in ranks for pair in rank.items()):
+        total_before, number_before = sums.get(name, (0.0, 0))
+        sums[name] = (total_before + total, number_before + number)
+    return {f"env/{name}": total / number for name, (total, number) in sums.items() if number}
