@@ -1,4 +1,4 @@
-"""A run: its configuration by section, and its directory."""
+"""The settings of a run: training, all sections together, and the presets."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from gymnasium import spaces
 
 from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
-from agents.sizes import TrainConfig
 from envs.task import GymTask, TaskConfig
 from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.files import read_plain
-from rl_dist.flags import changed, read_sections, saved_form
+from rl_dist.flags import (
+    Field,
+    Text,
+    changed,
+    configuration,
+    or_auto,
+    read_sections,
+    saved_form,
+)
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.strategies.config import SpeedConfig
+from rl_dist.telemetry.loggers import named_loggers
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
+AUTO = 0  # batch_size: measured by the ranks when a run begins
 SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
 
 
@@ -76,6 +85,124 @@ MAIN_FLAGS = {  # --help shows these
     *("num_envs", "batch_size", "learning_rate", "gamma"),
     *("policy", "hidden_size"),
 }
+
+
+@configuration
+class TrainConfig:
+    """How long and how large to train, and what to keep."""
+
+    num_episodes: int = Field(5000, ge=1, le=10**12)
+    """Training episodes, total over all ranks."""
+    total_steps: int = Field(0, ge=0, le=10**15)
+    """Stop after this many environment steps of all ranks instead; 0: by episodes."""
+    batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
+    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto or 0:
+    the fastest that fits, measured at the start."""
+    grad_accumulation: int = Field(1, ge=1, le=10**6)
+    """Minibatches whose gradients add up to one optimizer step: the effect of a batch_size this
+    many times larger, in less memory."""
+    num_envs: int = Field(0, ge=0, le=10**7)
+    """Environments that run side by side; 0: as many as make two minibatches per epoch,
+    2 * batch_size * bptt_steps / num_steps."""
+    num_steps: int = Field(128, ge=1, le=10**6)
+    """Steps of each environment in a rollout; a multiple of bptt_steps."""
+    bptt_steps: int = Field(32, ge=1, le=10**6)
+    """Length of a training sequence: gradients flow back through this many steps."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """strong: num_envs and batch_size are totals, shared out over the ranks, so the learning curve
+    is the same on any number of them; weak: they are per rank."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """With scaling weak: multiply learning_rate by the growth of the batch of all ranks (linear)
+    or by its square root (sqrt)."""
+    pretrained: Text = ""
+    """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
+    init_from: Text = ""
+    """Start from weights and normalisers of an earlier run or checkpoint of the same shapes.
+    Optimizer, counters and environments restart."""
+    seed: int = Field(1, ge=0, le=2**63 - 1)
+    """Seed of the policy, the environments, the action noise and the shuffling."""
+    normalize_obs: bool = True
+    """Scale observations by the running mean and deviation of all ranks."""
+    normalize_rewards: bool = True
+    """Divide rewards by the running deviation of discounted returns."""
+    validate_every: int = Field(20, ge=0, le=10**9)
+    """Evaluate on the validation span after this many iterations; 0: never."""
+    checkpoint_every: int = Field(20, ge=1, le=10**9)
+    """Save after this many iterations; always at the end and on a stop signal."""
+    stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
+    """Stop after the iteration in which this metric reaches this value, such as valid/return 475;
+    valid/ metrics are known every validate_every iterations."""
+    callback: Text = ""
+    """Call this module:function at every iteration, evaluation and checkpoint, on every rank; False
+    stops the training."""
+    keep_checkpoints: int = Field(3, ge=1, le=10**6)
+    """Newest checkpoints to keep."""
+    keep_best: Text = "auto"
+    """Keep the checkpoint with the highest value of this metric, such as episode/return, as
+    checkpoints/best.pt; auto: valid/sharpe or valid/return, whichever the run has; off: none."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written, as on a full disk: stop, or train on."""
+    sync_check_every: int = Field(5, ge=0, le=10**9)
+    """Compare the parameters of all ranks after this many iterations and before every save; 0: only
+    before a save."""
+    collective_timeout: float = Field(600.0, ge=1, le=80_000)
+    """End the run, and name the place, when a rank makes no progress for this many seconds: while
+    others wait for it, or in one call of an environment, callback, core or logger, or one write of
+    a checkpoint, also on one rank alone."""
+    startup_timeout: float = Field(600.0, ge=1, le=80_000)
+    """The same until the first rollout: for ranks to meet, connect and build environments."""
+    loggers: Text = ""
+    """Log to these besides TensorBoard, by comma: wandb, mlflow (pip install 'clstm-ppo[wandb]').
+    Their own variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are obeyed."""
+    monitor_every: float = Field(1.0, ge=0, le=86_400)
+    """Seconds between samples of each rank's use of GPU, CPU and memory; 0: off."""
+    profile: bool = False
+    """Measure where the time of a few iterations goes, in RUN_DIR/profile."""
+
+    chosen_preset: Text = ""  # no flag
+
+    def __post_init__(self) -> None:
+        named_loggers(self.loggers)
+        if self.pretrained and self.init_from:
+            raise ValueError("init_from brings all weights: leave pretrained out")
+        if self.callback and not all(self.callback.partition(":")):
+            raise ValueError(f"callback must be module:function, got {self.callback!r}")
+        if self.stop_at:
+            self._check_stop()
+        if self.num_steps % self.bptt_steps:
+            near = max(1, round(self.num_steps / self.bptt_steps)) * self.bptt_steps
+            raise ValueError(
+                f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
+                f"try --num_steps {near}"
+            )
+
+    def _check_stop(self) -> None:
+        name, _, value = self.stop_at.partition(" ")
+        try:
+            float(value)
+        except ValueError:
+            raise ValueError(
+                f"stop_at must be a metric and a value, such as valid/return 475, got "
+                f"{self.stop_at!r}"
+            ) from None
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Return the sequences of one gradient step, in the unit of the flags."""
+        return self.batch_size * self.grad_accumulation
+
+    @property
+    def named_metrics(self) -> dict[str, str]:
+        """Return the metrics that flags name, by flag."""
+        named = {"stop_at": self.stop_at.split(" ")[0], "keep_best": self.keep_best}
+        return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
+
+    @property
+    def best_metrics(self) -> tuple[str, ...]:
+        """Return the metrics of which the first that a run reports chooses best.pt."""
+        return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
+            self.keep_best, (self.keep_best,)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.config import RunConfig
+from agents.config import AUTO, RunConfig
 from agents.run.limits import check_rollouts, explained_faults
 from agents.run.saved import load_newest, share_checkpoint
 from agents.run.start import Run
-from agents.sizes import AUTO
 from agents.trainer import Job, Training, Validate, train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agents.advantages import make_batch
+from agents.config import TrainConfig
 from agents.network.inputs import Normalizer, Normalizers
 from agents.network.noise import action_noise, sequence_orders
 from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
@@ -21,7 +22,7 @@ from agents.policy import Policy, PolicyConfig, check_weights
 from agents.ppo import PPO, NonFiniteGradientError, PPOConfig
 from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
-from agents.sizes import Sizes, TrainConfig, shard_sizes
+from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
 from rl_dist.errors import UserError

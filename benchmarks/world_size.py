@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from agents.config import TrainConfig
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
-from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
 from rl_dist.launch.ranks import launch

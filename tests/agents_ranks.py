@@ -14,9 +14,9 @@ import gymnasium
 import numpy as np
 import torch
 
+from agents.config import TrainConfig
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
-from agents.sizes import TrainConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
 from envs.trading.environment import TradingVectorEnv

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from rl_dist_ranks import make_module
 from torch.nn.utils import get_total_norm
 
-from agents.config import RunConfig
+from agents.config import RunConfig, TrainConfig
 from agents.policy import PolicyConfig
 from agents.run.auto import Trials
-from agents.sizes import TrainConfig
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig

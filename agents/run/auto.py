@@ -15,13 +15,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from agents.config import RunConfig, probe
+from agents.config import AUTO, RunConfig, TrainConfig, probe
 from agents.network.minibatches import Minibatch
 from agents.policy import Policy
 from agents.ppo import PPO, ppo_loss
 from agents.run.limits import GIB, free_for_each_rank, rollout_bytes
+from agents.run.sizes import learning_rate_factor, shard_sizes, shares_out
 from agents.run.start import sizes_table
-from agents.sizes import AUTO, TrainConfig, learning_rate_factor, shard_sizes, shares_out
 from envs.task import AUTO as AUTO_WORKERS
 from envs.task import GymTask
 from envs.vector.layout import random_actions

@@ -12,9 +12,18 @@ from typing import NamedTuple
 
 from gymnasium import spaces
 
-from agents.config import MAIN_FLAGS, PRESETS, QUICK, SECTIONS, RunConfig, probe, with_digest
+from agents.config import (
+    MAIN_FLAGS,
+    PRESETS,
+    QUICK,
+    SECTIONS,
+    RunConfig,
+    TrainConfig,
+    probe,
+    with_digest,
+)
 from agents.run.saved import load_newest, load_saved
-from agents.sizes import TrainConfig, shard_sizes
+from agents.run.sizes import shard_sizes
 from envs import find_spec
 from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint

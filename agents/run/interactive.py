@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from agents.config import OWNERS, RunConfig
 from agents.run.choice import fresh_config, parse_training
-from agents.sizes import shard_sizes
+from agents.run.sizes import shard_sizes
 from rl_dist.errors import UserError
 from rl_dist.flags import ParsedFlags, allowed, fields_of, shown
 from rl_dist.launch.config import resolve

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from agents.config import RunConfig
+from agents.config import RunConfig, TrainConfig
 from agents.policy import Policy
-from agents.sizes import TrainConfig, in_ranks, shard_sizes, shares_out
+from agents.run.sizes import in_ranks, shard_sizes, shares_out
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable

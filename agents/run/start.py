@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from agents.config import RunConfig, forget_probed, probe, with_threads
+from agents.config import AUTO, RunConfig, TrainConfig, forget_probed, probe, with_threads
 from agents.ppo import PPOConfig, learning_rate
 from agents.run.choice import RUNS, choose_run, describe_preset, is_first, parse_training
 from agents.run.limits import check_rollouts
-from agents.sizes import AUTO, Sizes, TrainConfig, in_ranks, shard_sizes
+from agents.run.sizes import Sizes, in_ranks, shard_sizes
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
 from rl_dist.flags import ParsedFlags

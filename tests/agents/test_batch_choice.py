@@ -14,13 +14,13 @@ from train_runs import only_error, start, train_here
 
 import agents.trainer
 from agents import rank
-from agents.config import RunConfig
+from agents.config import RunConfig, TrainConfig
 from agents.evaluate import final
 from agents.ppo import PPO
 from agents.run import auto, limits
 from agents.run.auto import allowed_batch_sizes
 from agents.run.limits import smaller_parts
-from agents.sizes import TrainConfig, shard_sizes
+from agents.run.sizes import shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.resume_check import differences, result_of

@@ -14,9 +14,9 @@ from gymnasium.envs.registration import EnvSpec
 from train_runs import REPO, evaluate_here, only_error, records, run_here, train_here
 
 import train_distributed
-from agents.config import OWNERS, RunConfig
+from agents.config import OWNERS, RunConfig, TrainConfig
 from agents.run.choice import OTHER_NAMES, fresh_config, parse_training
-from agents.sizes import TrainConfig, shard_sizes
+from agents.run.sizes import shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"

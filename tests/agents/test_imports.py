@@ -16,7 +16,6 @@ ADVISERS = (
     "agents.run.interactive",
     "agents.run.auto",
     "agents.run.resumed",
-    "agents.network.pipeline",
     "envs.trading.",
     "envs.memory_tasks",
     "rl_dist.launch.bench",

@@ -13,12 +13,12 @@ from tensorboard_readers import seen
 from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, start, train_here
 
 import train_distributed
+from agents.config import TrainConfig
 from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
 from agents.pretrain import command as pretrain
 from agents.pretrain.weights import load_pretrained
 from agents.pretrain.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
-from agents.sizes import TrainConfig
 from agents.trainer import Job, Training
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds

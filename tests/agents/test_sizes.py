@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agents.config import RunConfig, with_threads
+from agents.config import AUTO, RunConfig, TrainConfig, with_threads
 from agents.network.noise import sequence_orders, stratum_size
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.run.choice import parse_training
 from agents.run.resumed import resumed_config
+from agents.run.sizes import Sizes, shard_sizes
 from agents.run.start import sizes_table
-from agents.sizes import AUTO, Sizes, TrainConfig, shard_sizes
 from rl_dist.launch.config import LaunchConfig
 
 

@@ -10,7 +10,8 @@ from speed_ranks import SINGLE, job_of, trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agents.sizes import TrainConfig, shard_sizes
+from agents.config import TrainConfig
+from agents.run.sizes import shard_sizes
 from agents.trainer import Training, train
 from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.strategy import keep_options, make_adam
