@@ -188,7 +188,7 @@ def end_in(phase, monkeypatch):
         "start-up": (rank, "Training", 1),
         "collect": (agents.trainer, "collect", 4),  # the first one is the normalisers'
         "update": (PPO, "step", 6),
-        "final evaluation": (final, "evaluate_run", 1),
+        "final evaluation": (final, "evaluate_last_and_best", 1),
     }[phase]
     function, calls = getattr(owner, name), itertools.count(1)
 
