@@ -9,9 +9,6 @@ from importlib import import_module
 from typing import Any
 
 import rl_dist  # noqa: F401  # before torch: see there
-from rl_dist.errors import check_one_copy
-
-check_one_copy(__file__)
 
 _HOMES = {
     "train": "api.training",

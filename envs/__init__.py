@@ -13,9 +13,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envs.vector.guards import is_own_fault, place_of
-from rl_dist.errors import check_one_copy, did_you_mean, no_module, one_line
+from rl_dist.errors import did_you_mean, no_module, one_line
 
-check_one_copy(__file__)
 # torch and pandas are loaded when a factory is called, not when ids are registered
 if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv

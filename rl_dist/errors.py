@@ -1,4 +1,4 @@
-"""Errors for users, printed once, on streams that outlive their readers."""
+"""Errors for users, printed once, on streams that outlive their readers; tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,35 +16,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# a variable: an existing file in which a program that starts one of ours expects what came of it
+# Environment variable: the file in which a child process leaves its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-# a disk that is full may be mended while a run waits
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}  # to this user
-
-# the same, for the program that calls ours as a function
+# The same result, for a program that calls ours as a function.
 reported: dict[str, str] = {}
 
-# What a user's own code may raise. Its SystemExit must not end a job as if it had succeeded.
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # a user can make room while a run waits
+CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
+# Everything that a user's own code may raise. Its SystemExit must not end a job as a success.
 FOREIGN_ERRORS = (Exception, SystemExit)
 
-FIRST_RANK_S = 10.0  # for the first rank of a machine to print what the others see as well
-_WRONG_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP)
-_USER_FIXES = {
+FIRST_RANK_S = 10.0  # longest wait for the first rank of a machine to print the same error
+_USER_FIXES = {  # exit code 2
     errno.ENOENT: "",
     errno.ENAMETOOLONG: "choose a shorter name",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use"),
-    **dict.fromkeys(_WRONG_KIND, "move away what lies there, or name another place"),
+    **dict.fromkeys(
+        (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP),
+        "move away what lies there, or name another place",
+    ),
 }
-_MACHINE_FIXES = {
+_MACHINE_FIXES = {  # exit code 1
     errno.EMFILE: "allow more open files, such as by ulimit -n 1024",
-    errno.ENFILE: "this machine has too many open files: close some",
     errno.ENOSPC: "make room",
 }
 
 
+# ---- streams
+
+
 class _OutlivingStream:
-    """A stream that drops what is written once its reader has gone.
+    """A stream that drops text once its reader has gone.
 
     Ctrl-C in a shell also ends the `tee` that reads our lines; a checkpoint must still be saved.
     """
@@ -63,7 +64,7 @@ class _OutlivingStream:
             self._stream.flush()
 
     def close(self) -> None:
-        """Stay open: what an environment closes is ours, too."""
+        """Stay open: an environment that closes it would close ours."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -77,50 +78,15 @@ def outlive_readers() -> None:
             setattr(sys, name, _OutlivingStream(stream))
 
 
-def explained(error: ValueError | OSError) -> tuple[str, int]:
-    """Return an error of the user or the system in one line, and the exit code."""
-    if isinstance(error, ValueError):
-        return printable(" ".join(str(error).split())), getattr(error, "exit_code", 2)
-    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-    fix = (_USER_FIXES | _MACHINE_FIXES).get(error.errno or 0)
-    parts = [f"{path}: " if path else "", error.strerror or str(error), f"; {fix}" if fix else ""]
-    return printable(" ".join("".join(parts).split())), 2 if error.errno in _USER_FIXES else 1
+# ---- text for people
 
 
 def printable(text: Any) -> str:
-    """Return text for people in which line ends and control characters are escaped.
+    """Return text with line ends and control characters escaped.
 
-    What a run directory holds may come from anybody.
+    The content of a run directory may come from anybody.
     """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of text as a table in Markdown."""
-    cells = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Ask for the known names that are like this one; "" where none is."""
-    near = difflib.get_close_matches(name, list(known), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else ""
-
-
-def is_here_on_path() -> bool:
-    """Return whether Python looks for modules in the current directory."""
-    return bool({"", str(Path.cwd())} & set(sys.path))
-
-
-def no_module(module: str, error: BaseException) -> str:
-    """Say that a module to import, or a package of it, is not there; "": it is."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if not missing or not f"{module}.".startswith(f"{missing}."):
-        return ""
-    looked = "nor elsewhere on" if is_here_on_path() else "which is not on"
-    return f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
 
 
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
@@ -132,8 +98,65 @@ def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> s
     return shown or type(error).__name__
 
 
+def explained(error: ValueError | OSError) -> tuple[str, int]:
+    """Return an error of the user or the system in one line, and the exit code."""
+    if isinstance(error, ValueError):
+        return printable(" ".join(str(error).split())), getattr(error, "exit_code", 2)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    fix = (_USER_FIXES | _MACHINE_FIXES).get(error.errno or 0)
+    parts = [f"{path}: " if path else "", error.strerror or str(error), f"; {fix}" if fix else ""]
+    return printable(" ".join("".join(parts).split())), 2 if error.errno in _USER_FIXES else 1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question that names similar known names; "": there are none."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of text as a table in Markdown."""
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
+
+
+def is_here_on_path() -> bool:
+    """Return whether Python looks for modules in the current directory."""
+    return bool({"", str(Path.cwd())} & set(sys.path))
+
+
+def no_module(module: str, error: BaseException) -> str:
+    """Return a sentence if a module or its package does not exist; "": it does."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not missing or not f"{module}.".startswith(f"{missing}."):
+        return ""
+    looked = "nor elsewhere on" if is_here_on_path() else "which is not on"
+    return f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
+
+
+# ---- errors
+
+
+class UserError(ValueError):
+    """A mistake that the user can fix: printed as one line, without a traceback."""
+
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def unwritable(what: str, error: OSError) -> UserError:
+    """Return the error of a file or folder that cannot be written."""
+    message = f"{what} cannot be written: {error.strerror or error}"
+    if error.errno not in FULL_DISK:
+        return UserError(message)
+    return UserError(f"{message}; make room, then continue with --resume", exit_code=1)
+
+
 def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Let a command end with one line where it cannot work with what it was given."""
+    """Let a command end with one line if it cannot work with its flags or files."""
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
@@ -148,7 +171,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Leave run_dir, error or unknown_flag to who started or called this program."""
+    """Leave run_dir or error to the program that started or called this one."""
     reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
@@ -159,16 +182,18 @@ def report_to_caller(**facts: str) -> None:
 def print_error_once(line: str) -> None:
     """Print an error on stderr, under torchrun once on a machine.
 
-    Ranks mostly see the same flags, files and numbers. The first one prints, then marks what it
-    printed; the others wait for that mark. What only one of them sees is printed a little later,
-    and never lost: torchrun may end a rank because the first one broke off for want of it.
+    Ranks mostly see the same flags, files and numbers. The first one prints and leaves a mark; the
+    others wait for it, and print an error that the first one does not see.
     """
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # in a folder of this start of the ranks
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # its folder: this start of ranks
     name = f"printed_{hashlib.sha256(line.encode()).hexdigest()}"
-    mark = Path(own).parent.parent / name if own else None
+    mark = Path(error_file).parent.parent / name if error_file else None
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if mark and not is_first and _appears(mark):
-        return
+    deadline_s = time.monotonic() + FIRST_RANK_S
+    while mark and not is_first and time.monotonic() < deadline_s:
+        if mark.exists():
+            return
+        time.sleep(0.05)
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     report_to_caller(error=line.removeprefix("error: "))
@@ -184,9 +209,9 @@ def _mark_of_refusal() -> Path | None:
 
 
 def refuse_restarts() -> None:
-    """Let no rank train that torchrun starts again, for it would fail alike.
+    """Mark an error that a restart would only repeat.
 
-    torchrun starts ranks again whatever they ended with. Those find the mark and leave at once.
+    torchrun restarts ranks after any exit code. The new ranks find the mark and leave.
     """
     if mark := _mark_of_refusal():
         with suppress(OSError):
@@ -199,62 +224,12 @@ def restarts_refused() -> bool:
     return mark is not None and mark.exists()
 
 
-def _appears(mark: Path) -> bool:
-    """Wait for a file, or until torchrun ends this process, which then leaves by itself."""
-    ended: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda signum, frame: ended.append(signum))
-    try:
-        deadline_s = time.monotonic() + FIRST_RANK_S
-        while not mark.exists() and not ended and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        return mark.exists()
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-class UserError(ValueError):
-    """A mistake that the user can mend: printed as one line, without a traceback."""
-
-    def __init__(self, message: str, *, exit_code: int = 2) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class UnknownFlagError(UserError):
-    """A flag that the training script does not have."""
-
-    def __init__(self, message: str, flag: str) -> None:
-        super().__init__(message)
-        self.flag = flag
-
-
-def unwritable(what: str, error: OSError) -> UserError:
-    """Return the error of a file or folder that cannot be written."""
-    message = f"{what} cannot be written: {error.strerror or error}"
-    if error.errno not in FULL_DISK:
-        return UserError(message)
-    return UserError(f"{message}; make room, then go on with --resume", exit_code=1)
-
-
-def check_one_copy(init: str) -> None:
-    """Refuse a package of ours from another directory than this one.
-
-    `init` is its __init__.py.
-    """
-    package, own = Path(init).resolve().parent, Path(__file__).resolve().parent
-    if package.parent != own.parent:
-        raise ImportError(
-            f"{package.name} comes from {package} and {own.name} from {own}, two copies of this "
-            "program: leave one of them out of the Python path"
-        )
-
-
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr, whatever their kind; exit code 2."""
+    """A parser with errors of one line on stderr and exit code 2."""
 
     def __init__(self, **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
-        super().__init__(**{"allow_abbrev": False, "formatter_class": as_written, **options})
+        super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words, all of which must be text."""

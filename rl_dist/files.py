@@ -1,4 +1,4 @@
-"""Open, read and write files of a run directory, whatever lies in their place.
+"""Read and write plain files of a run directory, and refuse everything else.
 
 Somebody may have put a pipe, a device, a giant file or a link there. Opening or reading it could
 take for ever or all memory; writing to it could change a file elsewhere.
@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,6 +34,12 @@ WRITTEN = {
     "profile": ("*",),
     "wandb": (),
 }
+TAIL_BYTES = 2**20  # of files that grow, if only the last lines are needed
+LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
+LOGGED = re.compile(
+    r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
+    re.MULTILINE,
+)
 LARGE = 1e18  # larger numbers are no metrics
 Record = dict[str, Any]
 
@@ -114,6 +121,16 @@ def read_tail(path: Path, most: int | None) -> bytes:
         return file.read(most)
 
 
+def read_messages(logs: Path) -> list[dict[str, str]]:
+    """Return warnings and errors of the ranks' logs: time, level, rank, text."""
+    text = ""
+    for path in logs.glob("rank_*.log"):
+        with suppress(OSError):
+            text += read_tail(path, TAIL_BYTES).decode(errors="replace")
+    messages = [match.groupdict() for match in LOGGED.finditer(text)]
+    return sorted(messages, key=lambda message: message["time"])
+
+
 def read_object(path: Path, **types: type) -> dict[str, Any]:
     """Return the JSON object in a plain file.
 
@@ -167,17 +184,6 @@ def leads_to(path: str | Path, file: IO[Any]) -> bool:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
         return False
-
-
-def check_in_place(path: Path, file: IO[Any]) -> None:
-    """Make sure that a file of the run directory is still the one that was opened.
-
-    Raises:
-        UserError: it was deleted or replaced, most likely with the whole directory.
-    """
-    if not leads_to(path, file):
-        problem = f"{path} was deleted or replaced during training, or the whole run directory"
-        raise UserError(f"{problem}: nothing more is saved there", exit_code=1)
 
 
 def overwrite(path: Path, text: str) -> None:

@@ -28,7 +28,7 @@ import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
-from rl_dist.errors import CommandParser, UserError, report_to_caller
+from rl_dist.errors import CommandParser, UserError
 
 __all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
 
@@ -193,7 +193,6 @@ def _parse_known(
         meant = other_names.get(name.lstrip("-").lower(), "")
         near = [f"--{meant}"] if meant else difflib.get_close_matches(name, flags, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ", see --help"
-        report_to_caller(unknown_flag=name.lstrip("-"))
         parser.error(f"unknown flag {name}{hint}")
     return namespace
 

@@ -1,20 +1,17 @@
 """The directory of a run: paths, lock, one reader and one writer of each file.
 
 config.json is written in place, because the lock is on it. state.json and summary.json are replaced
-as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. What
-is read may be torn or come from anybody: it is left out, or refused in one line.
+as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. Files
+may be torn or come from anybody: readers skip bad lines, or refuse a file in one line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
-import functools
 import itertools
 import json
-import logging
 import os
-import re
 import shutil
 import signal
 import socket
@@ -31,8 +28,8 @@ import pydantic
 from rl_dist.errors import UserError, printable, unwritable
 from rl_dist.files import (
     EVENT_FILES,
+    TAIL_BYTES,
     Record,
-    check_in_place,
     check_layout,
     leads_to,
     overwrite,
@@ -46,25 +43,17 @@ from rl_dist.files import (
     write_whole,
 )
 
-logger = logging.getLogger(__name__)
-
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
-TAIL_BYTES = 2**20  # of files that grow, if only the last lines are wanted
 # entries of config.json that are no flags, or hold for its number of ranks or its process only
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
 LONGEST_ERROR = 2000  # characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
-LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
-LOGGED = re.compile(
-    r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
-    re.MULTILINE,
-)
 
-# A terminal shows what is read from state.json: no control characters, no rubbish.
+# A terminal shows the content of state.json: no control characters, no rubbish.
 Count = Annotated[int, pydantic.Field(ge=0, lt=10**18)]
 Real = Annotated[float, pydantic.Field(ge=0, lt=1e18)]
 Text = Annotated[str, pydantic.Field(pattern=r"^[^\p{C}]*$")]
@@ -124,11 +113,14 @@ class JobState:
     exit: RunExit | None = None
 
 
+_STATE = pydantic.TypeAdapter(JobState)
+
+
 class RunDir(AbstractContextManager["RunDir"]):
     """A run directory, and the lock on it while this process or a rank holds it.
 
     One training holds the lock from its choice of a checkpoint to its end: a RunDir that is sent to
-    a new process takes the open file along. The lock is free once all of them have closed it, or
+    a new process takes the open file along. The lock is free once all processes have closed it or
     are dead.
     """
 
@@ -215,7 +207,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return False
 
     def release(self) -> None:
-        """Let this process's share of the lock go."""
+        """Close this process's share of the lock."""
         if self.lock:
             with suppress(OSError):  # an environment has closed the descriptor
                 self.lock.close()
@@ -244,16 +236,15 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def check_in_place(self) -> None:
         """Raise UserError if the directory that is held was deleted or replaced."""
-        if self.lock:
-            check_in_place(self.config_path, self.lock)
+        if not self.is_in_place():
+            problem = f"{self.path} was deleted or replaced during training"
+            raise UserError(f"{problem}: nothing more is saved there", exit_code=1)
 
     def is_unused(self) -> bool:
-        """Return whether a run may begin here: beside logs of a failed one at most."""
+        """Return whether a run may begin here: the directory is empty but for logs."""
         if not self.path.is_dir():
             return not self.path.exists()
-        inside = self.logs.iterdir() if self.logs.is_dir() else ()
-        are_logs = all(path.name.startswith("rank_") for path in inside)
-        return are_logs and set(self.path.iterdir()) <= {self.logs}
+        return set(self.path.iterdir()) <= {self.logs}
 
     def discard_unstarted(self, exit_code: int) -> None:
         """Remove the files of a run that failed before its first iteration ended.
@@ -309,7 +300,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def records(self, last: int | None = None) -> list[Record]:
         """Return the records of metrics.jsonl, or the `last` ones; []: it cannot be read.
 
-        Lines that are torn or foreign are left out; see `rl_dist.files.parse_record`.
+        Lines that are torn or foreign are skipped; see `rl_dist.files.parse_record`.
         """
         most = TAIL_BYTES if last else None
         try:
@@ -322,7 +313,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> int:
-        """Remove later iterations and torn lines; return how many records are left.
+        """Remove later iterations and torn lines; return the number of records that stay.
 
         Raises:
             UserError: it cannot be written, and stays as it was.
@@ -330,13 +321,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         """
         if not self.metrics_path.exists():
             return 0
-        before, kept = read_tail(self.metrics_path, None), []
-        for line in before.splitlines():
-            if not (record := parse_record(line)):
-                dropped = f"dropped a line that is no record: {line.decode(errors='replace')[:60]}"
-                logger.warning("%s: %s", self.metrics_path, dropped)
-            elif record["iteration"] <= iteration:
-                kept.append(line + b"\n")
+        before = read_tail(self.metrics_path, None)
+        kept = [
+            line + b"\n"
+            for line in before.splitlines()
+            if (record := parse_record(line)) and record["iteration"] <= iteration
+        ]
         if (text := b"".join(kept)) != before:
             write_whole(self.metrics_path, text.decode())
         return len(kept)
@@ -344,15 +334,6 @@ class RunDir(AbstractContextManager["RunDir"]):
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Replace metrics.jsonl by these records."""
         write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
-
-    def messages(self) -> list[dict[str, str]]:
-        """Return warnings and errors of the ranks' logs: time, level, rank, text."""
-        text = ""
-        for path in self.logs.glob("rank_*.log"):
-            with suppress(OSError):
-                text += read_tail(path, TAIL_BYTES).decode(errors="replace")
-        messages = [match.groupdict() for match in LOGGED.finditer(text)]
-        return sorted(messages, key=lambda message: message["time"])
 
     # ---- state.json
 
@@ -364,7 +345,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             OSError: it cannot be read.
         """
         try:
-            return _state_schema().validate_json(read_plain(self.state_path), strict=True)
+            return _STATE.validate_json(read_plain(self.state_path), strict=True)
         except FileNotFoundError:
             return None
         except pydantic.ValidationError as error:
@@ -401,7 +382,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             state = self.state()
             if not state or state.launcher_pid != pid or state.exit:
                 return
-            # the ranks of a launcher that was killed may have saved and stopped by now
+            # ranks of a killed launcher may have saved and stopped by now
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
             signum = max(signum, code - 128)
@@ -429,8 +410,3 @@ def runs_below(folder: Path) -> str:
     runs = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
     more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
     return f"it holds runs, name one: {', '.join(runs[:5])}{more}" if runs else ""
-
-
-@functools.cache
-def _state_schema() -> pydantic.TypeAdapter[JobState]:
-    return pydantic.TypeAdapter(JobState)

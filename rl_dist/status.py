@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable
-from rl_dist.run_dir import STATE_FILE, JobState, Record, RunDir, runs_below
+from rl_dist.files import Record, read_messages
+from rl_dist.run_dir import STATE_FILE, JobState, RunDir, runs_below
 
 RUNS = Path("runs")
 EVERY_S = 2.0  # between two looks of --follow
@@ -106,7 +107,7 @@ def read_status(run_dir: Path) -> Status:
             {"rank": rank} | _latest((e for e in entries if e.get("rank") == rank), tuple(USE))
             for rank in sorted({rank.rank for rank in job.ranks})
         ],
-        "messages": run.messages()[-NUM_MESSAGES:],  # warnings and errors of all ranks
+        "messages": read_messages(run.logs)[-NUM_MESSAGES:],  # warnings and errors of all ranks
     }
     status |= _pace(status, records)
     state, reason = _state_of(run, job, status)

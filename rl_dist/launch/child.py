@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl_dist.errors import RESULT_FILE, UnknownFlagError, UserError
+from rl_dist.errors import RESULT_FILE, UserError
 from rl_dist.process_group.addresses import ADDRESS_VARIABLES, COPIES
 from rl_dist.process_group.process_ends import die_with_parent
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
@@ -104,8 +104,6 @@ class Child:
         """
         facts = self.facts()
         error = facts.get("error", "")
-        if "unknown_flag" in facts:
-            raise UnknownFlagError(error, facts["unknown_flag"])
         if self.job.returncode == 2 and error:
             raise UserError(error)
         last_lines = self._stderr.read_text(errors="replace").splitlines()[-3:]

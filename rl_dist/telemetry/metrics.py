@@ -17,9 +17,9 @@ from typing import Any
 from tqdm import tqdm
 
 from rl_dist.errors import UserError, did_you_mean, unwritable
-from rl_dist.files import check_in_place, log_once, path_to_write, plain_file
+from rl_dist.files import LOG_FORMAT, log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import LOG_FORMAT, RankEntry, RunDir
+from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
 from rl_dist.telemetry.progress import Progress
 
@@ -171,7 +171,6 @@ class _LineFile:
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def write(self, line: str) -> None:
-        check_in_place(self._path, self._file)
         self._waiting += line.encode() + b"\n"
         self._append()
 

@@ -139,7 +139,7 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
     world, tmp_path, replaced, on_save_error
 ):
     run_dir = tmp_path / "run"
-    writer = open_writer(RunDir(run_dir), world, total=6, unit="episodes")
+    writer = open_writer(RunDir(run_dir).hold(), world, total=6, unit="episodes")
 
     def write(record, *, done):
         if record["iteration"] == 3:
@@ -165,7 +165,7 @@ def test_training_ends_when_its_lock_is_gone_alone(world, tmp_path):
         writer = open_writer(held, world, total=6, unit="episodes")
         writer.write({"iteration": 1, "global_step": 1}, done=1)
         held.config_path.unlink()
-        with pytest.raises(UserError, match="config.json was deleted or replaced"):
+        with pytest.raises(UserError, match="deleted or replaced"):
             writer.write({"iteration": 2, "global_step": 2}, done=2)
         writer.close()
     assert [line["iteration"] for line in records(tmp_path)] == [1]

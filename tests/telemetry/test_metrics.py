@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_runs import records
 
 from rl_dist.errors import UserError
+from rl_dist.files import read_messages
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry import loggers
@@ -102,7 +103,8 @@ def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(t
     finally:
         close_logging()
     assert capsys.readouterr().err == "warning: a warning of 0\n"
-    assert {m["text"] for m in RunDir(tmp_path).messages()} == {"a warning of 0", "a warning of 1"}
+    messages = read_messages(tmp_path / "logs")
+    assert {message["text"] for message in messages} == {"a warning of 0", "a warning of 1"}
 
 
 # ---- loggers
