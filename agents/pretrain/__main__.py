@@ -1,4 +1,4 @@
-"""Run as `python -m agents.pretrain`; new ranks find the functions of the command by its module."""
+"""Run as `python -m agents.pretrain`; ranks import the command by its module."""
 
 import signal
 import sys

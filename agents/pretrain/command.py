@@ -169,7 +169,7 @@ def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor
 
 
 def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorDataset, TensorDataset]:
-    """Return overlapping windows to train on, and windows of every validation day once."""
+    """Return overlapping training windows, and each validation day once."""
     assert task.spans.valid is not None
     days = config.pretrain.window
     make = partial(make_windows, config=task.trading, days=days, seed=config.fit.seed)
@@ -223,7 +223,7 @@ def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> F
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return cross entropy of the signs plus weighted square error of the volatilities.
+    """Add cross entropy of the signs and weighted square error of volatilities.
 
     Outputs and targets: [N, days, 2, n].
     """

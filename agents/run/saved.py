@@ -219,7 +219,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
 
 
 def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
-    """Refuse --init_from or --pretrained that does not fit, before anything is written."""
+    """Refuse --init_from or --pretrained that does not fit the run."""
     train = config.train
     flag = (
         f"--init_from {train.init_from}" if train.init_from else f"--pretrained {train.pretrained}"
