@@ -120,7 +120,6 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         make_env=make_env,
         run_dir=run.path,
         strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
-        speed=config.speed,
         dtype=config.launch.dtype,
         config=config.to_dict(),
         **parts,

@@ -36,7 +36,7 @@ from rl_dist.errors import UserError, printable
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir, runs_below
-from rl_dist.strategies.config import autocast_dtype
+from rl_dist.strategies.precision import autocast_dtype
 
 if TYPE_CHECKING:
     from envs.task import GymTask
