@@ -19,7 +19,7 @@ from train_runs import RECALL, run_here
 import check_gpu_setup
 import train_distributed
 from agents.evaluate import command as evaluate
-from agents.export import command as export
+from agents.export import __main__ as export
 from agents.pretrain import command as pretrain
 from agents.run import start
 from rl_dist import status
@@ -212,7 +212,7 @@ NOT_MINE = {
 }
 FILES = ["config.json", "metrics.jsonl", "events.out.tfevents.1", "logs/rank_0.log"]
 FILES += ["plots/learning_curve.png", "wandb_run_id"]
-EXPORTED = [f"export/onnx/{name}" for name in ("policy.onnx", "contract.json", "README.md")]
+EXPORTED = [f"export/onnx/{name}" for name in ("policy.onnx", "contract.json")]
 FOLDERS = ("plots", "logs", "profile", "checkpoints", "wandb", "export", "export/onnx")
 PLACES = [(name, "directory") for name in FILES]
 PLACES += [(name, kind) for name in FILES + EXPORTED for kind in ("pipe", "link")]
@@ -290,16 +290,6 @@ CASES = {
             says=f"{{run}}/{name}",
         )
         for name, kind in PLACES
-    },
-    **{
-        f"summary.json holds {content:.20}": Case(
-            EXPORT, text("summary.json", content), says="{run}/summary.json"
-        )
-        for content in SUMMARIES
-    },
-    **{
-        f"summary.json is a {kind}": Case(EXPORT, odd("summary.json", kind), says="summary.json")
-        for kind in list(ODD_FILES)[:5]
     },
     "lines of metrics.jsonl that hold no numbers": Case(RESUME, no_numbers, 0, "", starts=True),
     # flags and variables

@@ -1,4 +1,4 @@
-"""The exported step, from row and state to action and state, as an ONNX model."""
+"""Export one step of a policy as an ONNX model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 
-from agents.network.cores import State
-from agents.network.heads import forbid
+from agents.network.cores import PassThrough
+from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent
 from envs.vector.spaces import ActionDecoder
 from rl_dist.errors import UserError, one_line
@@ -27,18 +26,17 @@ from rl_dist.errors import UserError, one_line
 INPUTS, OUTPUTS = ("obs", "state", "episode_start"), ("action", "next_state")
 OPSET = 18
 BATCH_AXIS = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
+# obs [B, F], state [B, D], episode_start [B] -> actions [B, ...], state [B, D]
+Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class ExportedStep(nn.Module):
-    """One step without noise, with normaliser, reset and bounds inside.
+    """One step without noise and critic; normaliser, reset and bounds are inside.
 
-    There is no time axis, and no LSTM or GRU node: recurrent layers are matrix products and gates.
-    The critic is left out. All that is remembered is one row of D numbers, zeros at first: the
-    actor core's vectors, the feature core's, and the observations of a window before this one.
+    The state is one row of D numbers, zeros at first: vectors of the cores, then the observations
+    of a window before this one.
     """
 
-    shift: Tensor  # [F]
-    scale: Tensor  # [F]
     start: Tensor  # [D] int64, first value of each choice
     stretch: Tensor  # [A]
     offset: Tensor  # [A]
@@ -47,45 +45,31 @@ class ExportedStep(nn.Module):
 
     def __init__(self, agent: LoadedAgent) -> None:
         super().__init__()
-        self.policy = policy = (
-            copy.deepcopy(agent.policy).float().cpu().eval().requires_grad_(False)
-        )
-        policy.low_precision = None
-        self.window = policy.config.feature_window
-        self.vectors = 0  # [H] in the state
-        if not policy.config.stateless:
-            of_features = 0 if self.window else policy.feature_core.num_states
-            self.vectors = policy.actor_core.num_states + of_features
-        self.memory_size = self.vectors * policy.config.hidden_size
-        self.state_size = self.memory_size + max(self.window - 1, 0) * policy.num_obs
+        self.policy = policy = float_copy(agent)
+        policy.critic_core, weight = PassThrough(), policy.critic_head.weight
+        policy.critic_head = nn.Identity()  # type: ignore[assignment]
+        policy.critic_head.register_buffer("weight", weight)  # only its type is read
+        is_stateless = policy.config.stateless
+        self.vectors_size = 0 if is_stateless else policy.initial_state(1).numel()
+        self.state_size = self.vectors_size + policy.empty_history(1).numel()
+        self.normalize = agent.normalizer.frozen(torch.float32)
 
-        # frozen statistics
-        self.normalize = agent.normalizer.enabled
-        self.clip = agent.normalizer.clip
-        shift, scale = agent.normalizer.constants(torch.float32)
-        self.register_buffer("shift", torch.as_tensor(shift).expand(policy.num_obs).cpu().clone())
-        self.register_buffer("scale", scale.cpu())
-        self._set_actions(ActionDecoder(agent.spaces[1], "of this policy"))
-
-    def _set_actions(self, decoder: ActionDecoder) -> None:
-        """Keep what makes an environment's action: first values, or bounds and units."""
-        self.decoder = decoder
-        self.nested = isinstance(decoder.target, spaces.Dict | spaces.Tuple)
-        self.action_shape = () if self.nested else tuple(decoder.target.shape or ())
-        if self.nested:
-            self.action_shape = tuple(decoder.space.shape or ())
+        # bounds and units of the environment's actions
+        self.decoder = decoder = ActionDecoder(agent.spaces[1], "of this policy")
+        # parts of nested actions are one row
+        self.action_shape = tuple(decoder.target.shape or decoder.space.shape or ())
         if decoder.mask_size:
-            self.register_buffer("start", torch.as_tensor(decoder.start))  # [D] int64
+            self.register_buffer("start", torch.as_tensor(decoder.start))
             return
-        # stretched and then clipped: the same as the other way round
+        # actions are stretched before they are clipped: the result is the same
         self.register_buffer("stretch", torch.as_tensor(decoder.scale, dtype=torch.float32))
         self.register_buffer("offset", torch.as_tensor(decoder.offset, dtype=torch.float32))
         for name, sign in (("low", 1), ("high", -1)):
             bound = getattr(decoder, name) * decoder.scale + decoder.offset
             rounded = bound.astype(np.float32)
-            outside = sign * rounded < sign * bound  # of a float64 space
+            is_outside = sign * rounded < sign * bound  # of a float64 space
             inside = np.nextafter(rounded, np.float32(sign * np.inf))
-            self.register_buffer(name, torch.from_numpy(np.where(outside, inside, rounded)))
+            self.register_buffer(name, torch.from_numpy(np.where(is_outside, inside, rounded)))
 
     def forward(
         self,
@@ -95,63 +79,39 @@ class ExportedStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return actions [B, ...] and the state [B, D] after them."""
         state = torch.where(episode_start[:, None], 0.0, state)
-        seen = obs
-        if self.normalize:
-            seen = ((obs - self.shift) * self.scale).clamp(-self.clip, self.clip)
-        actor, after = self._network(seen, state)
-        if self.policy.mask_columns:
-            actor = forbid(actor, seen[:, self.policy.mask_columns])
-        return self._actions(actor), after
+        vectors = self.policy.initial_state(obs.shape[0])
+        history = self.policy.empty_history(obs.shape[0])
+        vectors_row, history_row = state[:, : self.vectors_size], state[:, self.vectors_size :]
+        if self.vectors_size:
+            vectors = vectors_row.reshape(vectors.shape)
+        if self.state_size > self.vectors_size:
+            history = history_row.reshape(history.shape)
+        seen = policy_input(self.normalize, history, obs, torch.float32)
+        actions, _, _, vectors = self.policy.decide(seen, vectors, episode_start)
+        if self.vectors_size:
+            vectors_row = vectors.flatten(1)
+        if self.state_size > self.vectors_size:
+            history_row = shift_history(history, seen).flatten(1)
+        return self._in_units(actions), torch.cat([vectors_row, history_row], dim=1)
 
-    def _network(self, seen: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the actor's outputs [B, A] and the state after them."""
-        policy = self.policy
-        size, split = policy.config.hidden_size, policy.actor_core.num_states
-        history = state[:, self.memory_size :]  # [B, (n-1) * F]
-        vectors = state[:, : self.memory_size].reshape(seen.shape[0], self.vectors, size)
-        before = vectors.transpose(0, 1)  # [S, B, H]
-        if policy.config.stateless:
-            num_states = split + policy.feature_core.num_states
-            before = seen.new_zeros(num_states, seen.shape[0], size)
-        feature_state: State
-        if self.window:
-            rows = torch.cat([history, seen], dim=1)  # [B, n * F]
-            features, feature_state = self._windowed_features(rows), before[split:]
-            history = rows[:, policy.num_obs :]
-        else:
-            features, feature_state = policy.features(seen[None], before[split:])
-        outputs, actor_state = policy.actor_core(features, before[:split])
-        after = history
-        if self.memory_size:
-            vectors = torch.stack([*actor_state, *feature_state], dim=1)
-            after = torch.cat([vectors.reshape(seen.shape[0], self.memory_size), history], dim=1)
-        return policy.actor_head(outputs[0]), after
+    def _in_units(self, actions: Tensor) -> Tensor:
+        """Return actions in the environment's units, within its bounds."""
+        shape = (actions.shape[0], *self.action_shape)
+        if self.policy.discrete:
+            return (actions.reshape(actions.shape[0], len(self.start)) + self.start).reshape(shape)
+        stretched = actions * self.stretch + self.offset
+        return torch.minimum(torch.maximum(stretched, self.low), self.high).reshape(shape)
 
-    def _windowed_features(self, rows: Tensor) -> Tensor:
-        """Features [1, B, H] of the last n observations, read step by step from zeros."""
-        policy = self.policy
-        core = policy.feature_core
-        state = rows.new_zeros(core.num_states, rows.shape[0], policy.config.hidden_size)
-        encoded = policy.feature_encoder(rows.reshape(rows.shape[0], self.window, policy.num_obs))
-        for step in range(self.window):
-            outputs, state = core(encoded[None, :, step], state)
-        return policy.feature_mlp(outputs)
 
-    def _actions(self, actor: Tensor) -> Tensor:
-        """Return the most likely actions in the environment's units, within its bounds."""
-        policy = self.policy
-        if policy.discrete:
-            chosen = (policy.choices(actor) if policy.action_sizes else actor).argmax(-1)
-            shaped = chosen.reshape(actor.shape[0], len(self.start)) + self.start
-            return shaped.reshape(actor.shape[0], *self.action_shape)
-        means = actor.tanh() if policy.config.squash_actions else actor
-        stretched = means * self.stretch + self.offset
-        bounded = torch.minimum(torch.maximum(stretched, self.low), self.high)
-        return bounded.reshape(actor.shape[0], *self.action_shape)
+def float_copy(agent: LoadedAgent) -> Any:
+    """Return a copy of the policy that computes in fp32."""
+    policy = copy.deepcopy(agent.policy).float().eval().requires_grad_(False)
+    policy.low_precision = None
+    return policy
 
 
 def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
-    """Write an ONNX model whose metadata holds the contract."""
+    """Write an ONNX model with the contract in its metadata; any number of rows fits."""
     for name in ("onnx", "onnxscript", "onnxruntime"):
         try:
             import_module(name)
@@ -159,19 +119,32 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
             raise UserError(
                 f"an export needs the package {name}: pip install 'clstm-ppo[export]'"
             ) from None
+    num_rows = 3  # torch takes 0 and 1 for constants
+    inputs = (
+        torch.zeros(num_rows, step.policy.num_obs),
+        torch.zeros(num_rows, step.state_size),
+        torch.ones(num_rows, dtype=torch.bool),
+    )
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of the exporter's own progress
+    logging.disable(logging.WARNING)  # the exporter reports its progress
     try:
-        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            torch.no_grad(),
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            program = torch.export.export(step, inputs, dynamic_shapes=BATCH_AXIS)
             model = torch.onnx.export(
-                _traced(step),
+                program.run_decompositions(),
                 input_names=list(INPUTS),
                 output_names=list(OUTPUTS),
-                dynamic_shapes=BATCH_AXIS,  # for its name
+                dynamic_shapes=BATCH_AXIS,  # names the axis
                 opset_version=OPSET,
                 dynamo=True,
                 verbose=False,
             )
+    except Exception as error:  # a tracer or foreign code raises anything
+        raise UserError(f"the policy cannot be traced: {one_line(error)}", exit_code=1) from error
     finally:
         logging.disable(disabled)
     assert model is not None
@@ -179,7 +152,7 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
     model.save(path, external_data=False)
 
 
-def run_onnx(path: Path) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+def run_onnx(path: Path) -> Runner:
     """Load a model in ONNX Runtime, on one thread of the CPU."""
     import onnxruntime
 
@@ -187,18 +160,3 @@ def run_onnx(path: Path) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda *inputs: tuple(session.run(OUTPUTS, dict(zip(INPUTS, inputs, strict=True))))
-
-
-def _traced(step: ExportedStep) -> torch.export.ExportedProgram:
-    """Trace the step for any number of environments; refuse one that cannot be."""
-    rows = 3  # neither 0 nor 1, which torch takes for constants
-    inputs = (
-        torch.zeros(rows, step.policy.num_obs),
-        torch.zeros(rows, step.state_size),
-        torch.ones(rows, dtype=torch.bool),
-    )
-    try:
-        with torch.no_grad():
-            return torch.export.export(step, inputs, dynamic_shapes=BATCH_AXIS).run_decompositions()
-    except Exception as error:  # of a tracer, or of foreign code: anything
-        raise UserError(f"the policy cannot be traced: {one_line(error)}", exit_code=1) from error
