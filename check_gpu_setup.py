@@ -17,8 +17,7 @@ from agents.config import SECTIONS
 from agents.run.choice import RUNS, add_run_flags, choose_run
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import parse_flags
-from rl_dist.launch.child import SCRIPT, leave_at_signals
-from rl_dist.launch.short_run import without
+from rl_dist.launch.child import SCRIPT, leave_at_signals, without
 from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
 
 DESCRIPTION = (

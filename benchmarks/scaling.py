@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py [--gpus 1 2 4] [--rounds 3] [training flags]
 
-The combinations take turns, all others being halted, so that other work on the machine falls on all
-of them. Speedups are relative to one rank with strategy none. Prints one JSON line for each;
-`shares` are where the time goes (own work by phase, reductions, waiting for others).
+The combinations take turns, so that other work on the machine falls on all of them. Speedups are
+relative to one rank with strategy none. Prints one JSON line for each; `shares` are where the time
+goes (own work by phase, reductions, waiting for others).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 import torch
 
 from rl_dist.errors import UserError
-from rl_dist.launch.short_run import ShortRunError, SideBySide, without
+from rl_dist.launch.child import ChildError, measure_short_runs, without
 from rl_dist.process_group.world import threads_per_rank
 
 Combination = tuple[int, str, str]  # ranks, scaling, strategy
@@ -34,39 +33,30 @@ def seconds_of(record: dict[str, Any]) -> float:
 
 
 def measure(
-    variants: dict[Any, tuple[int, list[str]]], flags: list[str], rounds: int, turn_s: float
+    variants: dict[Any, tuple[int, list[str]]], flags: list[str], rounds: int, iterations: int
 ) -> dict[Any, Any]:
-    """By variant (ranks, flags): its turns, each a list of metrics records; or why it cannot run.
-
-    Each is started once and then they take turns, all others being halted.
-    """
+    """Return by variant (ranks, flags) its turns, lists of records; or why it cannot run."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[Any, Any] = {}
-    with ExitStack() as stack:
-        sides: dict[Any, tuple[SideBySide, int]] = {}
-        for name, (ranks, own) in variants.items():
-            given = [flag[2:].partition("=")[0] for flag in own]
-            words = [*without(flags, given), *own]
-            threads = threads_per_rank(1)
-            side = SideBySide(words, 1, threads, num_gpus=ranks, device_type=device_type)
-            try:
-                stack.enter_context(side)
-                first = side.measure(1)[0][0]
-            except (UserError, ShortRunError) as error:
-                found[name] = str(error)
+    measured: dict[Any, Any] = {name: [] for name in variants}
+    for turn in range(rounds):
+        for name in list(variants)[:: 1 if turn % 2 == 0 else -1]:
+            if isinstance(measured[name], str):
                 continue
-            side.halt()
-            sides[name] = (side, max(2, round(turn_s / seconds_of(first))))
-            found[name] = []
-            print(f"started: {name}", file=sys.stderr, flush=True)
-        for turn in range(rounds):
-            for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
-                side, iterations = sides[name]
-                side.go_on()
-                found[name].append(side.measure(iterations)[0])
-                side.halt()
-            print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
-    return found
+            ranks, own_flags = variants[name]
+            given = [flag[2:].partition("=")[0] for flag in own_flags]
+            try:
+                runs = measure_short_runs(
+                    [*without(flags, given), *own_flags],
+                    threads=threads_per_rank(1),
+                    iterations=iterations,
+                    num_gpus=ranks,
+                    device_type=device_type,
+                )
+                measured[name].append(runs.records[0])
+            except (UserError, ChildError) as error:
+                measured[name] = str(error)
+        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+    return measured
 
 
 def combinations(gpus: list[int], strategies: list[str]) -> list[Combination]:
@@ -119,14 +109,14 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--strategies", nargs="+", default=["none", "ddp"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turn_s", type=float, default=5.0, help="seconds of each turn")
+    parser.add_argument("--iterations", type=int, default=10, help="of each turn")
     args, flags = parser.parse_known_args()
     todo = combinations(sorted(set(args.gpus)), list(dict.fromkeys(["none", *args.strategies])))
     variants = {
         which: (which[0], [f"--scaling={which[1]}", f"--strategy={which[2]}"]) for which in todo
     }
     rows = []
-    for which, turns in measure(variants, flags, args.rounds, args.turn_s).items():
+    for which, turns in measure(variants, flags, args.rounds, args.iterations).items():
         if isinstance(turns, str):
             parser.error(f"{which} cannot run: {turns}")
         rows.append(row_of(which, [record for turn in turns for record in turn]))

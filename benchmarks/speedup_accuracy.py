@@ -3,11 +3,10 @@
     python benchmarks/speedup_accuracy.py [--job default|slow_env|both] [--scaling strong|weak|both]
 
 The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that
-do not communicate, and ranks that only reduce. The measured run trains on two ranks. Both are
-started once; then they take turns, the other being halted: what the machine does meanwhile hits
-both alike, if turns are long (a core of a shared host may change its speed by 1.7 every second;
-turns of 2 s missed by up to 40 % for that alone). One JSON line per job and scaling: the error of
-each round's prediction and their median. Run it with nothing beside.
+do not communicate, and ranks that only reduce. The measured run trains on two ranks. Both take
+turns: other work on the machine hits both, if turns are long (a core of a shared host may change
+its speed by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One JSON line per
+job and scaling: the error of each round's prediction and their median. Run it with nothing beside.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import fmean, harmonic_mean, median
 from typing import Any
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, wh
 import torch
 
 from rl_dist.launch.bench import time_reductions
-from rl_dist.launch.short_run import SideBySide
+from rl_dist.launch.child import measure_short_runs
 from rl_dist.machine import available_cores
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import predict, rank_cost
@@ -55,46 +55,41 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def compare(name: str, scaling: str, rounds: int, turn_s: float) -> dict[str, Any]:
+def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, Any]:
     """Errors of predicted against measured steps/s, by round."""
     flags, sizes = JOBS[name], SIZES[name]
     divisor = RANKS if scaling == "strong" else 1
     share = [f"--{size}={value // divisor}" for size, value in sizes.items()]
     threads = threads_per_rank(RANKS)
-    alone = SideBySide([*flags, *share, "--strategy=ddp"], RANKS, threads)
-    together = SideBySide([*flags, f"--scaling={scaling}"], 1, threads_per_rank(1), num_gpus=RANKS)
+    alone = partial(
+        measure_short_runs, [*flags, *share, "--strategy=ddp"], copies=RANKS, threads=threads
+    )
+    together = partial(
+        measure_short_runs,
+        [*flags, f"--scaling={scaling}"],
+        threads=threads_per_rank(1),
+        num_gpus=RANKS,
+    )
     found: list[dict[str, float]] = []
-    with alone, together:
-        together.halt()
-        alone.measure(1)
-        alone.halt()
-        together.go_on()
-        first = together.measure(1)[0][0]
-        together.halt()
-        iterations = max(3, round(turn_s / seconds_of(first)))
-        num_bytes = alone.running[0].gradient_bytes()
-        talk = time_reductions(RANKS, [num_bytes])
-        reduction_s = talk.gradients_s[num_bytes]
-        for _ in range(rounds):
-            records = {}
-            for side in (alone, together) if len(found) % 2 else (together, alone):
-                side.go_on()
-                records[side] = side.measure(iterations)
-                side.halt()
-            work = rank_cost([record for copy in records[alone] for record in copy])
-            talk_s = work.gradient_steps * reduction_s + talk.small_s
-            prediction = predict(work, RANKS, talk_s)
-            # steps over time
-            measured = harmonic_mean([record["time/sps"] for record in records[together][0]])
-            error = prediction.steps_per_s / measured - 1
-            found.append(
-                {"predicted": prediction.steps_per_s, "measured": measured, "error": error}
-            )
-            say(
-                f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured "
-                f"{measured:,.0f} ({error:+.1%}); {split(prediction.parts_s)}; "
-                f"{own(records[together][0])}"
-            )
+    num_bytes = alone(iterations=1).gradient_bytes
+    talk = time_reductions(RANKS, [num_bytes])
+    reduction_s = talk.gradients_s[num_bytes]
+    for number in range(rounds):
+        records = {}
+        for side in (alone, together) if number % 2 else (together, alone):
+            records[side] = side(iterations=iterations).records
+        work = rank_cost([record for copy in records[alone] for record in copy])
+        talk_s = work.gradient_steps * reduction_s + talk.small_s
+        prediction = predict(work, RANKS, talk_s)
+        # steps over time
+        measured = harmonic_mean([record["time/sps"] for record in records[together][0]])
+        error = prediction.steps_per_s / measured - 1
+        found.append({"predicted": prediction.steps_per_s, "measured": measured, "error": error})
+        say(
+            f"  {name}, {scaling}: predicted {prediction.steps_per_s:,.0f} steps/s, measured "
+            f"{measured:,.0f} ({error:+.1%}); {split(prediction.parts_s)}; "
+            f"{own(records[together][0])}"
+        )
     errors = [entry["error"] for entry in found]
     return {
         "job": name, "scaling": scaling, "ranks": RANKS, "threads": threads, "rounds": rounds,
@@ -144,9 +139,7 @@ def main() -> int:
     parser.add_argument("--job", choices=(*JOBS, "both"), default="both")
     parser.add_argument("--scaling", choices=("strong", "weak", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--turn_s", type=float, default=15.0, help="seconds of each turn (default: 15)"
-    )
+    parser.add_argument("--iterations", type=int, default=20, help="of each turn (default: 20)")
     args = parser.parse_args()
     print(
         json.dumps(
@@ -160,7 +153,7 @@ def main() -> int:
     for job in JOBS if args.job == "both" else (args.job,):
         for scaling in ("strong", "weak") if args.scaling == "both" else (args.scaling,):
             started_s = time.monotonic()
-            found = compare(job, scaling, args.rounds, args.turn_s)
+            found = compare(job, scaling, args.rounds, args.iterations)
             print(json.dumps(found | {"seconds": round(time.monotonic() - started_s)}), flush=True)
     return 0
 

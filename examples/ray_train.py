@@ -27,7 +27,7 @@ def train_as_rank(config: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from rl_dist.process_group.addresses import free_port
+    from rl_dist.process_group.join import free_port
 
     port = torch.tensor([free_port()])
     dist.broadcast(port, src=0)

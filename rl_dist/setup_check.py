@@ -16,17 +16,17 @@ from statistics import median
 from typing import Any
 
 from rl_dist.errors import one_line
-from rl_dist.launch.bench import BenchError, time_reductions
-from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.launch.short_run import (
+from rl_dist.launch.bench import time_reductions
+from rl_dist.launch.child import (
+    ChildError,
+    ChildTimeoutError,
     Record,
-    ShortRunError,
-    ShortRunTimeoutError,
-    SideBySide,
     describe_rates,
     is_steady,
+    measure_short_runs,
     round_rates,
 )
+from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.machine import Facts, Gpu, duration, read_facts
 from rl_dist.speedup.model import steps_per_episode, steps_per_iteration
 
@@ -109,7 +109,7 @@ def check_setup(
             reductions = time_reductions(
                 plan.num_ranks, REDUCED_BYTES, plan.device_type, gpu_ids=plan.gpu_ids
             )
-        except BenchError as error:
+        except ChildError as error:
             fix = "see the lines above; NCCL_DEBUG=INFO prints more"
             yield check("reductions", str(error), (True, PROBLEM, fix))
             return
@@ -118,10 +118,16 @@ def check_setup(
         yield check("reductions", f"all sums are right: {times}")
     print("checking: a short run of this training", file=sys.stderr)
     try:
-        with SideBySide([*flags, "--monitor_every=0.2"], 1, 0, num_gpus=None) as running:
-            (records,) = running.measure_rounds(timeout_s=SHORT_RUN_S, enough_s=ENOUGH_S)
-    except ShortRunError as error:
-        verdict = WARNING if isinstance(error, ShortRunTimeoutError) else PROBLEM
+        (records,) = measure_short_runs(
+            [*flags, "--monitor_every=0.2"],
+            num_gpus=None,
+            warm_up=0,
+            timeout_s=SHORT_RUN_S,
+            enough_s=ENOUGH_S,
+            steady=True,
+        ).records
+    except ChildError as error:
+        verdict = WARNING if isinstance(error, ChildTimeoutError) else PROBLEM
         fix = "choose smaller sizes, or train: the log shows more"
         yield check("short run", str(error), (True, verdict, fix))
         return

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,9 +75,14 @@ def use_collectives(world):
     }
     results["gathered"] = gather_dicts(uneven, world)
     results["wrong_gather"] = error_of(gather_dicts, {"x": torch.zeros(1, 2 + rank)}, world)
+    torch.set_num_threads(2)
+    torch.ones(10**6).exp_().sum()  # the pool has started
+    before = psutil.Process().num_threads()
     long = {"x": torch.arange(3 * 16_384 + 5 + rank), "b": torch.ones(3, dtype=torch.bool)}
     results["long"] = gather_dicts(long, world)
     numbers = all_gather_json(list(range(100_000 + rank)), world)[1]
+    results["new_threads"] = psutil.Process().num_threads() - before
+    torch.set_num_threads(1)
     results["long_json"] = numbers == list(range(100_001))
     results["json"] = all_gather_json({"rank": rank, "text": "é" * (1 + 5 * rank)}, world)
     results["largest"] = all_reduce_max(3 - 5 * rank, world)
@@ -84,9 +90,10 @@ def use_collectives(world):
 
 
 def use_ddp(world):
+    results = {"reference": parameter_hash(make_module(seed=0))}
     module = make_module(seed=world.rank)  # ranks start apart, and are made equal
     parameters = dict(module.named_parameters())
-    results = {"apart": error_of(check_in_sync, parameters, world)}
+    results["apart"] = error_of(check_in_sync, parameters, world)
     more = {"x": torch.zeros(2)} | ({"y": torch.zeros(2)} if world.rank else {})
     results["more"] = error_of(check_in_sync, more, world)
     Strategy(StrategyConfig(), world).wrap(module)
@@ -103,81 +110,58 @@ def error_of(call, *args):
     return ""
 
 
-def loop(out_dir, raising="", victim=1):
-    """Iterate until all ranks agree to stop; one may fail or die."""
-    assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
+def started(out_dir):
+    """Open the world of a job, and tell the test this rank's process."""
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
-    note_pid(out_dir)
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        if raising and world.rank == victim:
-            die(raising)
+    Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
+    return world
+
+
+def loop(out_dir, way="", victim=1):
+    """Iterate until all ranks agree to stop; one may fail or die in some way."""
+    assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
+    world = started(out_dir)
+    while True:
+        if way and world.rank == victim:
+            end_this_rank(way)
         time.sleep(0.02)
-        signum = all_reduce_max(stop_flag.signum, world)
-        if signum:
+        if signum := all_reduce_max(stop_flag.signum, world):
             if world.is_main_process:
                 Path(out_dir, "saved.json").write_text(json.dumps({"signum": signum}))
             close_world(world)
             return 128 + signum
-    return 1
 
 
-def fail():
-    raise RuntimeError("the roof is on fire")
-
-
-def fail_at_length():
-    raise RuntimeError("\0" * 10**6)
-
-
-def end_slowly():
-    """Rank 0 reports that it ends itself, and is kept from it; rank 1 ends meanwhile."""
-    if os.environ["RANK"] == "1":
-        time.sleep(1.0)
-        return
-    sys.stdout.flush = lambda: time.sleep(60)
-    end_rank("too late")
-
-
-def mistake():
-    raise UserError("num_envs must be at least 1, got 0")
-
-
-def die(way):
-    if way.startswith("SIG"):
-        os.kill(os.getpid(), signal.Signals[way])
-    elif way.isdigit():
-        os._exit(int(way))
-    else:
-        {"error": fail, "user": mistake}[way]()
-
-
-def close_slowly(out_dir):
-    """Rank 1 fails; what it closes on its way takes longer than rank 0 needs to miss it."""
-    world = open_world("cpu", timeout_s=30)
-    setup_logging(out_dir, world.rank)
-    all_gather_json(world.rank, world)
-    if world.rank == 1:
+def end_this_rank(way):
+    if way in ("fail", "fail at length"):
+        raise RuntimeError("the roof is on fire" + "\0" * (10**6 if way != "fail" else 0))
+    if way == "mistake":
+        raise UserError("num_envs must be at least 1, got 0")
+    if way == "fail slowly":  # the other rank complains first, from where this one closes
         try:
-            fail()
+            end_this_rank("fail")
         finally:
-            dist.destroy_process_group()  # the other one complains from here on
+            dist.destroy_process_group()
             time.sleep(1.0)
-    all_gather_json(world.rank, world)
+    if way == "exit":
+        os._exit(0)
+    time.sleep(1000)
 
 
 def hang(out_dir, failing=-1):
     """Never reach the end of an iteration, while one rank may fail."""
-    rank = int(os.environ["RANK"])
-    note_pid(out_dir)
-    if rank == failing:
-        # the other one begins later on a busy machine
-        while not Path(out_dir, f"pid_{1 - rank}").exists():
-            time.sleep(0.05)
-        fail()
+    if started(out_dir).rank == failing:
+        end_this_rank("fail")
     time.sleep(1000)
-    return 0
+
+
+def evaluate_forever(out_dir):
+    """All is saved, and nothing handles stop signals any more."""
+    world = started(out_dir)
+    stop_flag.replace(signal.SIG_DFL)
+    while True:
+        all_reduce_max(0, world)
 
 
 def halt(out_dir):
@@ -191,40 +175,32 @@ def halt(out_dir):
     all_gather_json(world.rank, world)
 
 
-def note_pid(out_dir):
-    Path(out_dir, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+def end_slowly():
+    """Rank 0 reports that it ends itself, and is kept from it; rank 1 ends meanwhile."""
+    if os.environ["RANK"] == "1":
+        time.sleep(1.0)
+        return
+    sys.stdout.flush = lambda: time.sleep(60)
+    end_rank("too late")
 
 
-def evaluate_forever(out_dir):
-    """All is saved, and nothing handles stop signals any more."""
-    world = open_world("cpu", timeout_s=30)
-    stop_flag.replace(signal.SIG_DFL)
-    note_pid(out_dir)
-    while True:
-        all_reduce_max(0, world)
-
-
-def adopt(out_dir):
-    """Meet the other rank, under torchrun for example."""
-    world = open_world("cpu", timeout_s=30)
-    note_pid(out_dir)
+def report_environment(out_dir):
+    """Meet the other rank, and leave the variables of the meeting point."""
+    values = [os.environ.get(name, "-") for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG")]
+    Path(out_dir, f"variables_{os.environ['RANK']}").write_text(" ".join(values))
+    world = started(out_dir)
     return 0 if all_gather_json(world.rank, world) == [0, 1] else 1
 
 
-def refuse_alone(out_dir):
-    """Rank 1 refuses what rank 0 does not see, which then misses it."""
-    world = open_world("cpu", timeout_s=30)
+def refuse(out_dir, alone):
+    """Rank 1 refuses what rank 0 does not see, which then misses it; or both see it."""
+    world = started(out_dir)
     all_gather_json(world.rank, world)
-    if world.rank == 1:
-        raise UserError("only rank 1 sees this")
+    if world.rank == 1 or not alone:
+        raise UserError("this cannot be", exit_code=1)
     all_gather_json(world.rank, world)
-
-
-def refuse_together(out_dir):
-    """All ranks see what ends the run."""
-    all_gather_json(0, open_world("cpu", timeout_s=30))
-    raise UserError("all ranks see this", exit_code=1)
 
 
 if __name__ == "__main__":
-    sys.exit(launch(globals()[sys.argv[1]], (sys.argv[2],), num_ranks=2))
+    mode, *args = sys.argv[1:]
+    sys.exit(launch(globals()[mode], tuple(args), num_ranks=2))

@@ -29,7 +29,7 @@ from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
 from rl_dist.errors import UserError, did_you_mean
 from rl_dist.flags import ParsedFlags, parse_flags
-from rl_dist.process_group.addresses import MAX_RESTARTS, elastic_count
+from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
 
 RUNS = Path("runs")

@@ -1,30 +1,56 @@
-"""Our programs as child processes; training from Python."""
+"""Our programs as children: a training from Python, short runs side by side."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from rl_dist.errors import RESULT_FILE, UserError
-from rl_dist.process_group.addresses import ADDRESS_VARIABLES, COPIES
+from rl_dist.process_group.join import ADDRESS_VARIABLES, COPIES
 from rl_dist.process_group.process_ends import die_with_parent
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.run_dir import RunDir
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
 RANK_VARIABLES |= {*ADDRESS_VARIABLES, *COPIES}
+POLL_S = 0.1
+KILL_PATIENCE_S = 5.0
+# Flags of a short run: it neither ends by itself nor saves or evaluates anything.
+SHORT_RUN_FLAGS = {
+    "total_steps": "1000000000000000",
+    "validate_every": "0",
+    "checkpoint_every": "1000000000",
+    "keep_best": "off",
+    "max_restarts": "0",
+}
+DROPPED_FLAGS = ("run_dir", "num_episodes", "on_event", "seed", "seeds", "profile")
+ROUNDS, ROUND_S = 3, 1.0  # a rate is known if rounds of at least a second agree on it
+MAX_SPREAD = 1.5  # of the highest rate over the lowest
+Record = dict[str, Any]
+
+
+class ChildError(Exception):
+    """A child failed or made no progress; the message is for the user."""
+
+
+class ChildTimeoutError(ChildError):
+    """A child works, but did not end in time."""
 
 
 def leave_at_signals() -> None:
@@ -38,7 +64,7 @@ def leave_at_signals() -> None:
 
 
 class Child:
-    """A program of ours under way."""
+    """A running program of ours."""
 
     def __init__(
         self,
@@ -46,15 +72,15 @@ class Child:
         folder: Path,
         name: str = "child",
         *,
-        variables: dict[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         own_session: bool = True,
         echo: bool = False,
     ) -> None:
-        """Start this Python in a process group of its own, without stdin.
+        """Start this Python in a new process group, without stdin.
 
         Args:
             arguments: of the interpreter.
-            folder: of the files in which the child leaves its stderr and its report.
+            folder: where the child leaves its stderr and its report.
             variables: of its environment, beside ours without those that make a process a rank.
             own_session: Linux shares out cores by session; without it, the child counts as ours.
             echo: it prints where this process prints.
@@ -73,7 +99,7 @@ class Child:
         with self._stderr.open("wb") as stderr:
             self.job = subprocess.Popen(
                 [sys.executable, *map(str, arguments)],
-                env=environment | (variables or {}),
+                env=environment | dict(variables or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=None if echo else subprocess.DEVNULL,
                 stderr=None if echo else stderr,
@@ -82,10 +108,10 @@ class Child:
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
-    def kill(self, patience_s: float = 5.0) -> None:
+    def kill(self) -> None:
         """End it and all its ranks by SIGKILL, and wait until they are gone."""
-        deadline_s = time.monotonic() + patience_s
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+        deadline_s = time.monotonic() + KILL_PATIENCE_S
+        with suppress(ProcessLookupError, PermissionError):  # no process is left
             while time.monotonic() < deadline_s:
                 os.killpg(self.job.pid, signal.SIGKILL)
                 self.job.poll()
@@ -96,18 +122,21 @@ class Child:
         """Return what it reported; see `rl_dist.errors.report_to_caller`."""
         return json.loads(self._report.read_text())
 
-    def error(self) -> str:
-        """Return why it failed: its own error, or the last of what it printed.
+    def error(self) -> ChildError | UserError:
+        """Return why it ended: its own error, or the last of what it printed.
 
-        Raises:
-            UserError: it refused what it was given; in its own words.
+        A UserError is a refusal of what it was given, in its own words.
         """
-        facts = self.facts()
+        facts, code = self.facts(), self.job.returncode
         error = facts.get("error", "")
-        if self.job.returncode == 2 and error:
-            raise UserError(error)
+        if code == 2 and error:
+            return UserError(error)
         last_lines = self._stderr.read_text(errors="replace").splitlines()[-3:]
-        return error or "; ".join(last_lines) or "it printed nothing"
+        reason = error or "; ".join(last_lines) or "it printed nothing"
+        return ChildError(f"a child process ended with code {code}: {reason}")
+
+
+# ---- a training from Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +148,14 @@ class TrainingResult:
     iterations: int  # of the whole run, those before a resume included
     final_losses: dict[str, float] = field(default_factory=dict)  # of the last iteration
     seconds: float
-    run_dir: Path | None  # absolute; None: it never came to have one
-    error: str  # one line; "" where there is none
+    run_dir: Path | None  # absolute; None: a failed start has none
+    error: str  # one line; "": there is none
 
 
 def launch_distributed_training(
     flags: Sequence[str] = (), *, echo: bool = True, script: Path = SCRIPT, **named: Any
 ) -> TrainingResult:
-    """Run train_distributed.py to its end, in processes of its own.
+    """Run train_distributed.py to its end, in new processes.
 
         >>> from rl_dist import launch_distributed_training
         >>> result = launch_distributed_training(num_gpus=2, device="cpu", quick=True)
@@ -135,7 +164,8 @@ def launch_distributed_training(
         ... else:
         ...     print(result.exit_code, result.error)
 
-    Ctrl-C lets the training save and stop, and is then raised here; a second one ends it at once.
+    Ctrl-C lets the training save and stop, and is then raised here; a second one ends it
+    immediately.
 
     Args:
         flags: of the script, as on its command line.
@@ -150,7 +180,7 @@ def launch_distributed_training(
         try:
             child.job.wait()
         except KeyboardInterrupt:
-            # it is in a session of its own: Ctrl-C has not reached it
+            # it is in another session: Ctrl-C has not reached it
             child.job.send_signal(signal.SIGINT)
             child.job.wait()
             raise
@@ -159,10 +189,11 @@ def launch_distributed_training(
         facts = child.facts()
     code = child.job.returncode
     run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
-    if run_dir and not run_dir.is_dir():  # a failed start leaves none
+    if run_dir and not run_dir.is_dir():
         run_dir = None
     records = RunDir(run_dir).records(last=1) if run_dir else []
     last = records[-1] if records else {}
+    error = f"ended by {signal.Signals(-code).name}" if code < 0 else facts.get("error", "")
     return TrainingResult(
         success=code == 0,
         exit_code=code,
@@ -170,7 +201,7 @@ def launch_distributed_training(
         final_losses={name: value for name, value in last.items() if name.startswith("loss/")},
         seconds=time.monotonic() - started_s,
         run_dir=run_dir,
-        error=_error(code, facts),
+        error=(error or f"ended with code {code} and without a report") if code else "",
     )
 
 
@@ -185,9 +216,179 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _error(code: int, facts: Mapping[str, str]) -> str:
-    if code == 0:
-        return ""
-    if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    return facts.get("error") or f"ended with code {code} without a report"
+# ---- short runs
+
+
+class ShortRun(Child):
+    """A training that is measured for some iterations, then killed."""
+
+    def __init__(self, flags: Sequence[str], folder: Path, number: int, **options: Any) -> None:
+        """Start it; seeds differ, so that the episodes of several copies do not end together."""
+        self._run = RunDir(folder / f"copy_{number}")
+        words = [SCRIPT, *flags, f"--seed={number + 1}", "--run_dir", self._run.path]
+        # the ranks of a training have one session, too
+        super().__init__(words, folder, self._run.path.name, own_session=False, **options)
+
+    def records(self) -> list[Record]:
+        """Return the metrics of its iterations so far."""
+        return self._run.records()
+
+    def config(self) -> dict[str, Any]:
+        """Return its configuration by section; {}: it has not written all of it yet."""
+        try:
+            return json.loads((self._run.path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of its gradient; it has ended an iteration."""
+        state = self._run.state()
+        assert state is not None
+        return state.gradient_bytes
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of its processes that they do not share; 0: unknown."""
+        try:
+            supervisor = psutil.Process(self.job.pid)
+            processes = [supervisor, *supervisor.children(recursive=True)]
+            return sum(int(process.memory_full_info().uss) for process in processes)
+        except psutil.Error:
+            return 0
+
+
+@dataclass(frozen=True)
+class ShortRuns:
+    """The measurements of copies while all of them trained."""
+
+    # by copy: its metrics of the iterations that were measured
+    records: list[list[Record]]
+    config: dict[str, Any]  # of the first copy, by section
+    gradient_bytes: int
+    copy_bytes: int = 0  # of memory that the first copy alone takes; 0: unknown
+
+
+def measure_short_runs(
+    flags: Sequence[str],
+    copies: int = 1,
+    threads: int = 0,
+    iterations: int = ROUNDS,
+    *,
+    num_gpus: int | None = 1,
+    device_type: str = "cpu",
+    warm_up: int = 2,
+    timeout_s: float = 600.0,
+    enough_s: float = math.inf,
+    steady: bool = False,
+) -> ShortRuns:
+    """Train independent copies side by side and measure them while all of them train.
+
+    As many one-rank trainings as a run would have ranks on this machine, each with a rank's threads
+    or GPU, show what ranks cost each other (cores, caches, memory) without waiting for each other.
+    All are killed at the end, and when the caller dies. How long they train, where, what they save
+    and their seed are chosen here.
+
+    Args:
+        flags: of the training script, with the sizes that one rank has.
+        threads: of each copy; 0: training chooses.
+        iterations: measured of the slowest copy; others may have a few more or less.
+        num_gpus: ranks of each copy; None: the ranks and devices that the flags mean.
+        device_type: "cuda": each copy has its own GPU.
+        warm_up: iterations before the measured ones, beside the first.
+        timeout_s: for everything.
+        enough_s: of training, after which two iterations are enough, the first included.
+        steady: measure for ROUNDS seconds at least, and again if the rates of rounds differ.
+
+    Raises:
+        UserError: the script refuses the flags; its own words.
+        ChildError: a copy failed in another way, or time is up (ChildTimeoutError).
+    """
+    words = _short_run_flags(flags, threads, num_gpus, device_type)
+    deadline_s = time.monotonic() + timeout_s
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
+        running = []
+        for number in range(copies):
+            on_gpu = device_type == "cuda" and num_gpus is not None
+            variables = {"CUDA_VISIBLE_DEVICES": _gpu(number)} if on_gpu else {}
+            running.append(ShortRun(words, folder, number, variables=variables))
+            held.callback(running[-1].kill)
+        begun: list[int] = []  # iterations of each copy before the measurement
+        began_s = ready_s = math.inf  # ready: all copies have their configuration
+        while True:
+            time.sleep(POLL_S)
+            now_s = time.monotonic()
+            records = [copy.records() for copy in running]
+            ended = [len(copy_records) for copy_records in records]
+            if not begun and min(ended) > warm_up:
+                begun, began_s = ended, now_s
+            if ready_s == math.inf and all(copy.config() for copy in running):
+                ready_s = now_s
+            measured = [r[skip:] for r, skip in zip(records, begun or ended, strict=True)]
+            is_late = now_s - ready_s > enough_s and min(ended) >= 2
+            if is_late:
+                measured = records
+            waited = not steady or now_s - began_s >= ROUNDS * ROUND_S
+            if is_late or (waited and min(map(len, measured)) >= iterations):
+                if is_late or not steady or is_steady(round_rates(measured[0])):
+                    break
+                steady, begun, began_s = False, ended, now_s  # a second try
+            for copy in running:
+                if copy.job.poll() is not None:
+                    raise copy.error()
+            if now_s > deadline_s:
+                problem = f"a short run took too long for {iterations} iterations"
+                raise ChildTimeoutError(f"{problem}: try smaller sizes")
+        first = running[0]
+        return ShortRuns(measured, first.config(), first.gradient_bytes(), first.memory_bytes())
+
+
+def _short_run_flags(
+    flags: Sequence[str], threads: int, num_gpus: int | None, device_type: str
+) -> list[str]:
+    if without(flags, ["resume"]) != list(flags):
+        raise UserError("--resume: short runs start at the beginning; give the flags of the run")
+    chosen, dropped = dict(SHORT_RUN_FLAGS), [*DROPPED_FLAGS]
+    if num_gpus is not None:
+        dropped.append("gpu_ids")
+        chosen |= {"num_gpus": str(num_gpus), "device": device_type}
+    if threads:
+        chosen["threads"] = str(threads)
+    return [*without(flags, (*dropped, *chosen)), *(f"--{k}={v}" for k, v in chosen.items())]
+
+
+def round_rates(records: Sequence[Record]) -> list[float]:
+    """Return the steps/s of consecutive rounds, all of the same number of iterations."""
+    rates = [record["time/sps"] for record in records]
+    size = max(1, len(rates) // ROUNDS)
+    starts = range(0, min(len(rates), ROUNDS * size), size)
+    return [statistics.harmonic_mean(rates[start : start + size]) for start in starts]
+
+
+def is_steady(rates: Sequence[float]) -> bool:
+    """Return True if rounds agree on a rate."""
+    return max(rates) <= MAX_SPREAD * min(rates)
+
+
+def describe_rates(rates: Sequence[float]) -> str:
+    """Return the rates of rounds that disagree, for a message."""
+    listed = ", ".join(f"{rate:,.0f}" for rate in rates)
+    return f"{listed} steps/s in rounds of the same work (more than {MAX_SPREAD}x apart)"
+
+
+def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the flags without those of these names, however spelled."""
+    kept: list[str] = []
+    keep = True
+    for word in flags:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            keep = name not in names and name.removeprefix("no_") not in names
+        if keep:
+            kept.append(word)
+    return kept
+
+
+def _gpu(number: int) -> str:
+    """Return the name of this process's GPU `number`, as another process must call it."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[number] if number < len(visible) else str(number)

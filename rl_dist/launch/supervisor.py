@@ -1,7 +1,7 @@
-"""Supervises the training process: a death without a report is a failure.
+"""Supervise the training process: a death without a report is a failure.
 
 `supervise` forks before torch is imported: the child trains, or starts the ranks; this process
-passes stop signals on, waits, and prints how the child died where the child could not. It loads the
+passes stop signals on, waits, and prints how the child died if the child could not. It loads the
 standard library only.
 """
 
@@ -22,7 +22,8 @@ from rl_dist.process_group.process_ends import (
     FAILED_GRACE_S,
     STOP_SIGNALS,
     ReportPage,
-    StopRelay,
+    StopFlag,
+    awaited_signals,
     die_with_parent,
     how_it_ended,
     report,
@@ -37,7 +38,7 @@ LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
 def supervise() -> None:
     """Return in a child that this process watches and then follows.
 
-    This process ends here, with the child's exit code, or 1 where it died without a report. Under
+    This process ends here, with the child's exit code, or 1 if it died without a report. Under
     torchrun, which watches its ranks, it returns immediately.
     """
     if "RANK" in os.environ:
@@ -48,11 +49,11 @@ def supervise() -> None:
         return
     if not hasattr(signal, "sigtimedwait"):  # macOS
         return
-    # or a file of ours would become a closed stdout
+    # else a file of ours would become a closed stdout
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns of a death
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, a death goes unnoticed
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         page = ReportPage(by_fork=True)
@@ -61,22 +62,15 @@ def supervise() -> None:
     except OSError as error:
         sys.exit(f"error: the training process cannot be started: {error.strerror}")
     if child:
-        code = _watch(child, page)
-        facts = page.read()
-        if "run_dir" in facts and "exit_recorded" not in facts:
-            from rl_dist.run_dir import RunDir  # loads pydantic: 0.3 s
-
-            RunDir(facts["run_dir"]).record_exit(child, code)
-        sys.exit(code)
-    # who kills the process that he started means this one
-    die_with_parent(supervisor, signal.SIGKILL)
+        sys.exit(_watch(child, page))
+    die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     # An import may swallow a KeyboardInterrupt: until `imports_done`, Ctrl-C ends this process.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # then its exit code is what it means
+    atexit.register(report, ended_in_order=True)  # then its exit code is true
 
 
 def imports_done() -> None:
@@ -92,15 +86,14 @@ def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any
 
 
 def _watch(child: int, page: ReportPage) -> int:
-    """Wait for the child; return its exit code, or 1 where it died without a report."""
+    """Wait for the child; return its exit code, or 1 if it died without a report."""
 
     def pass_on(signum: int) -> None:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(child, signum)
 
-    relay = StopRelay()
-    # nohup
-    awaited = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN}
+    stop = StopFlag()
+    awaited = awaited_signals()
     deadline_s = math.inf
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if deadline_s == math.inf and (exit_code := page.read().get("exit_code")) is not None:
@@ -111,40 +104,45 @@ def _watch(child: int, page: ReportPage) -> int:
         # They are blocked since before the fork. Without waiting, because sigtimedwait that waits
         # returns memory at random as a signal if the process is halted and continued meanwhile.
         if arrived := signal.sigtimedwait(awaited, 0):
-            relay.count(arrived.si_signo)
+            stop.count(arrived.si_signo)
             if arrived.si_code != SI_KERNEL:  # else the terminal has sent it to the child as well
                 pass_on(arrived.si_signo)
-            if relay.insists:
+            if stop.insists:
                 deadline_s = min(deadline_s, time.monotonic() + LAST_WORD_S)
     facts = page.read()
     code = os.waitstatus_to_exitcode(ended[1])
     if "exit_code" in facts:
         if "summary" in facts:  # a thread has ended it, after it has printed why
-            _record_failure(child, facts["summary"], facts)
-        return facts["exit_code"]
-    if facts.get("ended_in_order") and code >= 0:
-        return code
-    from rl_dist.errors import outlive_readers  # not before it is needed
+            _record_failure(child, facts, facts["summary"])
+        code = facts["exit_code"]
+    elif not facts.get("ended_in_order") or code < 0:
+        from rl_dist.errors import outlive_readers  # not before it is needed
 
-    outlive_readers()
-    if relay.signums and (relay.insists or -code in relay.signums):
-        print(f"stopped by {signal.Signals(relay.signums[0]).name}", file=sys.stderr)
-        return 128 + relay.signums[0]
-    _report_death(child, code, facts)
-    return 1
+        outlive_readers()
+        if stop.signum and (stop.insists or -code in STOP_SIGNALS):
+            print(f"stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
+            code = 128 + stop.signum
+        else:
+            _report_death(child, facts, code)
+            code = 1
+    if "run_dir" in facts and "exit_recorded" not in facts:
+        from rl_dist.run_dir import RunDir  # loads pydantic: 0.3 s
+
+        RunDir(facts["run_dir"]).record_exit(child, code)
+    return code
 
 
-def _report_death(child: int, code: int, facts: dict[str, Any]) -> None:
-    """Do what the child could not: print its death, complete its state.json, send the event."""
+def _report_death(child: int, facts: dict[str, Any], code: int) -> None:
+    """Print the death of a child that could not."""
     run_dir = facts.get("run_dir", "")
-    words = f"the training process ({child}) {how_it_ended(code)}"
+    death = f"the training process ({child}) {how_it_ended(code)}"
     can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
     fix = f"; go on with --resume {run_dir}" if can_resume else ""
-    print(f"error: {words}{fix}", file=sys.stderr, flush=True)
-    _record_failure(child, words, facts, max(0, -code))
+    print(f"error: {death}{fix}", file=sys.stderr, flush=True)
+    _record_failure(child, facts, death, max(0, -code))
 
 
-def _record_failure(child: int, words: str, facts: dict[str, Any], signum: int = 0) -> None:
+def _record_failure(child: int, facts: dict[str, Any], error: str, signum: int = 0) -> None:
     """Complete the state.json of a child that has failed, and send the event."""
     from rl_dist.errors import report_to_caller
     from rl_dist.run_dir import RunDir
@@ -152,9 +150,9 @@ def _record_failure(child: int, words: str, facts: dict[str, Any], signum: int =
 
     run_dir = facts.get("run_dir", "")
     if run_dir:
-        RunDir(run_dir).record_exit(child, 1, words, signum)
-    report_to_caller(error=words)
+        RunDir(run_dir).record_exit(child, 1, error, signum)
+    report_to_caller(error=error)
     if facts.get("on_event"):
         events.configure(facts["on_event"], run_dir)
-        events.notify("failed", words, exit_code=1)
+        events.notify("failed", error, exit_code=1)
         events.close()

@@ -12,11 +12,10 @@ Without a listener a section costs a microsecond or two. It never changes a numb
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from statistics import stdev
+from statistics import median, stdev
 
 import torch
 
@@ -24,14 +23,14 @@ Listener = Callable[[str], AbstractContextManager[object]]
 _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
-# a rank is slow in a phase if it takes so many times the median of the other ranks
+# A rank is slow in a phase if it takes this many times the median of the other ranks,
 STRAGGLER_FACTOR = 3.0
-STRAGGLER_EXCESS_S = 0.02  # and so much longer: below, any hiccup of the machine would count
-IN_A_ROW = 3  # iterations, before a rank is called slow and before it is called well again
+STRAGGLER_EXCESS_S = 0.02  # and this much longer: a hiccup of the machine is shorter.
+IN_A_ROW = 3  # iterations, before a rank is reported, and before it may be reported again
 
 
 def listen(listener: Listener | None) -> None:
-    """Let `listener` surround every section from now on; None: nobody."""
+    """Let `listener` surround every section from now on; None: no listener."""
     global _listener
     _listener = listener
 
@@ -56,19 +55,19 @@ class NullProfiler:
 
 
 class StepClock:
-    """Marks the ends of phases; on a GPU by events, which nobody waits for.
+    """Marks the ends of phases; on a GPU by events, without waiting for its queue.
 
-    A step's own part of its backward pass is what is left of it without the waiting for others.
+    A step's own part of its backward pass is the rest without the waiting for other ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
         self._waited: list[Sequence[tuple[Mark, Mark]]] = []  # by step
-        self._own_s: list[float] = []  # of each step of the last reading
+        self._last_own_s: list[float] = []  # by step of the last reading
 
     def start(self) -> None:
-        """Forget what was, and begin the first phase."""
+        """Forget earlier marks, and begin the first phase."""
         self._marks, self._waited = [], []
         self.mark("")
 
@@ -77,7 +76,7 @@ class StepClock:
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
-        """Add when the step under way has waited for the gradients of others."""
+        """Add the waits of the present step for the gradients of others."""
         self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
@@ -87,7 +86,7 @@ class StepClock:
 
         Returns:
             time/forward_s, time/backward_s, time/optimizer_s without waiting; time/gradient_wait_s;
-            time/reduction_s: the shortest wait, that is of a step to which this rank came last;
+            time/reduction_s: the shortest wait, that of a step to which this rank came last;
             time/step_spread_s: the standard deviation of one step's own seconds, without what
             repeats from one reading to the next (such as a slow first step).
         """
@@ -101,12 +100,12 @@ class StepClock:
             if phase == "optimizer":
                 steps.append(0.0)
         waits = [sum(between(*marks) for marks in step) for step in self._waited]
-        own = [step - wait for step, wait in zip(steps, waits, strict=False)]
-        changes = own
-        if own and len(self._own_s) == len(own):
-            pairs = zip(own, self._own_s, strict=True)
+        own_s = [step - wait for step, wait in zip(steps, waits, strict=False)]
+        changes = own_s
+        if len(self._last_own_s) == len(own_s):
+            pairs = zip(own_s, self._last_own_s, strict=True)
             changes = [(now - then) / 2**0.5 for now, then in pairs]
-        self._own_s = own
+        self._last_own_s = own_s
         totals["backward"] = max(0.0, totals["backward"] - sum(waits))
         return {
             **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
@@ -117,7 +116,7 @@ class StepClock:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return now, in the order of what the host, or a GPU's queue, does."""
+    """Return the present moment on the host, or in a GPU's queue."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -126,37 +125,24 @@ def mark(device: torch.device) -> Mark:
 
 
 def is_done(at: Mark) -> bool:
-    """Return whether what came before a mark is done; False may be late."""
+    """Return True if the work before a mark is done; False may be late."""
     return isinstance(at, float) or bool(at.query())
 
 
 def between(begun: Mark, ended: Mark) -> float:
-    """Return the seconds from one mark to another; of a GPU's, both must be done."""
+    """Return the seconds from one mark to another; a GPU's marks must be done."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
     return begun.elapsed_time(ended) / 1000.0  # type: ignore[union-attr, arg-type]
 
 
-def median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Return the median of sorted numbers without one of them; of one alone, itself."""
-    count = len(ordered) - 1
-    if not count:
-        return own
-    place = bisect_left(ordered, own)
-
-    def other(index: int) -> float:
-        return ordered[index + (index >= place)]
-
-    return (other((count - 1) // 2) + other(count // 2)) / 2
-
-
 class Stragglers:
-    """Remembers who was slow, and in what; every rank comes to the same result."""
+    """Remembers which ranks were slow in which phase; the same on all ranks."""
 
     KEYS = {"collect": "time/collect_s", "update": "time/update_own_s"}  # of a rank's metrics
 
     def __init__(self) -> None:
-        # iterations in a row: slow ones, or if negative others
+        # iterations in a row by phase and rank: slow ones, or if negative others
         self._in_a_row: Counter[tuple[str, int]] = Counter()
         self._reported: set[tuple[str, int]] = set()
 
@@ -167,22 +153,21 @@ class Stragglers:
             A line for each rank that has just been slow for IN_A_ROW iterations, once.
         """
         lines = []
-        phases = {name: [entry[key] for entry in entries] for name, key in self.KEYS.items()}
-        ordered = {phase: sorted(seconds) for phase, seconds in phases.items()}
-        ranks = ((p, r, own_s) for p, seconds in phases.items() for r, own_s in enumerate(seconds))
-        for phase, rank, own_s in ranks:
-            other_s = median_of_others(ordered[phase], own_s)
-            slow = own_s > STRAGGLER_FACTOR * other_s and own_s - other_s > STRAGGLER_EXCESS_S
-            key = phase, rank
-            before = self._in_a_row[key]
-            self._in_a_row[key] = max(0, before) + 1 if slow else min(0, before) - 1
-            if self._in_a_row[key] <= -IN_A_ROW:
-                self._reported.discard(key)
-            if self._in_a_row[key] >= IN_A_ROW and key not in self._reported:
-                self._reported.add(key)
-                lines.append(
-                    f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s of its own work "
-                    f"per iteration, the other ranks {other_s:.3g} s (median), "
-                    f"for {IN_A_ROW} iterations in a row"
-                )
+        for phase, name in self.KEYS.items():
+            seconds = [entry[name] for entry in entries]
+            for rank, own_s in enumerate(seconds):
+                other_s = median(seconds[:rank] + seconds[rank + 1 :] or [own_s])
+                slow = own_s > STRAGGLER_FACTOR * other_s and own_s - other_s > STRAGGLER_EXCESS_S
+                key = phase, rank
+                before = self._in_a_row[key]
+                self._in_a_row[key] = max(0, before) + 1 if slow else min(0, before) - 1
+                if self._in_a_row[key] <= -IN_A_ROW:
+                    self._reported.discard(key)
+                if self._in_a_row[key] >= IN_A_ROW and key not in self._reported:
+                    self._reported.add(key)
+                    lines.append(
+                        f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s of its own work "
+                        f"per iteration, the other ranks {other_s:.3g} s (median), "
+                        f"for {IN_A_ROW} iterations in a row"
+                    )
         return lines

@@ -1,7 +1,7 @@
 """Collective calls between ranks; nothing is ever pickled.
 
 Every rank makes the same calls in the same order. All work with gloo and NCCL; tensors travel on
-`world.device` and come back to where they were. A rank alone sends nothing, and waits for no GPU.
+`world.device` and return to where they were. A single rank sends nothing, and waits for no GPU.
 The time spent here is added to `world.sync_seconds`.
 """
 
@@ -22,12 +22,12 @@ from rl_dist.errors import UserError
 if TYPE_CHECKING:
     from rl_dist.process_group.world import World
 
-# Gloo copies what it received in a thread of its own. A copy of more than 32,768 elements (ATen's
+# Gloo copies what it received in its own thread. A copy of more than 32,768 elements (ATen's
 # grain size) opens a second OpenMP team there, for good; libgomp then stops spinning between the
 # training thread's parallel regions, and every one of them sleeps in the kernel: iterations took
 # twice as long. So gathers travel in chunks.
 GATHER_WORDS = 16_384  # of 8 bytes
-FIRST_WORDS = 512  # that travel with their number; few gatherings have more
+FIRST_WORDS = 512  # travel together with the length; few gathers are longer
 
 
 class DesyncError(UserError):
@@ -51,20 +51,16 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
         return {name: tensor.double() for name, tensor in tensors.items()}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
     # the square and the sums of this number are exact in float64
-    mark = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
-    head = torch.full((2,), mark, dtype=torch.float64, device=world.device)
-    head[1] *= mark
+    checksum = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
+    head = torch.tensor([checksum, checksum**2], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
-    words = [f"{name}{shape}" if shape else name for name, shape in layout]
-    with world.waiting(f"sum of {', '.join(words)}"):
+    listed = ", ".join(f"{name}{shape or ''}" for name, shape in layout)
+    with world.waiting(f"sum of {listed}"):
         dist.all_reduce(packed)
-        sums, squares = packed[:2].tolist()
-    # equal only if all marks are
-    if (sums, squares) != (mark * world.size, mark * mark * world.size):
-        raise DesyncError(
-            f"rank {world.rank} sums {list(tensors)}, another rank sums other names or shapes"
-        )
+        sums = packed[:2].tolist()
+    if sums != [checksum * world.size, checksum**2 * world.size]:  # equal only if all are
+        raise DesyncError(f"rank {world.rank} sums {listed}, another rank other names or shapes")
     parts = packed[2:].split([tensor.numel() for tensor in flat])
     return {
         name: part.reshape(tensor.shape).to(tensor.device)
@@ -82,17 +78,17 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
         DesyncError: the ranks passed different names, types or trailing shapes.
     """
     names = sorted(tensors)
-    own = [[name, str(tensors[name].dtype), list(tensors[name].shape)] for name in names]
-    layouts = all_gather_json(own, world)
-    alike = [[(name, dtype, shape[1:]) for name, dtype, shape in layout] for layout in layouts]
-    for rank, layout in enumerate(alike):
-        if layout != alike[0]:
-            odd = [entry for entry in layout if entry not in alike[0]]
-            raise DesyncError(f"rank {rank} gathers {odd or 'less'}, not what rank 0 gathers")
+    layouts = all_gather_json(
+        [[name, str(tensors[name].dtype), list(tensors[name].shape)] for name in names], world
+    )
+    kinds = [[(name, dtype, shape[1:]) for name, dtype, shape in layout] for layout in layouts]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise DesyncError(f"rank {rank} gathers {kind}, but rank 0 gathers {kinds[0]}")
     if not names:
         return {} if world.is_main_process else None
     received = _gather_bytes(torch.cat([_as_bytes(tensors[name]) for name in names]), world)
-    if received is None:
+    if not world.is_main_process:
         return None
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     for raw, layout in zip(received, layouts, strict=True):
@@ -108,46 +104,36 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 def all_gather_json(obj: Any, world: World) -> list[Any]:
     """Return every rank's JSON-serialisable object, in rank order, on every rank."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
-    received = _gather_bytes(raw, world, everywhere=True)
-    assert received is not None
-    return [json.loads(bytes(text.numpy())) for text in received]
+    return [json.loads(bytes(text.numpy())) for text in _gather_bytes(raw, world)]
 
 
-def _gather_bytes(raw: Tensor, world: World, *, everywhere: bool = False) -> list[Tensor] | None:
-    """Return every rank's bytes on the CPU; None where they do not arrive."""
+def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
+    """Return every rank's bytes, on the CPU of every rank."""
     if world.size == 1:
         return [raw]
-    num_words = -(-raw.numel() // 8)
-    words = torch.zeros(max(FIRST_WORDS, 1 + num_words), dtype=torch.int64)
-    words[0] = raw.numel()
-    words[1:].view(torch.uint8)[: raw.numel()] = raw
-    arrives = everywhere or world.is_main_process
+    num_bytes = raw.numel()
+    words = torch.zeros(max(FIRST_WORDS, 1 - (-num_bytes // 8)), dtype=torch.int64)
+    words[0] = num_bytes
+    words[1:].view(torch.uint8)[:num_bytes] = raw
     with world.waiting("gather of bytes"):
-        # the number of bytes and the first of them, in one call and one reading
-        first = words[:FIRST_WORDS].to(world.device)
-        places = [torch.empty_like(first) for _ in range(world.size)]
-        dist.all_gather(places, first)
-        firsts = torch.stack(places).cpu()  # [W, FIRST_WORDS]
-        lengths = firsts[:, 0].tolist()
-
-        # what does not fit in there
+        parts = [_gather_words(words[:FIRST_WORDS], world)]
+        lengths = parts[0][:, 0].tolist()
         longest = 1 - (-max(lengths) // 8)
-        own = torch.zeros(max(longest - FIRST_WORDS, 0), dtype=torch.int64)
-        own[: len(words) - FIRST_WORDS] = words[FIRST_WORDS:]
-        own = own.to(world.device)
-        rests = [torch.empty_like(own) for _ in range(world.size)] if arrives else None
-        for begin in range(0, own.numel(), GATHER_WORDS):
-            part = own[begin : begin + GATHER_WORDS]
-            places = [rest[begin : begin + GATHER_WORDS] for rest in rests or ()]
-            if everywhere:
-                dist.all_gather(places, part)
-            else:
-                dist.gather(part, places or None, dst=0)
-        if rests is None:
-            return None
-        rests = [rest.cpu() for rest in rests]
-    whole = [torch.cat([head[1:], rest]) for head, rest in zip(firsts, rests, strict=True)]
-    return [one.view(torch.uint8)[:length] for one, length in zip(whole, lengths, strict=True)]
+        words = nn.functional.pad(words, (0, max(0, longest - len(words))))
+        parts += [
+            _gather_words(words[begin : begin + GATHER_WORDS], world)
+            for begin in range(FIRST_WORDS, longest, GATHER_WORDS)
+        ]
+    rows = torch.cat(parts, dim=1)[:, 1:].contiguous().view(torch.uint8)  # [W, bytes]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_words(words: Tensor, world: World) -> Tensor:
+    """Return every rank's words [n] as [W, n], on the CPU."""
+    words = words.to(world.device)
+    gathered = [torch.empty_like(words) for _ in range(world.size)]
+    dist.all_gather(gathered, words)
+    return torch.stack(gathered).cpu()
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
@@ -164,7 +150,7 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the largest of all ranks' integers: how ranks take a decision together."""
+    """Return the largest of all ranks' integers, to decide something together."""
     if world.size == 1:
         return value
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
@@ -190,14 +176,14 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
         {name: tensor_hash(tensor) for name, tensor in tensors.items()}, world
     )
     right = by_name[hashes.index(usual)]
-    found = []
-    for rank, own in enumerate(by_name):
-        names = [name for name in right | own if own.get(name) != right.get(name)]
+    differences = []
+    for rank, local in enumerate(by_name):
+        names = [name for name in right | local if local.get(name) != right.get(name)]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            found.append(f"rank {rank} in {', '.join(names[:3])}{more}")
+            differences.append(f"rank {rank} in {', '.join(names[:3])}{more}")
     raise DesyncError(
-        f"the ranks drifted apart: {'; '.join(found)} (against rank {hashes.index(usual)}); "
+        f"the ranks drifted apart: {'; '.join(differences)} (against rank {hashes.index(usual)}); "
         "no checkpoint is written of this"
     )
 
@@ -215,6 +201,6 @@ def tensor_hash(*tensors: Tensor) -> str:
     """Return the SHA-256 of the bytes of tensors, one after the other."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # a copy, for numpy pins storage for good, and whole parameters are freed
+        # a copy: numpy pins storage forever, and whole parameters are freed
         digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()

@@ -1,13 +1,13 @@
-"""Join the ranks: their store, and what their hosts must have in common."""
+"""Join the ranks: where they meet, and what their hosts must have in common."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import signal
 import socket
 import sys
-import threading
 import time
 import uuid
 import zlib
@@ -22,19 +22,118 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError, refuse_restarts
-from rl_dist.process_group.addresses import MAX_RESTARTS, check_address, elastic_count, host_range
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 
 if TYPE_CHECKING:
     from rl_dist.process_group.world import World
 
+ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 29500  # torchrun's port
+HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give --num_gpus"
+# Variables that count copies of a command which know no ranks, and how to start ranks instead.
+COPIES = {
+    "SLURM_NTASKS": "start them by srun with torchrun, as deploy/slurm.sbatch does",
+    "PET_NNODES": "start them by torchrun, which reads the PET_* variables",
+    "WORLD_SIZE": "set RANK as well",
+}
 GREETING_EVERY_S = 0.05
-NOTICE_AFTER_S = 15.0
 CODE = Path(__file__).parents[2]
 PACKAGES = ("rl_dist", "agents", "envs")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of a machine, however many hosts it plays
 MOST_APART_S = 60.0  # clocks: beyond it times of files and logs mislead
+
+
+# ---- variables of torchrun and of schedulers
+
+
+def check_variables() -> None:
+    """Check the variables that make this process a rank; raises ValueError."""
+    if "RANK" not in os.environ:
+        check_copies()
+        return
+    rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
+    if rank >= size:
+        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
+    if size > 1:
+        _number("LOCAL_RANK")
+        _number("MASTER_PORT", 1, 65535)
+        if not os.environ.get("MASTER_ADDR"):
+            raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
+
+
+def check_copies() -> None:
+    """Refuse to be one of several copies, each of which would train alone."""
+    for name, fix in COPIES.items():
+        count = os.environ.get(name, "").split(":")[-1]  # torchrun allows 1:4
+        if count.isdecimal() and int(count) > 1:
+            raise ValueError(
+                f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
+                f"{fix}, or unset {name} for ranks of this machine alone"
+            )
+
+
+def elastic_count(name: str) -> int:
+    """Return RESTART_COUNT or MAX_RESTARTS of torchrun (ValueError: no count), or 0."""
+    return _number(name) if os.environ.get(name) else 0
+
+
+def may_start_again(signum: int) -> bool:
+    """Return True for a signal by which torchrun may end ranks to start them again.
+
+    It sends them SIGTERM when a host has come or gone, and also when it is ended itself.
+    """
+    return signum == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        raise ValueError(f"RANK is set, but {name} is not: {HOW_TO_START}")
+    if not text.isdecimal() or not lowest <= int(text) <= highest:
+        raise ValueError(f"{name} must be a whole number of {lowest}..{highest}, got {text!r}")
+    return int(text)
+
+
+# ---- where ranks meet
+
+
+def requested_address() -> tuple[str, int] | None:
+    """Return the address given to our launcher, or None; ValueError: no port."""
+    if not any(os.environ.get(name) for name in ADDRESS_VARIABLES):
+        return None
+    port = _number("MASTER_PORT", 1, 65535) if os.environ.get("MASTER_PORT") else DEFAULT_PORT
+    return os.environ.get("MASTER_ADDR") or DEFAULT_ADDRESS, port
+
+
+def check_address(host: str, port: int, *, hosted_here: bool) -> None:
+    """Check early that ranks can meet at MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        hosted_here: this process, or one that it starts, will listen there.
+
+    Raises:
+        ValueError: no such host; or it is another machine, or the port is taken.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if hosted_here:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+                probe.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"ranks cannot meet at MASTER_ADDR {host!r}, MASTER_PORT {port}: {error.strerror}; "
+            f"name rank 0's machine and a free port, such as {free_port()}, or unset both"
+        ) from None
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((DEFAULT_ADDRESS, 0))
+        return probe.getsockname()[1]
 
 
 def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Store:
@@ -48,38 +147,28 @@ def open_store(rank: int, size: int, job_dir: str, timeout_s: float) -> dist.Sto
     timeout = timedelta(seconds=timeout_s)
     # no port is opened, and nobody else may read the directory
     if job_dir and not os.environ.get("MASTER_PORT"):
-        generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        generation = os.environ.get(RESTART_COUNT, "0")
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{generation}", size)
         store.set_timeout(timeout)
         return store
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     check_address(host, port, hosted_here=hosted_here)
     deadline_s = time.monotonic() + timeout_s
-    meeting = f"all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port}"
-    limit = f"{timeout_s:g} s (--startup_timeout)"
-    words = f"rank {rank} waits for {meeting}: {limit}"
-    to_user = {"file": sys.stderr, "flush": True}
-    notice = threading.Timer(NOTICE_AFTER_S, print, [words], to_user)
-    notice.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on a machine
-        notice.start()
     try:
         if not hosted_here:
             _wait_for_listener(host, port, deadline_s)
         store = dist.TCPStore(
             host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False
         )
-        return _own_part(store, rank, size, deadline_s)
+        return part_of_this_start(store, rank, size, deadline_s)
     except (dist.DistError, TimeoutError) as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"rank {rank} did not meet {meeting} within {limit}: check both on every machine, that "
-            f"{size} ranks were started, and the firewall ({cause})"
+            f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
+            f"within {timeout_s:g} s (--startup_timeout): check both on every machine, that {size} "
+            f"ranks were started, and the firewall ({cause})"
         ) from None
-    finally:
-        notice.cancel()
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
@@ -94,40 +183,38 @@ def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
         time.sleep(0.2)
 
 
-def _own_part(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
+def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
     """Return a part of the store that only ranks of this start use.
 
     torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
     variable numbers the starts (a node that rejoins keeps its TORCHELASTIC_RESTART_COUNT), so the
-    ranks greet: rank 0 repeats to each what it hears of it, and who hears itself knows that rank 0
-    is alive.
+    ranks greet: rank 0 repeats to each rank what it hears from it, and a rank that hears itself
+    knows that rank 0 is alive.
     """
 
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
-    own = uuid.uuid4().hex
-    missing = list(range(1, size))
-    store.set(f"greeting/{rank}", own)
-    answered: dict[int, str] = {}  # greetings
+    greeting = uuid.uuid4().hex
+    missing = list(range(1, size)) if rank == 0 else [0]
+    store.set(f"greeting/{rank}", greeting)
     while time.monotonic() < deadline_s:
         if rank == 0:
             for other in range(1, size):
-                greeting = read(f"greeting/{other}")
-                if greeting != answered.get(other, ""):
-                    store.set(f"heard/{other}", f"{own} {greeting}")
-                    answered[other] = greeting
-            missing = [other for other in missing if read(f"agreed/{other}") != own]
+                store.set(f"heard/{other}", f"{greeting} {read(f'greeting/{other}')}")
+            missing = [other for other in missing if read(f"agreed/{other}") != greeting]
             if not missing:
-                return dist.PrefixStore(own, store)
+                return dist.PrefixStore(greeting, store)
         else:
             name, _, heard = read(f"heard/{rank}").partition(" ")
-            if heard == own:
+            if heard == greeting:
                 store.set(f"agreed/{rank}", name)
                 return dist.PrefixStore(name, store)
         time.sleep(GREETING_EVERY_S)
-    absent = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
-    raise TimeoutError(f"no sign of rank {0 if rank else absent}")
+    raise TimeoutError(f"no sign of ranks {missing[:8]}")
+
+
+# ---- what ranks and hosts must have in common
 
 
 def code_version() -> str:
@@ -145,21 +232,19 @@ def short_hash(paths: Sequence[Path]) -> str:
 
 
 def devices_differ(world: World) -> bool:
-    """Return True if ranks are on unlike devices, which may round sums otherwise."""
-    if world.size == 1:
-        return False
+    """Return True if ranks have different devices, which may round sums differently."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     else:
         name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    mark = zlib.crc32(name.encode())
-    return all_reduce_max(mark, world) != -all_reduce_max(-mark, world)
+    checksum = zlib.crc32(name.encode())
+    return all_reduce_max(checksum, world) != -all_reduce_max(-checksum, world)
 
 
 def versions(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Return what must be alike on all hosts, by the words for it."""
-    own = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
-    return own | {
+    """Return what must be the same on all hosts, by its name in messages."""
+    hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
+    return hashes | {
         "Python": ".".join(map(str, sys.version_info[:2])),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -167,10 +252,10 @@ def versions(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     }
 
 
-def difference(owners: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first difference from the first owner; "": there is none."""
-    first = found[0]
-    for owner, other in zip(owners, found, strict=True):
+def difference(owners: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first difference from the first owner's settings; "": there is none."""
+    first = settings[0]
+    for owner, other in zip(owners, settings, strict=True):
         for name in {**first, **other}:
             if other.get(name) != first.get(name):
                 return (
@@ -195,54 +280,41 @@ def check_settings(settings: Mapping[str, Any], world: World) -> None:
 def compare_hosts(world: World, modules: Mapping[str, Sequence[Path]]) -> None:
     """Compare the hosts of a job that another launcher started; all ranks call.
 
-    What is no error goes to `world.warnings`, on the main process.
+    Differences that are no errors become `world.warnings` of the main process.
 
     Args:
-        modules: files of the user's own modules, by name.
+        modules: files of the user's modules, by name.
 
     Raises:
         UserError: Python, torch, numpy or code differs between hosts.
     """
     machine = BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
-    affinity = getattr(os, "sched_getaffinity", lambda pid: ())  # macOS has none
-    cores = sorted(affinity(0))
-    about: dict[str, Any] = {
+    cores = sorted(getattr(os, "sched_getaffinity", lambda pid: ())(0))  # macOS has none
+    facts = {
         "host": socket.gethostname(),
         "versions": versions(modules),
-        "cores": len(cores),
-        "which": zlib.crc32(f"{machine} {cores}".encode()),
+        "num_cores": len(cores),
+        "cores": f"{machine} {cores}",
         "threads": torch.get_num_threads(),
     }
-    ranks = all_gather_json(about, world)
+    ranks = all_gather_json(facts, world)
+    clocks_s = all_gather_json(time.time(), world)  # right after a meeting
     hosts = [f"host {rank['host']}" for rank in ranks]
     if complaint := difference(hosts, [rank["versions"] for rank in ranks]):
         refuse_restarts()
         raise UserError(f"{complaint}: install the same on all hosts")
-    warnings = [warn_of_shared_cores(ranks)] if cores else []
-    clocks_s = all_gather_json(time.time(), world)  # right after a meeting
+    warnings: list[str] = []
+    sharing = Counter(rank["cores"] for rank in ranks)  # each agent gives its ranks all cores
+    for rank in ranks:
+        num_ranks, num_cores = sharing[rank["cores"]], rank["num_cores"]
+        if rank["threads"] > 1 and num_ranks * rank["threads"] > num_cores > 0 and not warnings:
+            warnings.append(
+                f"host {rank['host']}: {num_ranks * rank['threads']} threads of this job share "
+                f"{num_cores} core(s): give --threads {max(1, num_cores // num_ranks)}"
+            )
     if (apart_s := max(clocks_s) - min(clocks_s)) > MOST_APART_S:
         warnings.append(f"the hosts' clocks are {apart_s:.0f} s apart: set them by NTP")
-    least, most = host_range()
-    several = most > 1 or len({rank["host"] for rank in ranks}) > 1
-    again = least < most or elastic_count(MAX_RESTARTS)
-    if several and again and os.environ.get(SHARED_STORE) != "1":
+    if len(set(hosts)) > 1 and elastic_count(MAX_RESTARTS) and os.environ.get(SHARED_STORE) != "1":
         warnings.append(f"a lost host will end the job: set {SHARED_STORE}=1 for every torchrun")
     if world.is_main_process:
-        world.warnings += filter(None, warnings)
-
-
-def warn_of_shared_cores(ranks: list[dict[str, Any]]) -> str:
-    """Return a warning if ranks have more threads than their machine has cores.
-
-    Agents on one machine do not know of each other, and each gives its ranks all cores.
-    """
-    ranks_on = Counter(rank["which"] for rank in ranks)
-    for rank in ranks:
-        wanted = ranks_on[rank["which"]] * rank["threads"]
-        if rank["threads"] > 1 and wanted > rank["cores"]:
-            share = max(1, rank["cores"] // ranks_on[rank["which"]])
-            return (
-                f"host {rank['host']}: {wanted} threads of this job share {rank['cores']} core(s): "
-                f"give --threads {share}"
-            )
-    return ""
+        world.warnings += warnings

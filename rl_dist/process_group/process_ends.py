@@ -1,4 +1,7 @@
-"""How a process ends: stop signals, its parent's death, its last report."""
+"""How a process ends: stop signals, its parent's death, its last report.
+
+This module loads the standard library only: the supervisor and the hosts of environments use it.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Ctrl-C may come twice: from the terminal and from a launcher that passes it on
+# Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
-# for the teardown of a process that has reported its end, or its failure; a thread may never end
+# Time for the teardown of a process that has reported its end, or its failure.
 EXIT_GRACE_S = 60.0
 FAILED_GRACE_S = 10.0
+ORPHAN_GRACE_S = 20.0  # for the ranks of a dead launcher to end their iteration and save
 PAGE_BYTES = 2**19
 SCRIPT_RAN_AGAIN = 79  # exit code of a new rank in which the user's script calls train() again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,26 +34,44 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 _prctl = getattr(_libc, "prctl", None)
 
 
-class StopRelay:
-    """Collects the stop signals that reach a process; one key press counts once.
+class StopFlag:
+    """Remembers the stop signals that reach a process; one key press counts once.
 
-    SIGUSR1 and SIGHUP announce an end: a SIGTERM may follow. A second SIGINT or SIGTERM insists.
+    `signum` is the first signal, or 0. A rank must not act on it alone: all ranks agree first
+    (`all_reduce_max(stop_flag.signum, world)`), then save and leave together with exit code
+    128 + signum. `insists` is True after a second SIGINT or SIGTERM. SIGUSR1 and SIGHUP only
+    announce an end: a SIGTERM may follow them.
     """
 
     def __init__(self) -> None:
-        self.signums: list[int] = []
-        self._last_s = 0.0
+        self.signum = 0
+        self.notice = ""  # printed when the first signal arrives
+        self._second_ends = False
+        self._demands = 0  # counted SIGINT and SIGTERM
+        # Time of the last counted signal, so that rapid key presses still add up.
+        self._counted_s = -SAME_KEYPRESS_S
         self._previous: dict[int, Any] = {}  # handlers
 
-    def install(self) -> None:
-        """Set the handlers (in the main thread only) and forget earlier signals."""
-        self.signums.clear()
+    @property
+    def insists(self) -> bool:
+        """True once the process must end immediately."""
+        return self._demands > 1
+
+    def install(self, *, second_ends: bool = False) -> None:
+        """Set the handlers (in the main thread only), then let blocked stop signals in.
+
+        Args:
+            second_ends: a second SIGINT or SIGTERM ends this process immediately.
+        """
+        self.signum = self._demands = 0
+        self.notice = ""
+        self._counted_s = -SAME_KEYPRESS_S
+        self._second_ends = second_ends
         if threading.current_thread() is not threading.main_thread():
             return
-        for signum in STOP_SIGNALS:
-            # nohup
-            if not (signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN):
-                self._previous[signum] = signal.signal(signum, self._on_signal)
+        for signum in awaited_signals():
+            self._previous.setdefault(signum, signal.signal(signum, self._on_signal))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def replace(self, handler: Any) -> None:
         """Handle stop signals in another way until `uninstall`."""
@@ -56,25 +79,39 @@ class StopRelay:
             signal.signal(signum, handler)
 
     def uninstall(self) -> None:
-        """Restore the handlers of before `install`."""
+        """Restore the handlers that `install` found."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
 
-    @property
-    def insists(self) -> bool:
-        """True once the process shall end at once."""
-        return sum(signum in (signal.SIGINT, signal.SIGTERM) for signum in self.signums) > 1
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self.count(signum)
-
     def count(self, signum: int) -> None:
         """Remember a signal, unless it belongs to the key press before."""
         now_s = time.monotonic()
-        if not self.signums or now_s - self._last_s > SAME_KEYPRESS_S:
-            self.signums.append(signum)
-            self._last_s = now_s  # of the last counted signal, so that rapid presses still add up
+        if now_s - self._counted_s < SAME_KEYPRESS_S:
+            return
+        self._counted_s = now_s
+        self._demands += signum in (signal.SIGINT, signal.SIGTERM)
+        self.signum = self.signum or signum
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.notice and not self.signum:
+            again = " (press again to end without saving)" if signum == signal.SIGINT else ""
+            with suppress(OSError):  # nobody reads it
+                os.write(2, f"\n{signal.Signals(signum).name}: {self.notice}{again}\n".encode())
+        self.count(signum)
+        if self._second_ends and self.insists:
+            with suppress(OSError):
+                os.write(2, b"\nstopped immediately, nothing saved since the last checkpoint\n")
+            leave(128 + self.signum)
+
+
+def awaited_signals() -> list[signal.Signals]:
+    """Return the stop signals, without a SIGHUP that nohup lets us ignore."""
+    return [
+        signum
+        for signum in STOP_SIGNALS
+        if not (signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN)
+    ]
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
@@ -86,6 +123,19 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), signum)
 
 
+def leave_with_parent(parent_pid: int) -> None:
+    """Stop this process by SIGTERM when its parent dies, and end it after a grace."""
+
+    def leave_when_orphaned() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(0.2)
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(1)
+
+    die_with_parent(parent_pid)
+    threading.Thread(target=leave_when_orphaned, daemon=True).start()
+
+
 class ReportPage:
     """Memory in which a process reports to the one that watches it.
 
@@ -93,18 +143,16 @@ class ReportPage:
     take it away.
     """
 
-    def __init__(self, descriptor: Any = None, *, by_fork: bool = False) -> None:
-        """Make a page, or with the descriptor that `__reduce__` sends, share one.
+    def __init__(self, sent: Any = None, *, by_fork: bool = False) -> None:
+        """Make a page, or share the one that `__reduce__` has sent.
 
-        `by_fork`: only a fork of this process will share it, which needs no file.
+        Args:
+            by_fork: only a fork of this process will share it, which needs no file.
         """
-        if by_fork:
-            self._descriptor = -1
-        elif descriptor is None:
-            self._descriptor = _unnamed_file()
+        self._descriptor = sent.detach() if sent else -1
+        if not (sent or by_fork):
+            self._descriptor = unnamed_file()
             os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
-        else:
-            self._descriptor = descriptor.detach()
         self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,7 +176,8 @@ class ReportPage:
             return {}
 
 
-def _unnamed_file() -> int:
+def unnamed_file() -> int:
+    """Return the descriptor of a new file without a name, in memory if possible."""
     try:
         return os.memfd_create("report")
     except (AttributeError, OSError):  # another system, or a container that forbids it
@@ -154,23 +203,23 @@ def report(**facts: Any) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without teardown, after it has printed why."""
+    """End this process without teardown, after it has printed why."""
     report(exit_code=code)
     os._exit(code)
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Say that a signal ended an evaluation, of the training in `run_dir` if any."""
-    words = f"stopped by {signal.Signals(signum).name}"
+    """Say that a signal ended an evaluation, and how to repeat that of `run_dir`."""
+    message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
-        return words
-    return f"{words} during the evaluation; training is saved: --resume {run_dir} evaluates it"
+        return message
+    return f"{message} during the evaluation; training is saved: --resume {run_dir} evaluates it"
 
 
 def how_it_ended(code: int) -> str:
     """Describe a death without a report; `code` may be minus a signal's number."""
     if code == SCRIPT_RAN_AGAIN:
-        return 'imported the script, whose train() belongs below `if __name__ == "__main__":`'
+        return 'imported the script: put its train() below `if __name__ == "__main__":`'
     if code >= 0:
         return (
             f"ended with code {code} and without a report: "

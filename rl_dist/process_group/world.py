@@ -1,22 +1,18 @@
-"""The process group as seen from one rank, and the signals that ask it to stop."""
+"""The process group as seen from one rank."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
-import signal
 import socket
-import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,23 +22,25 @@ from rl_dist.errors import UserError
 from rl_dist.machine import available_cores
 from rl_dist.process_group.clock import Mark, between, is_done, mark
 from rl_dist.process_group.join import compare_hosts, open_store
-from rl_dist.process_group.process_ends import STOP_SIGNALS, StopRelay, die_with_parent, leave
+from rl_dist.process_group.process_ends import StopFlag, leave_with_parent
 from rl_dist.process_group.watchdog import (
     CONNECTION,
     JOB_DIR_VARIABLE,
     STARTUP_TIMEOUT_S,
     RankStatus,
+    Verdicts,
     Watchdog,
 )
 
 logger = logging.getLogger(__name__)
 
-ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to end their iteration and save
 PLACE_BYTES = 256  # of a collective's name, sent to other ranks
 # torch waits so long for a file that someone has deleted
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)
-GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits in vain, long before
+GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits for nothing, long before
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
+stop_flag = StopFlag()  # one per process, as signal handlers are
 _left_groups: deque[Any] = deque(maxlen=8)  # see `destroy_group`
 atexit.register(_left_groups.clear)
 
@@ -66,12 +64,12 @@ class World:
     size: int
     device: torch.device
     backend: str  # "gloo" or "nccl"
-    # in our collectives, and for gradients: from when they were ready until they were reduced
+    # waiting in our collectives, and for gradients from when they were ready
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
-    warnings: list[str] = field(default_factory=list)  # found at the start; see `log_warnings`
+    warnings: list[str] = field(default_factory=list)  # from the start; see `log_warnings`
     _gradients_ready: Mark | None = None
 
     @property
@@ -80,7 +78,7 @@ class World:
         return self.rank == 0
 
     def log_warnings(self) -> None:
-        """Log what was found when the world was opened, before there were logs; once."""
+        """Log, once, the warnings from the time before there were logs."""
         while self.warnings:
             logger.warning(self.warnings.pop(0))
 
@@ -90,14 +88,15 @@ class World:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Count progress: others wait for a rank only as long as it makes some."""
+        """Count progress: others wait for a rank only while it makes some."""
         self.doing.progress += 1
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
         """Add the time spent inside to `sync_seconds`, without GPU work queued before.
 
-        `place` names the collective in messages.
+        Args:
+            place: the name of the collective in messages.
         """
         begun = mark(self.device)
         try:
@@ -136,11 +135,11 @@ class World:
 
     def _seconds(self, waits: list[tuple[Mark, Mark]]) -> float:
         if waits and not is_done(waits[-1][1]):
-            self.synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
         return sum(between(*marks) for marks in waits)
 
     def forget_waits(self) -> None:
-        """Begin to measure waiting anew."""
+        """Restart the measurement of waiting."""
         self.sync_waits, self.gradient_waits = [], []
 
     @contextmanager
@@ -163,45 +162,39 @@ class World:
     def _announce(self, place: str) -> None:
         """Make sure that all ranks enter the same collective.
 
-        If they do not, gloo ends a process without a word, waits for ever or mixes up numbers.
+        If they do not, gloo ends a process without a word, waits forever or mixes up numbers.
         """
         self.doing.place = place
         self.doing.calls += 1
         if self.backend != "gloo" or self.size == 1:
             return
-        mark = zlib.crc32(f"{place} {self.doing.calls}".encode())
-        marks = torch.tensor([mark, -mark])
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX)
-        highest, lowest = marks.tolist()
+        checksum = zlib.crc32(f"{place} {self.doing.calls}".encode())
+        extremes = torch.tensor([checksum, -checksum])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        highest, lowest = extremes.tolist()
         if highest == -lowest:
             return
-        text = self.doing.where.encode()[:PLACE_BYTES].ljust(PLACE_BYTES, b"\0")
-        own = torch.tensor([*text], dtype=torch.uint8)
-        places = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(places, own)
-        words = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="replace") for raw in places]
-        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(words))
+        text = self.doing.where.encode()[:PLACE_BYTES].ljust(PLACE_BYTES)
+        local = torch.tensor([*text], dtype=torch.uint8)
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local)
+        places = [bytes(raw.tolist()).decode(errors="replace").rstrip() for raw in gathered]
+        listed = "; ".join(f"rank {rank} {where}" for rank, where in enumerate(places))
         raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has done what was queued."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
 
 _current: World | None = None
 _threads_before = 1  # of torch, until a world was opened
-_bound: list[str] = []  # variables of `_stay_on_loopback`; programs started later lack them
+_bound: list[str] = []  # variables that `_stay_on_loopback` has set
 
 
 def broadcast_from_rank0(tensor: torch.Tensor) -> None:
     """Make a tensor what it is on the main process; all ranks must call."""
-    own = tensor.detach()
-    dense = own.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
+    local = tensor.detach()
+    dense = local.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
     dist.broadcast(dense, src=0)
-    # an expanded one cannot be written, and need not be
-    if dense is not own and not torch.equal(dense, own):
-        own.copy_(dense)
+    if not torch.equal(dense, local):  # an expanded tensor cannot be written, and need not be
+        local.copy_(dense)
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -211,14 +204,13 @@ def threads_per_rank(local_ranks: int) -> int:
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
-    by_torchrun = "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ
-    return share if by_torchrun or not limit or ignored_limit() else min(share, int(limit))
+    limited = limit.isdecimal() and int(limit) > 0 and not started_elsewhere()
+    return min(share, int(limit)) if limited else share
 
 
-def ignored_limit() -> str:
-    """Return OMP_NUM_THREADS where it is no number of threads, else ""."""
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    return "" if limit.isdecimal() and int(limit) > 0 else limit
+def started_elsewhere() -> bool:
+    """Return True in a rank of torchrun, srun or another launcher than ours."""
+    return "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ
 
 
 def open_world(
@@ -240,91 +232,72 @@ def open_world(
             only one that its launcher lets it see.
         threads: of this rank; 0: see `threads_per_rank`.
         startup_timeout_s: `timeout_s` until the first phase begins.
-        modules: files of the user's own modules, by name; alike on all hosts, as our code is.
-        watches_work: end this rank also where its own work hangs, outside collectives: for work
-            that calls `heartbeat`.
+        modules: files of the user's modules, by name; they must be the same on all hosts.
+        watches_work: also end this rank if its own work hangs, outside collectives: for work that
+            calls `heartbeat`.
 
     Raises:
-        UserError: no CUDA device for this rank, or its host is unlike others: see `compare_hosts`.
+        UserError: no CUDA device for this rank, or its host differs: see `compare_hosts`.
         ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
-    global _current
+    global _current, _threads_before
     assert not dist.is_initialized(), "the process group is already open"
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
-        leave_with_parent(os.getppid())  # a killed torchrun would leave it training on alone
-    global _threads_before
+    if started_elsewhere():
+        leave_with_parent(os.getppid())  # a killed torchrun would leave it training alone
     _threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_per_rank(local_size))
-    place = torch.device("cpu")
+    torch_device = torch.device("cpu")
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
-        place = _own_gpu(local_rank, gpu_ids)
-        torch.cuda.set_device(place)
-        options = {"backend": "nccl", "device_id": place}
+        torch_device = _own_gpu(local_rank, gpu_ids)
+        torch.cuda.set_device(torch_device)
+        options = {"backend": "nccl", "device_id": torch_device}
     store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
-    if device == "cuda" and size > 1:
-        _refuse_shared_gpu(str(torch.cuda.get_device_properties(place).uuid), store, rank)
-    _current = World(rank, local_rank, size, place, options["backend"])
+    world = _current = World(rank, local_rank, size, torch_device, options["backend"])
     if size > 1 or watches_work:
-        _current.watchdog = Watchdog(
-            _current.doing,
-            store,
-            rank,
-            size,
-            timeout_s,
-            startup_timeout_s,
-            watches_work=watches_work,
-        )
+        verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)
+        world.watchdog = Watchdog(world.doing, store, verdicts)
     # ranks that srun or mpirun started may be on several machines without saying so
     one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
     if one_machine or size == 1:
         _stay_on_loopback()
     # they meet in the store, but may not reach each other: then the watchdog ends this rank
-    _current.doing.place = CONNECTION
+    world.doing.place = CONNECTION
     try:
         dist.init_process_group(
             rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
         )
     except BaseException:
-        close_world(_current)
+        close_world(world)
         raise
-    _current.doing.place = ""
+    world.doing.place = ""
     # NCCL may meet there again later
-    if isinstance(store, dist.FileStore) and options["backend"] == "gloo":
+    if isinstance(store, dist.FileStore) and world.backend == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
-    if "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ:
-        compare_hosts(_current, modules or {})
-    logger.info("rank %d of %d on %s, %d threads", rank, size, place, torch.get_num_threads())
-    return _current
+    if started_elsewhere():
+        compare_hosts(world, modules or {})
+    threads = torch.get_num_threads()
+    logger.info("rank %d of %d on %s, %d threads", rank, size, torch_device, threads)
+    return world
 
 
 def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
     """Return the GPU of one of this machine's ranks."""
     count = torch.cuda.device_count()
     gpu = gpu_ids[local_rank] if gpu_ids else local_rank
-    # one of its own, by SLURM's --gpus-per-task for example
+    # SLURM's --gpus-per-task, for example, lets each rank see its GPU only
     if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpu = 0
     if gpu >= count:
         raise UserError(
-            f"device cuda: rank {local_rank} of this machine needs its own GPU, "
-            f"but torch sees {count}; start fewer ranks or use --device cpu"
+            f"device cuda: rank {local_rank} of this machine needs GPU {gpu}, but torch sees "
+            f"{count} GPU(s): start fewer ranks or use --device cpu"
         )
     return torch.device("cuda", gpu)
-
-
-def _refuse_shared_gpu(uuid: str, store: dist.Store, rank: int) -> None:
-    """Refuse a GPU that another rank has taken: NCCL would fail on it, or wait."""
-    first = int(store.compare_set(f"gpu/{uuid}", "", str(rank)).decode())
-    if first != rank:
-        raise UserError(
-            f"ranks {min(first, rank)} and {max(first, rank)} have the same GPU: start fewer "
-            "ranks, or let each see a GPU of its own"
-        )
 
 
 def close_world(world: World) -> None:
@@ -332,19 +305,20 @@ def close_world(world: World) -> None:
     global _current
     if world.watchdog is not None:
         world.watchdog.close()
-    if _current is world and dist.is_initialized():
-        destroy_group()
     if _current is world:
+        if dist.is_initialized():
+            destroy_group()
         torch.set_num_threads(_threads_before)
     _current = None
-    _leave_loopback()
+    while _bound:  # programs that this process starts later may need other machines
+        os.environ.pop(_bound.pop(), None)
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
     """Leave a process group, by default that of all ranks; it is freed later.
 
     A thread of gloo's may still have to let go of the last gradients' hook, which takes Python's
-    global lock. To free the group at once would hold that lock and wait for the thread, for ever.
+    global lock. Freeing the group here would hold that lock and wait for the thread, forever.
     """
     _left_groups.append(group or dist.group.WORLD)
     dist.destroy_process_group(group)
@@ -372,68 +346,7 @@ def _stay_on_loopback() -> None:
     """Keep one machine's traffic off the network; a variable set by the user is respected."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if variable not in os.environ:
-                os.environ[variable] = loopback
-                _bound.append(variable)
-
-
-def _leave_loopback() -> None:
-    while _bound:
-        os.environ.pop(_bound.pop(), None)
-
-
-def leave_with_parent(parent_pid: int) -> None:
-    """Let this process stop when the parent dies, and end it after a grace."""
-    die_with_parent(parent_pid)
-    threading.Thread(target=leave_when_orphaned, args=(parent_pid,), daemon=True).start()
-
-
-def leave_when_orphaned(parent_pid: int) -> None:
-    """End this process some time after the parent; it may hang."""
-    while os.getppid() == parent_pid:
-        time.sleep(0.2)
-    time.sleep(ORPHAN_GRACE_S)
-    os._exit(1)
-
-
-class StopFlag(StopRelay):
-    """Remembers the first stop signal; the trainer reads it after each iteration.
-
-    `signum` is 0 until SIGINT, SIGTERM, SIGUSR1 or SIGHUP arrives. A rank must not act on it alone:
-    all ranks agree first (`all_reduce_max(stop_flag.signum, world)`), then save and leave together
-    with exit code 128 + signum. A second SIGINT or SIGTERM ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.signum = 0
-        self.notice = ""  # what the first signal leads to, printed when it comes
-        self._second_ends = True
-
-    def install(self, *, second_ends: bool = True) -> None:
-        """Install the handlers (once) and let blocked stop signals in.
-
-        Under our launcher no second signal ends this process: the launcher does.
-        """
-        if self._previous:
-            return
-        self.notice = ""
-        self._second_ends = second_ends
-        super().install()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        super()._on_signal(signum, frame)
-        if self.notice and not self.signum:
-            again = " (press again to end without saving)" if signum == signal.SIGINT else ""
-            with suppress(OSError):  # nobody reads it
-                os.write(2, f"\n{signal.Signals(signum).name}: {self.notice}{again}\n".encode())
-        self.signum = self.signum or signum
-        if self._second_ends and self.insists:
-            os.write(2, b"\nstopped at once, nothing saved since the last checkpoint\n")
-            leave(128 + self.signum)
-
-
-stop_flag = StopFlag()  # one per process, as signal handlers are
+    for variable in INTERFACES if loopback else ():
+        if variable not in os.environ:
+            os.environ[variable] = str(loopback)
+            _bound.append(variable)

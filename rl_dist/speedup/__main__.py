@@ -26,9 +26,7 @@ from inspect import getdoc, signature
 from typing import Any
 
 from rl_dist.errors import CommandParser, UserError, explains_errors
-from rl_dist.launch.bench import BenchError
-from rl_dist.launch.child import leave_at_signals
-from rl_dist.launch.short_run import ShortRunError
+from rl_dist.launch.child import ChildError, leave_at_signals
 from rl_dist.speedup.estimate import as_text, estimate_training_speedup
 from rl_dist.speedup.model import CARDS
 
@@ -71,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         report = estimate_training_speedup(flags, **options)
-    except (ShortRunError, BenchError) as error:
+    except ChildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps(asdict(report), indent=2) if as_json else as_text(report))

@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, table
-from rl_dist.launch.short_run import without
+from rl_dist.launch.child import without
 from rl_dist.machine import duration
 from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import Measurements, measure
@@ -76,7 +76,7 @@ def estimate_training_speedup(
 
     Raises:
         UserError: impossible arguments, in one line.
-        ShortRunError, BenchError: a short run failed, or its rate kept changing.
+        ChildError: a short run failed, or its rate kept changing.
     """
     if min(gpus, default=0) < 1:
         raise UserError(f"--gpus must be numbers from 1, got {list(gpus)}")

@@ -17,10 +17,10 @@ import torch
 
 from rl_dist import machine
 from rl_dist.launch.bench import time_reductions
-from rl_dist.launch.short_run import (
+from rl_dist.launch.child import (
     ROUNDS,
-    ShortRunError,
-    ShortRunResult,
+    ChildError,
+    ShortRuns,
     describe_rates,
     is_steady,
     measure_short_runs,
@@ -79,8 +79,7 @@ def measure(
 
     Raises:
         UserError: flags that training refuses.
-        ShortRunError: a short run failed, or one rank's rate is unsteady.
-        BenchError: a reduction failed.
+        ChildError: a short run or a reduction failed, or one rank's rate is unsteady.
     """
     on_cpu = device_type == "cpu"
     cores, numbers = machine.available_cores(), sorted({1, *gpus})
@@ -144,16 +143,19 @@ def measure(
 
 
 def _measure_whole_job(
-    train: Callable[..., ShortRunResult], flags: Sequence[str], rate_is_known: bool
-) -> ShortRunResult:
+    train: Callable[..., ShortRuns], flags: Sequence[str], rate_is_known: bool
+) -> ShortRuns:
     logger.info("measuring the whole job on one rank")
     whole = train(
-        [*flags, "--strategy=default"], copies=1, threads=0, warm_up=0, rounds_enough_s=ENOUGH_S
+        [*flags, "--strategy=default"],
+        copies=1,
+        threads=0,
+        warm_up=0,
+        enough_s=ENOUGH_S,
+        steady=True,
     )
     rates = round_rates(whole.records[0])
     if not (is_steady(rates) or rate_is_known):
         fix = "stop other programs and measure again, or give --sps N from a run"
-        raise ShortRunError(
-            f"two measurements of one rank disagreed: {describe_rates(rates)}: {fix}"
-        )
+        raise ChildError(f"two measurements of one rank disagreed: {describe_rates(rates)}: {fix}")
     return whole

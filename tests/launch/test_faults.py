@@ -21,7 +21,7 @@ from train_runs import (
 
 from agents.trainer import Training, train
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
-from rl_dist.process_group.addresses import free_port
+from rl_dist.process_group.join import free_port
 from rl_dist.process_group.world import StopFlag
 
 SMALL = RECALL[2:]  # of any environment

@@ -1,76 +1,58 @@
-"""Short runs side by side: what they measure, what they refuse, and that none is left behind."""
+"""Short runs and reductions as children: what they measure and refuse, and that none is left."""
 
 import os
+import signal
 import subprocess
 import sys
-import time
+import threading
+from contextlib import suppress
 
 import psutil
 import pytest
 from train_runs import RECALL, REPO, lives, wait_until
 
 from rl_dist.errors import UserError
-from rl_dist.launch import short_run
-from rl_dist.launch.short_run import ShortRunError, SideBySide, measure_short_runs, without
+from rl_dist.launch import child
+from rl_dist.launch.bench import time_reductions
+from rl_dist.launch.child import ChildError, ChildTimeoutError, measure_short_runs, without
 
 TINY = RECALL[:-2]  # without --device
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return measure_short_runs(
-        [*TINY, "--num_episodes", "7"], copies=2, threads=1, iterations=4, warm_up=1
-    )
-
-
-def test_every_copy_gives_consecutive_records_after_its_warm_up(measured):
-    assert len(measured.records) == 2
-    for records in measured.records:
+def test_copies_train_side_by_side_with_their_flags_and_other_episodes():
+    runs = measure_short_runs([*TINY, "--num_episodes", "7"], copies=2, threads=1, iterations=4)
+    for records in runs.records:
         numbers = [record["iteration"] for record in records]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert numbers[0] > 2 and len(numbers) >= 4
         assert all(record["time/collect_s"] > 0 and record["time/sps"] > 0 for record in records)
+    assert runs.config["task"]["env"] == "Recall-v0" and runs.config["train"]["num_envs"] == 4
+    first, second = ({r["iteration"]: r["loss/value"] for r in copy} for copy in runs.records)
+    both = first.keys() & second.keys()
+    assert not both or any(first[number] != second[number] for number in both)
+    assert 20 * 2**20 < runs.copy_bytes < psutil.virtual_memory().total
+    assert 1000 < runs.gradient_bytes < 10**6 and runs.gradient_bytes % 4 == 0
 
 
-def test_copies_have_their_flags_and_other_episodes(measured):
-    config = measured.config
-    assert config["task"]["env"] == "Recall-v0" and config["train"]["num_envs"] == 4
-    one, other = ({r["iteration"]: r["loss/value"] for r in each} for each in measured.records)
-    both = one.keys() & other.keys()
-    assert not both or any(one[number] != other[number] for number in both)
-
-
-def test_the_memory_of_one_copy_and_the_size_of_its_gradient_are_known(measured):
-    assert 20 * 2**20 < measured.copy_bytes < psutil.virtual_memory().total
-    assert 1000 < measured.gradient_bytes < 10**6 and measured.gradient_bytes % 4 == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "error", "words"),
+    ("flags", "options", "error", "says"),
     [
-        (["--hidden_size", "0"], UserError, "hidden_size must be 1"),
-        (["--frobnicate=3"], UserError, "frobnicate"),
+        (["--resume", "runs/x"], {}, UserError, "--resume"),
+        ([], {"timeout_s": 0.0}, ChildTimeoutError, "took too long"),
+        pytest.param(
+            *(["--hidden_size", "0"], {}, UserError, "hidden_size must be 1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(*(["--frobnicate=3"], {}, UserError, "frob"), marks=pytest.mark.slow),
     ],
 )
-def test_bad_flags_are_refused_in_the_scripts_words(flags, error, words):
-    with pytest.raises(error, match=words):
-        measure_short_runs([*TINY, *flags], copies=1, threads=1, iterations=1)
+def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(flags, options, error, says):
+    with pytest.raises(error, match=says):
+        measure_short_runs([*TINY, *flags], threads=1, **options)
 
 
-def test_short_runs_do_not_resume():
-    with pytest.raises(UserError, match="--resume"):
-        measure_short_runs([*TINY, "--resume", "runs/x"], copies=1, threads=1, iterations=1)
-
-
-def test_a_run_without_progress_is_given_up_and_two_iterations_are_enough_late():
-    with SideBySide(TINY, copies=1, threads=1) as together:
-        with pytest.raises(ShortRunError, match="took too long"):
-            together.measure(10**6, timeout_s=0.0)
-        found = together.measure(10**6, enough_s=0.0)
-        started_s = time.monotonic()
-        together.measure(1, least_s=1.0)
-    assert len(found[0]) >= 2 and time.monotonic() - started_s >= 1.0
+def test_two_iterations_are_enough_late():
+    assert len(measure_short_runs(TINY, iterations=10**6, enough_s=0.0, steady=True).records[0]) > 1
 
 
 @pytest.mark.parametrize("flag", ["--num_episodes 5", "--num-episodes=5", "--no-num_episodes"])
@@ -79,18 +61,31 @@ def test_flags_are_left_out_with_their_values(flag):
     assert without([*kept[:2], *flag.split(), *kept[2:]], ["num_episodes"]) == kept
 
 
-def test_copies_have_gpus_of_their_own_out_of_those_that_are_visible(monkeypatch):
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, ["0", "1"]), ("GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"])]
+)
+def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [short_run._gpu(number) for number in range(2)] == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,GPU-bb")
-    assert [short_run._gpu(number) for number in range(2)] == ["GPU-aa", "GPU-bb"]
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    taken = []
+
+    class Refusing(child.ShortRun):
+        def __init__(self, *args, variables):
+            taken.append(variables["CUDA_VISIBLE_DEVICES"])
+            super().__init__(["--frobnicate"], *args[1:], variables=variables)
+
+    monkeypatch.setattr(child, "ShortRun", Refusing)
+    with pytest.raises(UserError):
+        measure_short_runs(TINY, copies=2, device_type="cuda")
+    assert taken == gpus
 
 
 @pytest.mark.slow
 def test_copies_die_with_their_caller(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
-    call = f"short_run.measure_short_runs({TINY!r}, 2, 1, 10**6)"
-    words = [sys.executable, "-c", f"from rl_dist.launch import short_run; {call}"]
+    call = f"child.measure_short_runs({TINY!r}, 2, 1, 10**6)"
+    words = [sys.executable, "-c", f"from rl_dist.launch import child; {call}"]
     caller = subprocess.Popen(words, env=environment)
     try:
         wait_until(lambda: len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) == 2)
@@ -99,4 +94,52 @@ def test_copies_die_with_their_caller(tmp_path):
         caller.kill()
         caller.wait()
     assert len(children) == 2
-    wait_until(lambda: not any(lives(child.pid) for child in children))
+    wait_until(lambda: not any(lives(process.pid) for process in children))
+
+
+# ---- reductions
+
+
+def jobs():
+    """The processes of ours that start ranks to measure."""
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if "launch.bench" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow  # as tests/setup_check/ does by default
+def test_every_size_is_timed_on_two_ranks():
+    reductions = time_reductions(2, [4, 1024, 2**20])
+    assert list(reductions.gradients_s) == [4, 1024, 2**20]
+    seconds = [*reductions.gradients_s.values(), reductions.small_s]
+    assert all(1e-6 < s < 5.0 for s in seconds)
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_backend_is_reported_in_its_words(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    with pytest.raises(ChildError, match="code 1: .*RuntimeError.*no_such_interface"):
+        time_reductions(2, [4])
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_measurement_with_an_error_and_leaves_no_process():
+    family = []
+
+    def halt_one_rank():
+        def ranks():
+            family[:] = [*jobs(), *(q for p in jobs() for q in p.children(recursive=True))]
+            return [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+
+        os.kill(wait_until(ranks)[0].pid, signal.SIGSTOP)
+
+    halting = threading.Thread(target=halt_one_rank)
+    halting.start()
+    with pytest.raises(ChildTimeoutError, match="did not end within 25 s"):
+        time_reductions(2, [4], timeout_s=25)
+    halting.join()
+    assert family
+    wait_until(lambda: not any(lives(process.pid) for process in family))

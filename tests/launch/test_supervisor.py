@@ -217,7 +217,7 @@ def test_what_the_system_refuses_is_done_without_or_is_one_line(before, exit_cod
 def test_who_presses_ctrl_c_quickly_insists(monkeypatch):
     now = [10.0]
     monkeypatch.setattr(process_ends, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    relay = process_ends.StopRelay()
+    relay = process_ends.StopFlag()
     for pressed in range(3):
         for _ in range(2):  # from the terminal, and passed on
             relay.count(signal.SIGINT)

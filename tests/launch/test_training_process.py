@@ -19,73 +19,70 @@ from rl_dist.status import read_status
 SHORT = [*RECALL, "--eval_episodes", "4"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A finished run of one rank, sampled as often as can be."""
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
+@pytest.mark.slow
+def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_number(
+    tmp_path, monkeypatch
+):
     named = {"total_steps": 512, "monitor_every": 0.01, "anneal_lr": False, "num_gpus": 1}
-    return launch_distributed_training(SHORT, echo=False, run_dir=run_dir, **named)
-
-
-@pytest.mark.slow
-def test_a_training_that_succeeds_has_its_result(trained):
-    assert trained.success and trained.exit_code == 0 and trained.error == ""
-    assert trained.run_dir.is_absolute() and trained.iterations == 8 and 0 < trained.seconds < 600
-    last = records(trained.run_dir)[-1]
-    assert {"loss/policy", "loss/value", "loss/entropy"} <= trained.final_losses.keys()
-    assert trained.final_losses.items() <= last.items()
-    found = read_status(trained.run_dir)
+    run_dir = tmp_path / "run"
+    result = launch_distributed_training(SHORT, echo=False, run_dir=run_dir, **named)
+    assert result.success and result.exit_code == 0 and result.error == ""
+    assert result.run_dir.is_absolute() and result.iterations == 8 and 0 < result.seconds < 600
+    last = records(result.run_dir)[-1]
+    assert {"loss/policy", "loss/value", "loss/entropy"} <= result.final_losses.keys()
+    assert result.final_losses.items() <= last.items()
+    found = read_status(result.run_dir)
     assert [found[name] for name in ("state", "iteration", "num_ranks")] == ["finished", 8, 1]
-
-
-@pytest.mark.slow
-def test_use_is_in_the_metrics_and_changes_nothing_else(trained, tmp_path, monkeypatch):
-    sampled = [line["ranks"][0] for line in records(trained.run_dir)]
-    assert any(one["cpu/percent"] is not None for one in sampled)
-    flags = [*SHORT, "--total_steps", 512, "--no-anneal_lr", "--num_gpus", 1]
-    assert train_here(monkeypatch, *flags, "--monitor_every", 0, "--run_dir", tmp_path / "run") == 0
-    without = [line["ranks"][0] for line in records(tmp_path / "run")]
-    assert not any(name.startswith(("cpu/", "ram/", "gpu/")) for one in without for name in one)
-    assert differences(result_of(trained.run_dir), result_of(tmp_path / "run")) == []
+    sampled = [line["ranks"][0] for line in records(result.run_dir)]
+    assert any(rank["cpu/percent"] is not None for rank in sampled)
+    flags = [*SHORT, *as_flags(named), "--monitor_every", 0, "--run_dir", tmp_path / "plain"]
+    assert train_here(monkeypatch, *flags) == 0
+    plain = [line["ranks"][0] for line in records(tmp_path / "plain")]
+    assert not any(name.startswith(("cpu/", "ram/", "gpu/")) for rank in plain for name in rank)
+    assert differences(result_of(run_dir), result_of(tmp_path / "plain")) == []
 
 
 def test_bad_flags_are_refused_in_the_scripts_own_words(tmp_path, capfd):
     result = launch_distributed_training(SHORT, run_dir=tmp_path / "run", num_stepz=3)
     assert (result.success, result.exit_code, result.run_dir) == (False, 2, None)
-    assert result.error == "unknown flag --num_stepz (did you mean --num_steps?)"
+    assert "--num_stepz" in result.error and "--num_steps" in result.error
     assert capfd.readouterr().err == f"error: {result.error}\n"  # passed on as well
     assert (result.iterations, result.final_losses) == (0, {}) and not (tmp_path / "run").exists()
 
 
+def when(true, act):
+    """Do something in a thread once a condition holds."""
+
+    def wait():
+        while not true():
+            time.sleep(0.1)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 @pytest.mark.slow
 def test_a_training_that_dies_has_its_error(tmp_path):
-    def kill():
-        path = tmp_path / "run" / "checkpoints"
-        while not any(path.glob("*.pt")):
-            time.sleep(0.1)
-        os.kill(RunDir(tmp_path / "run").state().ranks[1].pid, signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
+    run = RunDir(tmp_path / "run")
+    when(
+        lambda: any(run.path.glob("checkpoints/*.pt")),
+        lambda: os.kill(run.state().ranks[1].pid, signal.SIGKILL),
+    )
     named = {"total_steps": 10**8, "num_gpus": 2, "checkpoint_every": 1}
-    result = launch_distributed_training(SHORT, echo=False, run_dir=tmp_path / "run", **named)
+    result = launch_distributed_training(SHORT, echo=False, run_dir=run.path, **named)
     assert (result.success, result.exit_code) == (False, 1) and result.iterations > 0
     assert "rank 1" in result.error and "SIGKILL" in result.error
 
 
 @pytest.mark.slow
 def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
-    def interrupt():
-        path = tmp_path / "run" / "metrics.jsonl"
-        while not (path.exists() and path.stat().st_size):
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    # a training in this process has let it end us at once
+    run = RunDir(tmp_path / "run")
+    # a training in this process has let it end us immediately
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=interrupt, daemon=True).start()
+    when(lambda: run.path.exists() and run.records(), lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        launch_distributed_training(SHORT, echo=False, total_steps=10**8, run_dir=tmp_path / "run")
-    found = read_status(tmp_path / "run")
+        launch_distributed_training(SHORT, echo=False, total_steps=10**8, run_dir=run.path)
+    found = read_status(run.path)
     assert found["state"] == "stopped"
     assert found["checkpoint"] == f"iteration_{found['iteration']:08d}.pt"
 

@@ -1,9 +1,8 @@
-"""Which GPUs a job takes: --gpu_ids, dp, ranks of torchrun. No GPU is used here."""
+"""How many ranks a job has, and which GPUs: flags, the machine, torchrun. No GPU is used here."""
 
 import pytest
 import torch
 from fake_gpus import pretend_gpus
-from torch.distributed import HashStore
 from train_runs import only_error, train_here
 
 from agents.config import RunConfig
@@ -11,7 +10,7 @@ from agents.run.choice import parse_training
 from agents.run.resumed import resumed_config
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
-from rl_dist.process_group.world import _refuse_shared_gpu, open_world
+from rl_dist.process_group import world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -30,87 +29,94 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("torchrun_ranks", "flags", "num_ranks", "gpu_ids"),
+    ("gpus", "torchrun_ranks", "flags", "num_ranks", "gpu_ids"),
     [
-        (0, {"gpu_ids": "0,2,3"}, 3, (0, 2, 3)),
-        (0, {"gpu_ids": "3, 1", "num_gpus": 2, "device": "cuda"}, 2, (3, 1)),
-        (0, {"num_gpus": 2}, 2, ()),
-        (0, {"strategy": "dp"}, 1, (0, 1, 2, 3)),
-        (0, {"strategy": "dp", "num_gpus": 2}, 1, (0, 1)),
-        (0, {"strategy": "auto"}, 4, ()),
-        (2, {"gpu_ids": "1,3"}, 2, (1, 3)),
-        (1, {"strategy": "dp"}, 1, (0, 1, 2, 3)),
-        (1, {"strategy": "auto", "gpu_ids": "0,1"}, 1, (0, 1)),
+        (0, 0, {}, 1, None),
+        (0, 0, {"num_gpus": 0}, 1, None),
+        (0, 0, {"num_gpus": 4}, 4, None),
+        (2, 0, {}, 2, ()),
+        (2, 0, {"num_gpus": 1}, 1, ()),
+        (2, 0, {"num_gpus": 0}, 1, None),
+        (2, 0, {"num_gpus": 4, "device": "cpu"}, 4, None),
+        (2, 0, {"device": "cpu"}, 1, None),
+        (4, 0, {"gpu_ids": "0,2,3"}, 3, (0, 2, 3)),
+        (4, 0, {"gpu_ids": "3, 1", "num_gpus": 2, "device": "cuda"}, 2, (3, 1)),
+        (4, 0, {"strategy": "dp"}, 1, (0, 1, 2, 3)),
+        (4, 0, {"strategy": "dp", "num_gpus": 2}, 1, (0, 1)),
+        (4, 0, {"strategy": "auto"}, 4, ()),
+        (4, 2, {"gpu_ids": "1,3"}, 2, (1, 3)),
+        (4, 1, {"strategy": "dp"}, 1, (0, 1, 2, 3)),
+        (4, 1, {"strategy": "auto", "gpu_ids": "0,1"}, 1, (0, 1)),
+        (0, 2, {}, 2, None),
     ],
 )
-def test_ranks_follow_the_gpus_that_are_named(machine, torchrun_ranks, flags, num_ranks, gpu_ids):
-    machine(4, torchrun_ranks)
+def test_ranks_and_devices_follow_flags_machine_and_torchrun(
+    machine, gpus, torchrun_ranks, flags, num_ranks, gpu_ids
+):
+    machine(gpus, torchrun_ranks)
     resolved = resolve(LaunchConfig(**flags))
-    assert (resolved.num_ranks, resolved.gpu_ids) == (num_ranks, gpu_ids)
-    assert resolved.device_type == "cuda" and "Fake 9000" in resolved.message
+    on_gpu = gpu_ids is not None
+    assert (resolved.num_ranks, resolved.device_type) == (num_ranks, "cuda" if on_gpu else "cpu")
+    assert resolved.gpu_ids == (gpu_ids or ()) and "\n" not in resolved.message
+    assert ("Fake 9000" in resolved.message) == on_gpu
 
 
 @pytest.mark.parametrize(
-    ("gpus", "torchrun_ranks", "flags", "words"),
+    ("gpus", "torchrun_ranks", "flags", "says"),
     [
-        (4, 0, {"gpu_ids": "0,2,0"}, "gpu_ids.* 0 more than once"),
+        (2, 0, {"num_gpus": 3}, "num_gpus is 3, but 2 GPU"),
+        (0, 0, {"device": "cuda"}, "sees 0 GPU"),
+        (2, 0, {"device": "cuda", "num_gpus": 0}, "num_gpus is 0"),
+        (0, 0, {"num_gpus": 4, "strategy": "hybrid", "shard_size": 3}, "use --shard_size 2, 4"),
+        (4, 0, {"gpu_ids": "0,2,0"}, "gpu_ids.*'0,2,0'"),
         (4, 0, {"gpu_ids": "0,,2"}, "gpu_ids.*'0,,2'"),
-        (4, 0, {"gpu_ids": "0,4"}, r"gpu_ids has 4.* 0\.\.3.*VISIBLE_DEVICES=5,6"),
-        (0, 0, {"gpu_ids": "0"}, "no CUDA GPU"),
-        (4, 0, {"gpu_ids": "0,2", "num_gpus": 3}, "2 GPU.*num_gpus is 3"),
-        (4, 0, {"gpu_ids": "0", "device": "cpu"}, "device cpu"),
-        (4, 0, {"gpu_ids": "0", "num_gpus": 0}, "num_gpus 0"),
+        (4, 0, {"gpu_ids": "0,4"}, "gpu_ids has 4.* 4 GPU.*VISIBLE_DEVICES: 5,6"),
+        (0, 0, {"gpu_ids": "0"}, "gpu_ids has 0.* 0 GPU"),
+        (4, 0, {"gpu_ids": "0,2", "num_gpus": 3}, "num_gpus is 3, but 2 GPU"),
+        (4, 0, {"gpu_ids": "0", "device": "cpu"}, "gpu_ids has 0.* 0 GPU"),
         (4, 0, {"gpu_ids": "0,1", "strategy": "none"}, "none works in one process"),
         (4, 0, {"gpu_ids": "2", "strategy": "dp"}, "strategy dp.* got 1"),
         (0, 0, {"strategy": "dp", "num_gpus": 2}, "strategy dp.*CUDA"),
         (4, 2, {"gpu_ids": "0,1,2"}, "3 GPU.* 2 rank"),
         (4, 2, {"strategy": "dp"}, "one process, got 2 ranks"),
+        (0, 2, {"max_restarts": 1}, "max_restarts is 1.*--max-restarts"),
+        (0, 2, {"num_gpus": 3}, "started 2 ranks"),
     ],
 )
-def test_gpus_that_cannot_be_taken_are_refused(
-    machine, monkeypatch, gpus, torchrun_ranks, flags, words
+def test_what_the_machine_or_torchrun_does_not_have_is_refused(
+    machine, monkeypatch, gpus, torchrun_ranks, flags, says
 ):
     machine(gpus, torchrun_ranks)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=says):
         resolve(LaunchConfig(**flags))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("visible", "gpus", "gpu_ids", "taken"),
     [
-        ("", 4, (0, 3), "cuda:3"),
-        ("", 4, (), "cuda:1"),
+        (None, 4, (0, 3), "cuda:3"),
+        (None, 4, (), "cuda:1"),
         ("3", 1, (), "cuda:0"),  # the only one that it may see
-        ("", 1, (0, 3), "needs its own GPU"),
+        (None, 1, (0, 3), "needs GPU 3"),
     ],
 )
 def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
     machine, monkeypatch, visible, gpus, gpu_ids, taken
 ):
     machine(gpus, ranks=2, local_rank=1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if not visible:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     def stop_here(device):
         raise UserError(str(device))
 
     monkeypatch.setattr("torch.cuda.set_device", stop_here)
     monkeypatch.setattr("torch.set_num_threads", lambda number: None)
-    for name in ("die_with_parent", "leave_when_orphaned", "leave_with_parent"):
-        monkeypatch.setattr(f"rl_dist.process_group.world.{name}", lambda *_: None)
+    monkeypatch.setattr(world, "leave_with_parent", lambda pid: None)
     with pytest.raises(UserError, match=taken):
-        open_world("cuda", gpu_ids=gpu_ids)
-
-
-def test_two_ranks_with_the_same_gpu_are_refused_by_number():
-    store = HashStore()
-    for rank, uuid in enumerate(("GPU-a", "GPU-b")):
-        _refuse_shared_gpu(uuid, store, rank)
-    with pytest.raises(UserError, match="ranks 1 and 2"):
-        _refuse_shared_gpu("GPU-b", store, 2)
+        world.open_world("cuda", gpu_ids=gpu_ids)
 
 
 @pytest.mark.parametrize(

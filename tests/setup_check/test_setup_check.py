@@ -26,9 +26,8 @@ from train_runs import (
 
 import check_gpu_setup
 from rl_dist import setup_check
-from rl_dist.launch.bench import BenchError
+from rl_dist.launch.child import ChildError, is_steady
 from rl_dist.launch.config import ResolvedLaunch
-from rl_dist.launch.short_run import ShortRunError, is_steady
 from rl_dist.machine import Facts, GpuInfo, duration, get_gpu_info, read_facts
 from rl_dist.setup_check import check_facts, check_figures, figures_of
 
@@ -192,7 +191,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
 
 
 def test_ranks_that_cannot_be_are_a_problem_and_nothing_is_measured(monkeypatch, capfd):
-    monkeypatch.setattr(setup_check, "SideBySide", None)
+    monkeypatch.setattr(setup_check, "measure_short_runs", None)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -222,12 +221,12 @@ def test_short_runs_and_reductions_that_fail_are_problems_and_strict_counts_warn
     monkeypatch, capfd
 ):
     def fail(*_, **__):
-        raise BenchError("a rank hung")
+        raise ChildError("a rank hung")
 
     def train(*_, **__):
-        raise ShortRunError("out of memory")
+        raise ChildError("out of memory")
 
-    monkeypatch.setattr(setup_check, "SideBySide", train)
+    monkeypatch.setattr(setup_check, "measure_short_runs", train)
     code, out, _ = check_here(monkeypatch, capfd, *RECALL)
     assert code == 1 and "problem  short run    out of memory" in out
     monkeypatch.setattr(setup_check, "time_reductions", fail)

@@ -9,7 +9,7 @@ import torch
 
 from rl_dist.launch import bench
 from rl_dist.launch.bench import Reductions
-from rl_dist.launch.short_run import ShortRunResult, SideBySide, is_steady, round_rates
+from rl_dist.launch.child import ShortRuns, is_steady, round_rates
 from rl_dist.machine import HostMemory
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup import __main__ as speedup
@@ -63,12 +63,12 @@ class Machine:
         config["launch"] = {"threads": self.threads}
         record["episode/count"] = 32
         records = [record | {"time/sps": steps / 0.5 * factor} for factor in self.factors]
-        return ShortRunResult([records] * copies, config, 4_000_000, self.copy_bytes)
+        return ShortRuns([records] * copies, config, 4_000_000, self.copy_bytes)
 
     def time_reductions(self, ranks, sizes, device_type):
         self.reduced.append(ranks)
         seconds = {size: 1e-5 + size * 1e-11 for size in sizes}
-        return Reductions(ranks, device_type, "gloo", 1, seconds, 1e-4)
+        return Reductions(seconds, 1e-4)
 
     def measure(self, ranks, scalings=("strong", "weak"), **options):
         return measure.measure([], ranks, scalings, self.device_type, **options)
@@ -149,14 +149,6 @@ def test_sizes_that_do_not_divide_are_a_note(monkeypatch):
 def test_rounds_are_of_as_many_iterations(sps, rates):
     rounds = round_rates([{"time/sps": value} for value in sps])
     assert rounds == pytest.approx(rates, rel=0.02) and is_steady(rounds) == (rates != [4.0, 2.0])
-
-
-@pytest.mark.parametrize(("second", "tries"), [([9.0, 9.0], 1), ([9.0, 3.0], 2)])
-def test_rounds_that_differ_are_measured_once_more(second, tries, monkeypatch):
-    results = [[[{"time/sps": value} for value in sps]] for sps in (second, [8.0, 2.0], [1.0, 1.0])]
-    side, asked = SideBySide([], 1, 1), iter(results)
-    monkeypatch.setattr(side, "measure", lambda *_: next(asked))
-    assert side.measure_rounds() is results[tries - 1]
 
 
 def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch, capsys):

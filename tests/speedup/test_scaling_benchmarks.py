@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_scaling_measures_ranks_scalings_and_strategies_side_by_side():
-    rows = run("scaling.py", *TINY, "--rounds", 1, "--turn_s", 1)
+    rows = run("scaling.py", *TINY, "--rounds", 1, "--iterations", 2)
     assert [(row["gpus"], row["scaling"], row["strategy"]) for row in rows] == [
         (1, "strong", "none"),
         (1, "strong", "ddp"),

@@ -15,9 +15,10 @@ from agents.run.choice import parse_training
 from agents.run.resumed import resumed_config
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
-from rl_dist.launch.bench import BenchError
+from rl_dist.launch import fallback
+from rl_dist.launch.child import ChildError
 from rl_dist.launch.config import LaunchConfig, resolve
-from rl_dist.launch.fallback import resolve_launch, try_ranks
+from rl_dist.launch.fallback import resolve_launch
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy
 
@@ -53,6 +54,9 @@ def test_a_mode_is_what_the_hardware_makes_of_it(mode, hardware, meant):
         ({"mode": "hybrid", "precision": "fp16"}, TWO, "precision fp16"),
         ({"mode": "auto", "shard_size": 3}, TWO, "shard_size 3"),
         ({"gradient_compression": "bf16"}, Hardware(1), "gradient_compression bf16"),
+        ({"mode": "none", "backend": "gloo"}, Hardware(1), "backend gloo"),
+        ({"mode": "ddp", "backend": "nccl"}, TWO, "backend nccl"),
+        ({"mode": "ddp", "backend": "mpi"}, TWO, "backend mpi"),
         ({"precision": "tf32"}, Hardware(1), "precision tf32"),
     ],
 )
@@ -110,39 +114,43 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(
 # ---- stepping down
 
 
-def cannot(resolved):
-    raise BenchError(f"{resolved.num_ranks} ranks failed: NCCL error")
+@pytest.fixture
+def broken(monkeypatch):
+    def fail(num_ranks, *_, **__):
+        raise ChildError(f"{num_ranks} ranks failed: NCCL error")
+
+    monkeypatch.setattr(fallback, "time_reductions", fail)
 
 
 @pytest.mark.parametrize("strategy", ["default", "ddp", "auto", "hybrid"])
-def test_ranks_that_cannot_work_together_step_down_to_one(strategy):
+def test_ranks_that_cannot_work_together_step_down_to_one(strategy, broken):
     asked = LaunchConfig(device="cpu", num_gpus=2, strategy=strategy, fallback=True)
-    config, resolved, note = resolve_launch(asked, probe=cannot)
+    config, resolved, note = resolve_launch(asked)
     assert (resolved.num_ranks, config.chosen_strategy) == (1, "none")
     assert note.count("NCCL error") == (2 if strategy == "hybrid" else 1)
     assert note.endswith("strategy none, 1 rank on cpu")
     assert config.num_gpus == 2  # what was asked for is kept beside it
-    assert resolve_launch(config, probe=cannot)[0] == config
+    assert resolve_launch(config)[0] == config
 
 
 @pytest.mark.slow
 def test_ranks_that_work_stay_as_asked():
     asked = LaunchConfig(device="cpu", num_gpus=2, strategy="ddp", fallback=True)
-    config, resolved, note = resolve_launch(asked, probe=try_ranks)  # for real
+    config, resolved, note = resolve_launch(asked)  # for real
     assert (config, note, resolved.num_ranks) == (asked, "", 2)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"device": "cuda", "num_gpus": 1000}, "torch sees no CUDA GPU|has "),
+        ({"device": "cuda", "num_gpus": 1000}, "sees 0 GPU|can be used"),
         ({"num_gpus": 2, "strategy": "none"}, "none works in one process"),
         ({"strategy": "dp", "precision": "tf32"}, "precision tf32"),
     ],
 )
-def test_a_mistake_in_other_flags_is_no_reason_to_step_down(flags, words):
+def test_a_mistake_in_other_flags_is_no_reason_to_step_down(flags, words, broken):
     with pytest.raises(ValueError, match=words):
-        resolve_launch(LaunchConfig(**{"device": "cpu"} | flags, fallback=True), probe=cannot)
+        resolve_launch(LaunchConfig(**{"device": "cpu"} | flags, fallback=True))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="dp works here")
