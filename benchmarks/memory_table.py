@@ -3,16 +3,16 @@
     pip install -e '.[popgym]'
     python benchmarks/memory_table.py --seeds 1 2 3 [--rows RepeatFirstEasy Recall] [--out DIR]
 
-Each row and seed is one command of train_distributed.py, which is printed before it runs. What has
-a result in --out is not run again unless its command has changed, so that a table may be made in
-parts; --print_only runs nothing. The columns:
+Each row and seed is one command of train_distributed.py, which is printed before it runs. A result
+in --out is kept until its command changes, so a table can be made in parts. The columns:
 
 - without noise: mean return of the 100 episodes that end a training, with the last weights;
 - training: the highest mean return of episodes in 16,384 steps in a row of the training, with
-  noise: near to what POPGym's authors report, whose batches have 65,536 steps;
+  noise: close to the figure of POPGym's authors, whose batches have 65,536 steps;
 - minutes: wall time of the whole command, from start to result.
 
-Each is the mean over seeds, with the smallest and the largest.
+Each is the mean over seeds, with the smallest and the largest in brackets. The file also registers
+two published tasks: `benchmarks.memory_table:PocMemory-v0` and `...:MemoryLength-v0`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,135 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any directory
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from envs.vector.batched import BatchedEnv, SingleEnv
+
 ROOT = Path(__file__).resolve().parents[1]
-PUBLISHED = "benchmarks.published_tasks"
 COMMON = "--preset memory --num_gpus 1 --device cpu --threads 1 --validate_every 0"
 WINDOW = 16_384  # steps over which the return of training is averaged
-POPGYM = "P"  # by which the table names a source
-POC = "M"
-ZOO = "Z"
+# letters by which the table names its sources
 SOURCES = {
-    POPGYM: "Morad et al., ICLR 2023 ([arXiv 2303.01859](https://arxiv.org/abs/2303.01859)), "
+    "P": "Morad et al., ICLR 2023 ([arXiv 2303.01859](https://arxiv.org/abs/2303.01859)), "
     "Table 3: 15 M steps, 3 trials, RLlib's PPO; column *training*. Taken from a transcription",
-    ZOO: "[sb3/ppo_lstm-CartPoleNoVel-v1](https://huggingface.co/sb3/ppo_lstm-CartPoleNoVel-v1) of "
+    "Z": "[sb3/ppo_lstm-CartPoleNoVel-v1](https://huggingface.co/sb3/ppo_lstm-CartPoleNoVel-v1) of "
     "RL Zoo: tuned RecurrentPPO, 100,000 steps, one run",
-    POC: "[MarcoMeter/recurrent-ppo-truncated-bptt]"
+    "M": "[MarcoMeter/recurrent-ppo-truncated-bptt]"
     "(https://github.com/MarcoMeter/recurrent-ppo-truncated-bptt): the ends of 10 runs in its "
     "event files",
 }
+FROZEN_STEPS = 2  # PocMemory shows its signs for so long
+END_PLACE = 5  # places on each side of the middle, 0.2 apart; the outermost are the ends
+FARTHEST_START = 2  # an episode of PocMemory begins at most this far from the middle
+PRIZE = 1.6
+STEP_COST = 0.1
+
+
+class PocMemoryVectorEnv(BatchedEnv):
+    """PocMemory-v0: only the start shows which end of a corridor is good.
+
+    An observation is the left sign, the position and the right sign, [B, 3]. For two steps the
+    agent stands still and sees the signs of both ends, -1 and +1; then it walks and sees only its
+    position. A step costs 0.1, the good end earns 1.6, the bad one costs 1.6, and both end the
+    episode. The best possible mean return is 1.2.
+
+    Source of the rules: MarcoMeter/recurrent-ppo-truncated-bptt, environments/poc_memory_env.py,
+    with freeze=True as that project trains it.
+    """
+
+    state_names = ("place", "right", "age")
+
+    def __init__(self, num_envs: int = 1) -> None:
+        super().__init__(num_envs, spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(2))
+        self.place = np.zeros(num_envs, dtype=np.int64)  # from -END_PLACE to END_PLACE
+        self.right = np.ones(num_envs, dtype=np.int64)  # sign of the right end
+        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the start and the sign of the right end."""
+        start = generator.integers(-FARTHEST_START, FARTHEST_START + 1)
+        good = generator.integers(2)
+        return np.array([start, 2 * good - 1], dtype=np.float64)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes."""
+        self.place[rows], self.right[rows] = draws.T.astype(np.int64)
+        self.age[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the observations."""
+        signs = self.right * (self.age <= FROZEN_STEPS)
+        return np.stack([-signs, self.place / END_PLACE, signs], axis=1).astype(np.float32)
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Walk left (0) or right (1)."""
+        walks = self.age >= FROZEN_STEPS
+        self.place += np.where(actions == 1, 1, -1) * walks
+        self.age += 1
+        over = np.abs(self.place) == END_PLACE
+        at_good = np.sign(self.place) == self.right
+        rewards = np.where(over, np.where(at_good, PRIZE, -PRIZE), -STEP_COST * walks)
+        return rewards, over, np.zeros(self.num_envs, dtype=bool)
+
+
+class MemoryLengthVectorEnv(BatchedEnv):
+    """MemoryLength-v0: one bit to remember for some steps, by bsuite's memory_len.
+
+    An observation is the time left, the query and the bit, [B, 3]. The first observation, shown
+    twice, holds the bit as -1 or +1; the last action of the episode earns 1 if it names the bit,
+    otherwise -1.
+
+    Source of the rules: google-deepmind/bsuite, bsuite/environments/memory_chain.py, with one bit.
+    """
+
+    state_names = ("bit", "age")
+
+    def __init__(self, num_envs: int = 1, *, length: int = 30) -> None:
+        low = np.array([0.0, 0.0, -1.0], np.float32)
+        super().__init__(num_envs, spaces.Box(low, np.ones_like(low)), spaces.Discrete(2))
+        self.length = length
+        self.bit = np.zeros(num_envs, dtype=np.int64)
+        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
+
+    def draw(self, generator: np.random.Generator) -> np.ndarray:
+        """Draw the bit."""
+        return generator.integers(2, size=1).astype(np.float64)
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes."""
+        self.bit[rows] = draws[:, 0].astype(np.int64)
+        self.age[rows] = 0
+
+    def observe(self) -> np.ndarray:
+        """Return the observations: those of the step before, as in the source."""
+        shown = np.maximum(self.age - 1, 0)
+        obs = np.zeros((self.num_envs, 3), dtype=np.float32)  # one bit: the query is always 0
+        obs[:, 0] = 1.0 - shown / self.length
+        obs[:, 2] = np.where(shown == 0, 2 * self.bit - 1, 0)
+        return obs
+
+    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reward the action of the last step."""
+        over = self.age == self.length
+        rewards = np.where(actions == self.bit, 1.0, -1.0) * over
+        self.age += 1
+        return rewards, over, np.zeros(self.num_envs, dtype=bool)
+
+
+BATCHES: dict[str, Any] = {
+    "PocMemory-v0": PocMemoryVectorEnv,
+    "MemoryLength-v0": MemoryLengthVectorEnv,
+}
+for env_id, batch in BATCHES.items():
+    gymnasium.register(env_id, entry_point=partial(SingleEnv, batch), vector_entry_point=batch)
 
 
 @dataclass(frozen=True)
@@ -55,85 +165,63 @@ class Row:
     task: str
     env: str
     steps: int
-    flags: str = ""  # beyond the preset
     published: str = "-"
+    flags: str = ""  # beyond the preset
 
     @property
     def name(self) -> str:
-        """What --rows chooses by."""
+        """The text in which --rows searches."""
         return f"{self.task} {self.flags}".strip()
 
     def command(self, seed: int) -> list[str]:
-        """The training command, without the place where it writes."""
-        words = f"train_distributed.py --env {self.env} --total_steps {self.steps} {COMMON}"
-        return [*shlex.split(f"{words} {self.flags}"), "--seed", str(seed)]
+        """Return the training command, without the directory of the run."""
+        flags = f"--env {self.env} --total_steps {self.steps} {COMMON} {self.flags} --seed {seed}"
+        return ["train_distributed.py", *shlex.split(flags)]
 
 
 def popgym(task: str, steps: int, published: str, flags: str = "") -> Row:
-    """A task of POPGym."""
-    return Row(task, f"popgym:popgym-{task}-v0", steps, flags, published)
+    """Return the row of a task of POPGym."""
+    return Row(task, f"popgym:popgym-{task}-v0", steps, f"{published} P", flags)
 
 
-NOW = "--gamma 0"  # where every reward is for the action just taken
-CORE = "--policy own --core examples.phase_core:PhaseCore"
+NOW = "--gamma 0"  # every reward is for the action just taken
+WHOLE = f"{NOW} --bptt_steps 128"  # a sequence holds a whole episode
+CORE = f"{WHOLE} --policy own --core examples.phase_core:PhaseCore"
+MEDIUM = "GRU -0.315, LMU (best) 0.789"
+LENGTH = "benchmarks.memory_table:MemoryLength-v0"
+POSITIONS = "CartPolePositions-v1"
 ROWS = [
-    popgym("RepeatFirstEasy", 300_000, f"GRU 1.000 {POPGYM}"),
-    popgym("RepeatPreviousEasy", 300_000, f"GRU 1.000 {POPGYM}"),
-    popgym("RepeatPreviousEasy", 100_000, f"GRU 1.000 {POPGYM}", NOW),
-    popgym("RepeatPreviousMedium", 60_000, f"GRU -0.315, LMU (best) 0.789 {POPGYM}"),
-    popgym(
-        "RepeatPreviousMedium",
-        60_000,
-        f"GRU -0.315, LMU (best) 0.789 {POPGYM}",
-        f"{NOW} --bptt_steps 128",
-    ),
-    popgym(
-        "RepeatPreviousMedium",
-        60_000,
-        f"GRU -0.315, LMU (best) 0.789 {POPGYM}",
-        f"{NOW} --bptt_steps 128 {CORE}",
-    ),
-    popgym("CountRecallEasy", 300_000, f"GRU 0.177, LSTM (best) 0.509 {POPGYM}", NOW),
-    popgym("AutoencodeEasy", 60_000, f"GRU (best) -0.283 {POPGYM}"),
-    popgym(
-        "AutoencodeEasy",
-        300_000,
-        f"GRU (best) -0.283 {POPGYM}",
-        f"{NOW} --bptt_steps 128 {CORE}",
-    ),
-    popgym("HigherLowerEasy", 60_000, f"GRU (best) 0.529 {POPGYM}"),
-    popgym("PositionOnlyCartPoleEasy", 60_000, f"GRU 1.000 {POPGYM}"),
-    popgym("PositionOnlyCartPoleMedium", 60_000, f"GRU 1.000 {POPGYM}"),
-    popgym("NoisyPositionOnlyCartPoleEasy", 300_000, f"GRU (best) 0.995 {POPGYM}"),
-    # this environment asks for the action before (its obs_requires_prev_action)
-    popgym(
-        "MultiarmedBanditEasy",
-        300_000,
-        f"GRU 0.619, Elman (best) 0.631 {POPGYM}",
-        "--previous_action",
-    ),
+    popgym("RepeatFirstEasy", 300_000, "GRU 1.000"),
+    popgym("RepeatPreviousEasy", 300_000, "GRU 1.000"),
+    popgym("RepeatPreviousEasy", 100_000, "GRU 1.000", NOW),
+    popgym("RepeatPreviousMedium", 60_000, MEDIUM),
+    popgym("RepeatPreviousMedium", 60_000, MEDIUM, WHOLE),
+    popgym("RepeatPreviousMedium", 60_000, MEDIUM, CORE),
+    popgym("CountRecallEasy", 300_000, "GRU 0.177, LSTM (best) 0.509", NOW),
+    popgym("AutoencodeEasy", 60_000, "GRU (best) -0.283"),
+    popgym("AutoencodeEasy", 300_000, "GRU (best) -0.283", CORE),
+    popgym("HigherLowerEasy", 60_000, "GRU (best) 0.529"),
+    popgym("PositionOnlyCartPoleEasy", 60_000, "GRU 1.000"),
+    popgym("PositionOnlyCartPoleMedium", 60_000, "GRU 1.000"),
+    popgym("NoisyPositionOnlyCartPoleEasy", 300_000, "GRU (best) 0.995"),
+    # this environment needs the previous action (its obs_requires_prev_action)
+    popgym("MultiarmedBanditEasy", 300_000, "GRU 0.619, Elman (best) 0.631", "--previous_action"),
     Row(
         "PocMemory",
-        f"{PUBLISHED}:PocMemory-v0",
+        "benchmarks.memory_table:PocMemory-v0",
         60_000,
-        "",
-        f"1.17 to 1.24 in 61,440 steps {POC}",
+        "1.17 to 1.24 in 61,440 steps M",
     ),
     Row(
         "CartPole without velocities",
-        "CartPolePositions-v1",
+        POSITIONS,
         40_000,
+        "187 to 197 in 409,600 steps M",
         """--env_kwargs '{"max_episode_steps": 200}'""",
-        f"187 to 197 in 409,600 steps {POC}",
     ),
-    Row("CartPole without velocities", "CartPolePositions-v1", 100_000, "", f"500 {ZOO}"),
-    Row("MemoryLength, 30 steps", f"{PUBLISHED}:MemoryLength-v0", 40_000),
-    Row(
-        "MemoryLength, 30 steps",
-        f"{PUBLISHED}:MemoryLength-v0",
-        40_000,
-        "--gae_lambda 0.98",
-    ),
+    Row("CartPole without velocities", POSITIONS, 100_000, "500 Z"),
+    Row("MemoryLength, 30 steps", LENGTH, 40_000),
+    Row("MemoryLength, 30 steps", LENGTH, 40_000, flags="--gae_lambda 0.98"),
     Row("Recall", "Recall-v0", 40_000),
     Row("PatchRecall", "examples.many_spaces:PatchRecall-v0", 100_000),
     Row("Orders", "examples.many_spaces:Orders-v0", 200_000),
@@ -141,30 +229,29 @@ ROWS = [
 
 
 def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """The highest mean return of episodes in WINDOW steps of training; None: there were none."""
-    best = None
-    first, total, count = 0, 0.0, 0.0
-    for each in metrics:
-        if each["episode/count"]:
-            total += each["episode/return"] * each["episode/count"]
-            count += each["episode/count"]
-        is_whole = each["global_step"] - first >= WINDOW
-        if count and (is_whole or (best is None and each is metrics[-1])):
-            best = total / count if best is None else max(best, total / count)
+    """Return the highest mean return of episodes in WINDOW steps; None: no episode ended."""
+    means: list[float] = []
+    first_step, total, count = 0, 0.0, 0.0
+    for record in metrics:
+        total += (record["episode/return"] or 0.0) * record["episode/count"]
+        count += record["episode/count"]
+        is_whole = record["global_step"] - first_step >= WINDOW
+        if count and (is_whole or (not means and record is metrics[-1])):
+            means.append(total / count)
         if is_whole:
-            first, total, count = each["global_step"], 0.0, 0.0
-    return best
+            first_step, total, count = record["global_step"], 0.0, 0.0
+    return max(means, default=None)
 
 
 def train(command: list[str], run_dir: Path) -> dict[str, Any]:
     """Run a training and return its figures."""
     shutil.rmtree(run_dir, ignore_errors=True)
-    begin = time.monotonic()
-    run = [sys.executable, *command, "--run_dir", str(run_dir.absolute())]
-    done = subprocess.run(run, cwd=ROOT, stdout=subprocess.DEVNULL)
+    began_s = time.monotonic()
+    words = [sys.executable, *command, "--run_dir", str(run_dir.absolute())]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL)
     if done.returncode:
         raise SystemExit(f"error: the training ended with code {done.returncode}")
-    minutes = (time.monotonic() - begin) / 60
+    minutes = (time.monotonic() - began_s) / 60
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return {
@@ -177,70 +264,58 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
     }
 
 
-def spread(values: Sequence[float | None], digits: int = 3) -> str:
-    """The mean with the smallest and the largest."""
-    known = [value for value in values if value is not None]
-    if not known:
+def spread(results: Sequence[dict[str, Any]], name: str, digits: int = 3) -> str:
+    """Return the mean of a figure with the smallest and the largest."""
+    values = [result[name] for result in results if result[name] is not None]
+    if not values:
         return "-"
-    low, mean, high = (f"{v:.{digits}g}" for v in (min(known), sum(known) / len(known), max(known)))
+    figures = (min(values), sum(values) / len(values), max(values))
+    low, mean, high = (f"{value:.{digits}g}" for value in figures)
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def table(rows: Sequence[Row], found: dict[str, list[dict[str, Any]]]) -> str:
-    """The table in Markdown, of the rows that have results."""
-    heads = ("task", "flags", "steps", "seeds", "without noise", "training", "published", "minutes")
-    lines = [heads, ("---",) * len(heads)]
-    for row in rows:
-        results = found[row.name]
-        if not results:
-            continue
-        parts = {
-            name: [each[name] for each in results]
-            for name in ("without_noise", "training", "minutes")
-        }
-        lines.append(
-            (
-                row.task,
-                f"`{row.flags}`" if row.flags else "",
-                f"{row.steps:,}",
-                str(len(results)),
-                spread(parts["without_noise"]),
-                spread(parts["training"]),
-                row.published,
-                spread(parts["minutes"], 2),
-            )
-        )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def table_row(row: Row, results: Sequence[dict[str, Any]]) -> str:
+    """Return a row of the table in Markdown."""
+    cells = (
+        row.task,
+        row.flags and f"`{row.flags}`",
+        f"{row.steps:,}",
+        str(len(results)),
+        spread(results, "without_noise"),
+        spread(results, "training"),
+        row.published,
+        spread(results, "minutes", 2),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
-    """The result in a file, if it is of this very command."""
+    """Return the result in a file if the same command gave it."""
     if not path.exists():
         return None
     result: dict[str, Any] = json.loads(path.read_text())
     return result if result["command"] == command else None
 
 
-def place(out: Path, row: Row, seed: int) -> Path:
-    """The file of a result."""
+def result_path(out: Path, row: Row, seed: int) -> Path:
+    """Return the file of a result."""
     return out / f"{re.sub('[^a-zA-Z0-9]+', '_', row.name)}.{seed}.json"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what has no result, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rows", nargs="+", default=[], help="parts of names; default: all")
+    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; default: all")
     parser.add_argument("--out", type=Path, default=Path("runs/memory_table"))
-    parser.add_argument("--print_only", action="store_true", help="of what --out has")
+    parser.add_argument("--print_only", action="store_true", help="print the results in --out")
     args = parser.parse_args(argv)
-    rows = [row for row in ROWS if not args.rows or any(part in row.name for part in args.rows)]
-    found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
+    rows = [row for row in ROWS if any(part in row.name for part in args.rows)]
+    results: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         for row in rows:
-            command = row.command(seed)
-            path = place(args.out, row, seed)
+            command, path = row.command(seed), result_path(args.out, row, seed)
             result = stored(path, command)
             if result is None and not args.print_only:
                 print("python", shlex.join(command), flush=True)
@@ -248,12 +323,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 path.write_text(json.dumps(result, indent=2) + "\n")
                 print(f"  {result['without_noise']:.3f}, {result['minutes']:.1f} min", flush=True)
             if result:
-                found[row.name].append(result)
-    print(table(rows, found))
+                results[row.name].append(result)
+    print("| task | flags | steps | seeds | without noise | training | published | minutes |")
+    print("|" + "---|" * 8)
+    for row in rows:
+        if results[row.name]:
+            print(table_row(row, results[row.name]))
     for name, source in SOURCES.items():
         print(f"\n{name}: {source}.")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

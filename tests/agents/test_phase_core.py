@@ -32,7 +32,7 @@ def test_a_policy_with_it_learns_what_must_be_remembered(tmp_path):
     settings = {"env_kwargs": {"length": 12}, "total_steps": 20_480, "validate_every": 0}
     settings |= {"core": "examples.phase_core:PhaseCore", "hidden_size": 32, "threads": 1}
     run = train(
-        "benchmarks.published_tasks:MemoryLength-v0",
+        "benchmarks.memory_table:MemoryLength-v0",
         policy="own",
         run_dir=tmp_path / "run",
         **settings,
