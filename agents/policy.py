@@ -8,7 +8,6 @@ https://arxiv.org/abs/2212.02721.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,13 +18,14 @@ from torch.distributions import Categorical, Distribution
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough, State
 from agents.network.inputs import Encoder
+from agents.network.own_core import make_core
 from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.config import autocast, weights_cast_once
 
-# of a core whose step takes as long for one row as a call (0.8 ms), on a CPU
+# weights of a core that steps one row in the time of a call, 0.8 ms on a CPU
 CALL_WEIGHTS = 10_000_000
 
 
@@ -123,31 +123,34 @@ class Policy(nn.Module):
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
             self.choices = heads.Choices(self.action_sizes)
-        if config.squash_actions and not heads.can_squash(action_space):
+        bounded = isinstance(action_space, spaces.Box) and action_space.is_bounded("both")
+        if config.squash_actions and not bounded:
             raise UserError(
                 f"squash_actions needs continuous actions with bounds, not {action_space}: drop it"
             )
         if config.noise_color and self.discrete:
-            raise UserError("noise_color is of continuous actions, and this task has none: drop it")
+            raise UserError(f"noise_color needs continuous actions, not {action_space}: drop it")
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
         self.mask_columns = self.layout.columns("mask")
         index = torch.tensor(self.mask_columns, dtype=torch.int64)
         self.register_buffer("mask_index", index, persistent=False)
 
-        # encoder and cores
+        # encoder and cores: in the middle, for actor and critic, or both
         size = config.hidden_size
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
-        own_cores = config.is_cascade or config.separate_trunks  # of actor and critic
         self.feature_core: Any = PassThrough()
         self.feature_mlp: nn.Module = nn.Identity()
-        if config.is_cascade or not own_cores:
+        if config.is_cascade or not config.separate_trunks:
             self.feature_core = self._core(width)
             self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
             width = size
-        self.actor_core: Any = self._core(width) if own_cores else PassThrough()
-        self.critic_core: Any = self._core(width) if own_cores else PassThrough()
+        self.actor_core: Any = PassThrough()
+        self.critic_core: Any = PassThrough()
+        if config.is_cascade or config.separate_trunks:
+            self.actor_core = self._core(width)
+            self.critic_core = self._core(width)
         self.register_buffer("zero", torch.zeros(()), persistent=False)
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
@@ -157,34 +160,25 @@ class Policy(nn.Module):
         """Return a new core."""
         sizes = (num_inputs, self.config.hidden_size, self.config.num_layers)
         if self.config.core:
-            from agents.network.own_core import make_core
-
             return make_core(self.config.core, *sizes)
         return CORES[self.config.policy](*sizes)
 
-    def try_cores(self) -> None:
-        """Refuse a core of the user's own that does not keep the contract."""
-        if not self.config.core:
-            return
-        from agents.network.own_core import try_core
-
-        for core in (self.feature_core, self.actor_core, self.critic_core):
-            if not isinstance(core, PassThrough):
-                width, size = self.feature_encoder.num_outputs, self.config.hidden_size
-                try_core(self.config.core, core, width, size)
+    @property
+    def cores(self) -> tuple[Any, ...]:
+        """The cores of features, actor and critic."""
+        return self.feature_core, self.actor_core, self.critic_core
 
     def _initialise(self) -> None:
-        """Orthogonal weights, zero biases, cores that begin with remembering."""
-        own = ("feature_core", "actor_core", "critic_core") if self.config.core else ()
+        """Set orthogonal weights and zero biases; cores begin with remembering."""
         for name, parameter in self.named_parameters():
-            if name.startswith(own):  # it has initialised itself
+            if self.config.core and "_core." in name:  # it has initialised itself
                 continue
             if parameter.ndim >= 2:
                 gained = "mlp" in name or "images" in name
                 nn.init.orthogonal_(parameter, math.sqrt(2.0) if gained else 1.0)
             elif name != "log_std":
                 nn.init.zeros_(parameter)
-        for core in (self.feature_core, self.actor_core, self.critic_core):
+        for core in self.cores:
             if hasattr(core, "open_gates"):
                 core.open_gates()
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
@@ -202,30 +196,27 @@ class Policy(nn.Module):
     @property
     def num_decision_states(self) -> int:
         """Number of the state's first [B, H] vectors: the actor's and the critic's."""
-        own: int = self.actor_core.num_states + self.critic_core.num_states
-        return own
+        count: int = self.actor_core.num_states + self.critic_core.num_states
+        return count
 
     @property
     def num_states(self) -> int:
         """Number of [B, H] vectors in the state; the feature core's are the last."""
-        of_features = 0 if self.config.feature_window else self.feature_core.num_states
-        return self.num_decision_states + of_features
+        features = 0 if self.config.feature_window else self.feature_core.num_states
+        return self.num_decision_states + features
 
     @property
     def call_steps(self) -> float:
-        """Steps of one row that take as long as a call of a core, however few it has.
-
-        0 where a step is more than its cores: with windows and images.
-        """
+        """Overhead of one call of a core, in single-row steps; 0 with windows and images."""
         if self.config.feature_window or self.feature_encoder.images:
             return 0.0
-        cores = (self.feature_core, self.actor_core, self.critic_core)
-        sizes = [sum(p.numel() for p in core.parameters()) for core in cores if core.num_states]
+        cores = [core for core in self.cores if core.num_states]
+        sizes = [sum(p.numel() for p in core.parameters()) for core in cores]
         return CALL_WEIGHTS * self.config.num_layers * len(sizes) / max(sum(sizes), 1)
 
     @property
     def resets_inside(self) -> bool:
-        """Whether `network` takes resets: of LSTMs, on CPUs; not measured on GPUs."""
+        """Whether `network` takes resets: LSTMs do, on CPUs; not measured on GPUs."""
         is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
         return is_lstm and self.zero.device.type in ("cpu", "meta")
 
@@ -255,11 +246,11 @@ class Policy(nn.Module):
 
         # features, then actor and critic
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
-        num_own = self.num_decision_states
-        features, feature_state = self.features(obs, before[num_own:], *resets)
-        (actor, values), own_states = self.decisions(features, before[:num_own], *resets)
+        split = self.num_decision_states
+        features, feature_state = self.features(obs, before[split:], *resets)
+        (actor, values), states = self.decisions(features, before[:split], *resets)
         actor = self._allowed(actor, obs)
-        vectors = [vector for part in (*own_states, feature_state) for vector in part]
+        vectors = [vector for core_state in (*states, feature_state) for vector in core_state]
         after = torch.stack(vectors).permute(1, 0, 2) if vectors else state
         return (actor, values), after.to(state.dtype)
 
@@ -387,40 +378,3 @@ class Policy(nn.Module):
         """Log probabilities and entropies of actions under the network's outputs."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
-
-
-def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
-    """Return the layout of observations and the space of actions of a checkpoint."""
-    layout = Layout.from_json(state["layout"])
-    if layout.size != state["num_obs"]:
-        raise UserError(
-            f"the checkpoint is damaged: its layout has {layout.size} numbers, not num_obs "
-            f"{state['num_obs']}"
-        )
-    number = state["num_actions"]
-    if sizes := state["action_sizes"]:
-        return layout, spaces.MultiDiscrete(sizes)
-    return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
-
-
-def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
-    """Refuse weights of another shape than a policy's; name the first difference."""
-    own = {name: tuple(value.shape) for name, value in policy.state_dict().items()}
-    saved = {name: tuple(value.shape) for name, value in weights.items()}
-    for name in sorted(own.keys() | saved.keys()):
-        here, there = own.get(name, "absent"), saved.get(name, "absent")
-        if here != there:
-            raise UserError(
-                f"the checkpoint is of another shape: {name} is {there} there and {here} here; use "
-                "the environment, --observation, --policy and --hidden_size it was trained with"
-            )
-
-
-def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations that are read otherwise than in the policy's training."""
-    trained = policy.layout.kinds()
-    if now.kinds() != trained:
-        raise UserError(
-            f"the policy was trained on observations of parts {trained:.200}, and these are "
-            f"{now.kinds():.200}: use the environment and the version it was trained with"
-        )

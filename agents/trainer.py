@@ -18,7 +18,7 @@ from agents.network.inputs import Normalizer, Normalizers
 from agents.network.noise import action_noise, sequence_orders
 from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
 from agents.pipeline import PipelinePPO, StageStrategy
-from agents.policy import Policy, PolicyConfig, check_weights
+from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPO, NonFiniteGradientError, PPOConfig
 from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
@@ -85,7 +85,6 @@ class Training:
         # policy and normalisers, the same on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
-        self.policy.try_cores()
         if job.pretrained:
             job.pretrained.load_into(self.policy)
         self.normalizers = Normalizers(
@@ -255,7 +254,6 @@ class Training:
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]
-        check_weights(self.policy, state["policy"])
         optimizer = keep_options(self.ppo.optimizer, state["optimizer"])
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)
         self.ppo.strategy.load_state_dict(state["strategy"])

@@ -15,8 +15,9 @@ from torch import Tensor
 from agents.config import RunConfig
 from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
-from agents.policy import Policy, check_readable
+from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
+from agents.run.saved import check_readable
 from envs.task import GymTask
 from envs.vector.guards import Interruption
 from envs.vector.layout import TorchEnv

@@ -1,10 +1,10 @@
-"""Cores behind one interface: recurrent ones, and one without memory.
+"""Cores behind one interface: LSTM, GRU, minGRU, and one without memory.
 
-A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` says how many vectors
-[H] its state has. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs [L, N, H]
-and the state after them; it keeps nothing itself. LSTM and GRU also take and return a state as a
-list of its S vectors [N, H], which is put together once for all cores. An LSTM of one layer also
-takes resets [L, N, 1]: 1 at a step that leaves state and output zero, else 0.
+A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` is the number of
+vectors [H] in its state. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs
+[L, N, H] and the state after them; it keeps nothing itself. LSTM and GRU also take and return a
+state as a list of its S vectors [N, H], which is stacked once for all cores. An LSTM of one layer
+also takes resets [L, N, 1]: 1 at a step that leaves state and output zero, else 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ def _whole(state: State) -> Tensor:
     return torch.stack(state) if isinstance(state, list) else state
 
 
-class LSTMCore(nn.LSTM):
+class RememberingCore(nn.RNNBase):
+    """LSTM or GRU; the gates that remember have the same place in both."""
+
+    def open_gates(self) -> None:
+        """Begin with remembering: these gates open (Jozefowicz et al. 2015)."""
+        for layer in range(self.num_layers):
+            bias = getattr(self, f"bias_ih_l{layer}")
+            nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
+
+
+class LSTMCore(nn.LSTM, RememberingCore):
     """Layers of LSTM; the state holds h of every layer, then c."""
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
@@ -65,14 +75,8 @@ class LSTMCore(nn.LSTM):
         )
         return outputs, [*after_h, *after_c]
 
-    def open_gates(self) -> None:
-        """Begin with remembering: forget gates open (Jozefowicz et al. 2015)."""
-        for layer in range(self.num_layers):
-            bias = getattr(self, f"bias_ih_l{layer}")
-            nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
 
-
-class GRUCore(nn.GRU):
+class GRUCore(nn.GRU, RememberingCore):
     """Layers of GRU."""
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
@@ -89,12 +93,6 @@ class GRUCore(nn.GRU):
                 after.append(outputs)
             return outputs[None], after
         return super().forward(inputs, _whole(state))
-
-    def open_gates(self) -> None:
-        """Begin with remembering, as an LSTM does."""
-        for layer in range(self.num_layers):
-            bias = getattr(self, f"bias_ih_l{layer}")
-            nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
 
 
 class MinGRUCore(nn.Module):
@@ -158,8 +156,10 @@ class TanhCore(nn.Sequential):
     num_states = 0
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
-        widths = [num_inputs] + [size] * (num_layers - 1)
-        super().__init__(*(each for w in widths for each in (nn.Linear(w, size), nn.Tanh())))
+        layers: list[nn.Module] = []
+        for width in [num_inputs] + [size] * (num_layers - 1):
+            layers += [nn.Linear(width, size), nn.Tanh()]
+        super().__init__(*layers)
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """See the module."""

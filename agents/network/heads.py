@@ -16,11 +16,6 @@ LARGEST_TANH = 1.0 - 1e-6  # atanh of it is 7.25; that of 1 is infinite
 ActionSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.Box
 
 
-def can_squash(space: spaces.Space) -> bool:
-    """Return whether all actions are continuous and have bounds."""
-    return isinstance(space, spaces.Box) and space.is_bounded("both")
-
-
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
     """Give the choices whose mask [..., A] is 0 the probability 0, and no gradient."""
     return torch.where(mask > 0.5, logits, FORBIDDEN)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.config import RunConfig, data_digest, probe
-from agents.policy import spaces_of
-from agents.run.saved import check_shapes
+from agents.run.saved import check_shapes, spaces_of
 from agents.run.sizes import shard_sizes
 from envs.trading_config import DataConfig
 from rl_dist.checkpoint.store import Found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agents.config import RunConfig, probe
 from agents.network.inputs import Normalizer, observation_normalizer
-from agents.policy import Policy, PolicyConfig, check_readable, check_weights, spaces_of
+from agents.policy import Policy, PolicyConfig
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
@@ -203,6 +203,43 @@ def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
         check_weights(probe(task).empty_policy(config), initial.weights)
     except UserError as error:
         raise UserError(f"--init_from {config.train.init_from}: {error}") from None
+
+
+def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
+    """Return the layout of observations and the space of actions of a checkpoint."""
+    layout = Layout.from_json(state["layout"])
+    if layout.size != state["num_obs"]:
+        raise UserError(
+            f"the checkpoint is damaged: its layout has {layout.size} numbers, not num_obs "
+            f"{state['num_obs']}"
+        )
+    number = state["num_actions"]
+    if sizes := state["action_sizes"]:
+        return layout, spaces.MultiDiscrete(sizes)
+    return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
+
+
+def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
+    """Refuse weights that do not fit a policy; name the first difference."""
+    expected = {name: tuple(value.shape) for name, value in policy.state_dict().items()}
+    saved = {name: tuple(value.shape) for name, value in weights.items()}
+    for name in sorted(expected.keys() | saved.keys()):
+        here, there = expected.get(name, "absent"), saved.get(name, "absent")
+        if here != there:
+            raise UserError(
+                f"the checkpoint is of another shape: {name} is {there} there and {here} here; use "
+                "the environment, --observation, --policy and --hidden_size it was trained with"
+            )
+
+
+def check_readable(policy: Policy, now: Layout) -> None:
+    """Refuse observations that are read otherwise than in the policy's training."""
+    trained = policy.layout.kinds()
+    if now.kinds() != trained:
+        raise UserError(
+            f"the policy was trained on observations of parts {trained:.200}, and these are "
+            f"{now.kinds():.200}: use the environment and the version it was trained with"
+        )
 
 
 def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from policies import BOX, make_policy
+from policies import make_policy
 
 from agents.network.cores import MinGRUCore, scan
+from agents.network.own_core import make_core, try_core
 from agents.policy import PolicyConfig
 from rl_dist.errors import UserError
 
@@ -65,13 +66,13 @@ def test_slow_units_of_a_mingru_remember_for_long_to_begin_with():
 )
 def test_a_core_that_breaks_the_contract_is_refused_in_one_line(core, problem):
     with pytest.raises(UserError, match=problem) as error:
-        make_policy(PolicyConfig(hidden_size=8, policy="own", core=core), BOX).try_cores()
+        try_core(core, make_core(core, 4, 8, 1), 4, 8)
     assert "\n" not in str(error.value) and core in str(error.value)
 
 
 def test_a_core_that_keeps_the_contract_passes_and_initialises_itself():
     policy = make_policy(PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay"))
-    policy.try_cores()
+    try_core("own_cores:Decay", policy.feature_core, 4, 8)
     assert policy.feature_core.layer.bias.any(), "torch's own initialisation is kept"
 
 

@@ -1,4 +1,3 @@
-import functools
 import json
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from agents_ranks import (
     PAIRS,
     STEPS_PER_ITERATION,
     Recording,
-    make_env,
     make_job,
     parameters_of,
 )
@@ -22,6 +20,7 @@ from agents.advantages import explained_variance, rollout_sums
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.rollout import HostFacts
+from agents.run.saved import check_shapes
 from agents.trainer import Training, train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
@@ -274,16 +273,10 @@ def test_a_number_that_is_not_finite_is_blamed_on_its_environment_and_step(
 
 
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line_that_names_it(world, tmp_path):
-    job = make_job("recall, clstm", tmp_path, iterations=1)
-    run(job, world)
-    state = load_checkpoint(tmp_path / "checkpoints" / "iteration_00000001.pt")
-    for changed in (
-        {"policy": PolicyConfig(hidden_size=16)},
-        {"policy": PolicyConfig(hidden_size=8, policy="mlp")},
-        {"make_env": functools.partial(make_env, "trading")},
-    ):
+    state = Training(make_job("recall, clstm", tmp_path), world).state()
+    for other in (PolicyConfig(hidden_size=16), PolicyConfig(hidden_size=8, policy="mlp")):
         with pytest.raises(UserError, match="another shape: .* is .* there and .* here"):
-            Training(replace(job, **changed), world).restore(state)
+            check_shapes(state, other, torch.float64)
 
 
 def test_discounted_returns_run_on_over_rollouts_and_stop_at_episode_ends(world, tmp_path):
