@@ -10,8 +10,11 @@ from agents_ranks import make_job
 from faults_ranks import Keeping
 from gymnasium.spaces import Box
 
+from agents.config import RunConfig
+from agents.evaluate.final import evaluate_last_and_best
 from agents.policy import Policy, PolicyConfig
 from agents.trainer import Training, train
+from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
@@ -205,7 +208,16 @@ def run(job, world, resume_from=""):
     parameters = torch.cat(
         [parameter.detach().flatten() for parameter in training.policy.parameters()]
     )
-    return {"parameters": parameters, "records": records, "hash": parameter_hash(training.policy)}
+    task = TaskConfig(env="Recall-v0", eval_episodes=4)
+    figures, _ = evaluate_last_and_best(
+        RunConfig(task=task), GymTask(task), training, Path(job.run_dir)
+    )
+    return {
+        "parameters": parameters,
+        "records": records,
+        "hash": parameter_hash(training.policy),
+        "evaluated": figures["test"],
+    }
 
 
 def trainings(world, out, shard_size):

@@ -128,6 +128,7 @@ def test_a_training_is_that_of_one_process(trained_ranks, tmp_path):
         torch.testing.assert_close(rank["hybrid"]["parameters"], single["parameters"], **CLOSE)
         for one, other in zip(rank["hybrid"]["records"], single["records"], strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True)
+        assert rank["hybrid"]["evaluated"] == single["evaluated"]
     assert len({rank["hybrid"]["hash"] for rank in trained_ranks}) == 1
 
 
