@@ -22,7 +22,7 @@ import check_gpu_setup
 import rl_dist
 from agents.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.evaluate import command as evaluate
-from agents.export import __main__ as export
+from agents.export import command as export
 from agents.pretrain import command as pretrain
 from agents.run.choice import add_run_flags
 from agents.run.metric_table import METRICS

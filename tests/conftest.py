@@ -102,7 +102,7 @@ def world():
 @pytest.fixture
 def untraced(monkeypatch):
     """Let a word stand for every exported model, whose tracing takes seconds."""
-    from agents.export import __main__ as command
+    from agents.export import command
 
     monkeypatch.setattr(
         command, "write_onnx", lambda step, path, contract: path.write_text("model")

@@ -19,7 +19,7 @@ import torch
 from test_docs import MARK, PAGES, ROOT, TEXTS, TRAINING, commands, generated
 from train_runs import daily_bars, run_here, train_here
 
-from agents.export import __main__ as export
+from agents.export import command as export
 from rl_dist.telemetry.metrics import close_logging
 
 # before every block: what the pages take for given

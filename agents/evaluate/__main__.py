@@ -3,9 +3,11 @@
 The command is apart: new ranks find its functions by the name of their module.
 """
 
+import signal
 import sys
 
-from agents.evaluate.command import main
-
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules load is no error
+    from agents.evaluate.command import main
+
     sys.exit(main())

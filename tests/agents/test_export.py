@@ -12,8 +12,8 @@ from policies import FORMS
 from train_runs import RECALL, only_error, run_here, train_here
 
 from agents.config import RunConfig
-from agents.export import __main__ as command
-from agents.export.__main__ import TOLERANCE, export, largest_difference, make_contract
+from agents.export import command
+from agents.export.command import TOLERANCE, export, largest_difference, make_contract
 from agents.export.step import ExportedStep
 from agents.network.inputs import observation_normalizer
 from agents.policy import Policy, PolicyConfig

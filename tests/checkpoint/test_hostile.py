@@ -29,7 +29,7 @@ from train_runs import evaluate_here, run_here, train_here
 from agents import load_policy
 from agents.api.training import TrainedRun
 from agents.config import SECTIONS, RunConfig
-from agents.export import __main__ as export
+from agents.export import command as export
 from agents.run import choice, start
 from envs.task import GymTask
 from rl_dist import status

@@ -1,0 +1,224 @@
+"""Export a trained policy as an ONNX model, and check it in ONNX Runtime.
+
+The model is one step without noise, whose state goes in and out; normaliser, reset and
+bounds of actions are inside.
+
+examples:
+  python -m agents.export runs/my_run
+  python -m agents.export runs/my_run --which last --output my_policy
+exit codes: 0 done, 1 the exported policy differs or cannot be made, 2 bad usage
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agents.export.step import ExportedStep, Runner, float_copy, run_onnx, write_onnx
+from agents.rollout import policy_input, shift_history
+from agents.run.saved import LoadedAgent, load_agent
+from envs.vector.spaces import (
+    ActionDecoder,
+    categories_of,
+    image_axes,
+    image_scale,
+    leaves,
+    named,
+    pick,
+)
+from rl_dist.errors import CommandParser, UserError, explains_errors
+from rl_dist.files import path_to_write
+
+FOLDER, MODEL, CONTRACT = "export/onnx", "policy.onnx", "contract.json"
+CONTRACT_VERSION = 4
+BATCHES, NUM_STEPS = (1, 5), 64
+RESET = 0.1  # probability of an episode start
+TOLERANCE = 1e-5
+
+
+# ---- the check
+
+
+def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> float:
+    """Return the largest difference of actions over episodes with resets.
+
+    It is relative to the largest value of the same number in all steps, which counts as 1 at least,
+    or as half the range of a bounded action. Choices are compared by their logits: rounding may
+    separate two that are equally likely.
+    """
+    policy, decoder = float_copy(agent), step.decoder
+    generator = np.random.default_rng(0)
+    exported, expected = [], []
+    for batch in BATCHES:
+        vectors, history = policy.initial_state(batch), policy.empty_history(batch)
+        state = np.zeros((batch, step.state_size), np.float32)
+        for number in range(NUM_STEPS):
+            obs = sample_rows(agent, decoder, generator, batch)
+            start = (generator.random(batch) < RESET) | (number == 0)
+            action, state = run(obs, state, start)
+            if action.shape != (batch, *step.action_shape) or state.shape[1:] != (step.state_size,):
+                return float("inf")
+
+            # the same step by the path that evaluation takes
+            begins = torch.from_numpy(start)
+            history = history * ~begins[:, None, None]
+            seen = policy_input(
+                agent.normalizer.cpu(), history, torch.from_numpy(obs), torch.float32
+            )
+            decided, actor, _, vectors = policy.decide(seen, vectors, begins)
+            history = shift_history(history, seen)
+            nested = decoder(decided)
+            parts = [pick(nested, path).reshape(batch, -1) for path, _ in leaves(decoder.target)]
+            rows = [action.reshape(batch, -1), np.concatenate(parts, axis=1)]
+            if policy.discrete:
+                rows = [_logits(decoder, actor.numpy(), row) for row in rows]
+            exported.append(rows[0])
+            expected.append(rows[1])
+    wanted = np.concatenate(expected)
+    scale = np.maximum(1.0 if policy.discrete else decoder.scale, np.abs(wanted).max(axis=0))
+    differences = np.abs(np.concatenate(exported) - wanted) / scale
+    return float(np.nan_to_num(differences, nan=np.inf).max())
+
+
+def sample_rows(
+    agent: LoadedAgent, decoder: ActionDecoder, generator: np.random.Generator, batch: int
+) -> np.ndarray:
+    """Return random rows [B, F] by the training's statistics; masks allow something."""
+    policy, moments = agent.policy, agent.normalizer.moments
+    rows = (generator.random((batch, policy.num_obs)) < 0.5).astype(np.float32)
+    columns = policy.layout.columns("vector")
+    mean, variance = (values[columns].cpu().numpy() for values in (moments.mean, moments.variance))
+    noise = generator.standard_normal((batch, len(columns)))
+    rows[:, columns] = mean + 2.0 * np.sqrt(variance) * noise
+    if policy.mask_columns:
+        rows[:, np.array(policy.mask_columns)[np.cumsum(decoder.sizes) - 1]] = 1.0
+    return rows
+
+
+def _logits(decoder: ActionDecoder, actor: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """Return the actor's outputs for choices [B, D]; NaN for one that does not exist."""
+    digits = choices.astype(np.int64) - decoder.start
+    exists = (digits >= 0) & (digits < decoder.sizes)
+    places = np.cumsum(decoder.sizes) - decoder.sizes + np.where(exists, digits, 0)
+    return np.where(exists, np.take_along_axis(actor, places, axis=1), np.nan)
+
+
+# ---- the contract
+
+
+def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
+    """Return what a program needs to feed the step; see docs/deployment.md."""
+    config, decoder, is_discrete = agent.config, step.decoder, agent.policy.discrete
+    checkpoint = {"file": agent.path.name, "iteration": agent.iteration}
+    return {
+        "contract_version": CONTRACT_VERSION,
+        "env": {"id": config.task.env, "kwargs": config.task.kwargs()},
+        "checkpoint": checkpoint | {"sha256": file_hash(agent.path)},
+        "inputs": [
+            _tensor("obs", "float32", agent.policy.num_obs) | {"parts": _parts(agent)},
+            _tensor("state", "float32", step.state_size),
+            _tensor("episode_start", "bool"),
+        ],
+        "outputs": [
+            _tensor("action", "int64" if is_discrete else "float32", *step.action_shape)
+            | {
+                "choices": decoder.sizes.tolist(),
+                "start": decoder.start.tolist() if is_discrete else [],
+                "stretch": [] if is_discrete else decoder.scale.tolist(),
+                "offset": [] if is_discrete else decoder.offset.tolist(),
+            },
+            _tensor("next_state", "float32", step.state_size),
+        ],
+    }
+
+
+def _tensor(name: str, type_name: str, *shape: int) -> dict[str, Any]:
+    return {"name": name, "type": type_name, "shape": ["batch", *shape]}
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
+    """Return the parts of a row, and how values become numbers."""
+    spaces = {named(path) or "observation": space for path, space in leaves(agent.spaces[0])}
+    parts = []
+    for part, columns in agent.policy.layout.slices():
+        entry: dict[str, Any] = {
+            "name": part.name,
+            "kind": part.kind,
+            "columns": [columns.start, columns.stop],
+            "shape": list(part.shape),
+        }
+        space: Any = spaces.get(part.name)
+        if part.kind == "image":
+            axes = image_axes(space) or ()
+            entry["image"] = {"axes": list(axes), "divided_by": image_scale(space)}
+        elif categories := categories_of(space):
+            first, sizes = (values.tolist() for values in categories)
+            entry["one_hot"] = {"first": first, "sizes": sizes}
+        parts.append(entry)
+    return parts
+
+
+# ---- the command
+
+
+def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Write a policy with its contract, and check it in ONNX Runtime.
+
+    Returns the model's path and the contract. A model that differs from the policy is removed, and
+    refused.
+    """
+    step = ExportedStep(agent)
+    contract = make_contract(agent, step)
+    path, contract_path = (path_to_write(folder, name) for name in (MODEL, CONTRACT))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write_onnx(step, path, contract)
+        difference = largest_difference(agent, step, run_onnx(path))
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"the exported policy differs from the trained one by {difference:.2g}, more than "
+                f"{TOLERANCE}: {path} is removed",
+                exit_code=1,
+            )
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    check = {"runtime": f"onnxruntime {version('onnxruntime')}", "max_difference": difference}
+    contract |= {"file": MODEL, "sha256": file_hash(path), "check": check}
+    contract_path.write_text(json.dumps(contract, indent=2) + "\n", encoding="utf-8")
+    return path, contract
+
+
+@explains_errors
+def main() -> int:
+    """Run the command; return the exit code."""
+    parser = CommandParser(prog="python -m agents.export", description=__doc__)
+    parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
+    folder = f"folder for the files (default: RUN_DIR/{FOLDER})"
+    parser.add_argument("--output", metavar="DIR", help=folder)
+    which = "checkpoint of a run directory (default: the best one where there is one)"
+    parser.add_argument("--which", choices=("best", "last"), default="", help=which)
+    core = "the run's own core, to import it though config.json is not yours"
+    parser.add_argument("--core", metavar="MODULE:CLASS", help=core)
+    args = parser.parse_args()
+    agent = load_agent(args.path, which=args.which, core=args.core)
+    print(f"{agent.path}, iteration {agent.iteration}{agent.chosen_by}")
+    path, contract = export(agent, Path(args.output or path_to_write(agent.run_dir, FOLDER)))
+    check = contract["check"]
+    print(
+        f"{path}: {path.stat().st_size / 2**20:.2f} MiB; {check['runtime']} differs from torch by "
+        f"at most {check['max_difference']:.1e} in {NUM_STEPS} steps of batches "
+        f"{', '.join(map(str, BATCHES))} with resets; {CONTRACT} beside it"
+    )
+    return 0
