@@ -15,7 +15,7 @@ from gymnasium import spaces
 from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
 from envs.task import GymTask, TaskConfig
-from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
+from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.files import read_plain

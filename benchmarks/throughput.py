@@ -35,8 +35,8 @@ from machine import KIND, describe, product_gflops
 from turns import NUM_ENVS, TASKS, Task
 
 from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
+from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.trading.task import TradingTask, prepare_task
-from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 
 ENV_STEPS_PER_WINDOW = 300
 LETTERS = {"A": "cartpole", "B": "stocks", "C": "main"}

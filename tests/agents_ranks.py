@@ -19,11 +19,11 @@ from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
+from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
-from envs.trading_config import SimulatedMarketConfig, TradingConfig
 from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist.checkpoint import store
 from rl_dist.process_group.collectives import parameter_hash

@@ -15,8 +15,8 @@ from agents_ranks import CASES, ENV_IDS, make_job, tiny_markets
 
 from agents.trainer import Training, train
 from envs import make_vector_env
+from envs.trading.config import TradingConfig
 from envs.trading.environment import TradingVectorEnv
-from envs.trading_config import TradingConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from envs.trading.config import TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.market_data import Market, Span
-from envs.trading_config import TradingConfig
 
 NUM_DAYS, FIRST = 420, 60
 
@@ -57,6 +57,17 @@ def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) 
     if seed is not None:
         env.reset(seed=seed)
     return env
+
+
+def day(env: TradingVectorEnv) -> torch.Tensor:
+    """Return the index of the day just seen, [B]."""
+    return env.row % env.num_days + FIRST
+
+
+def account(env: TradingVectorEnv) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cash [B] in USD and shares held [B, n]."""
+    state = env.get_state()
+    return state["cash"].squeeze(1), state["shares"]
 
 
 def random_actions(num_steps: int, env: TradingVectorEnv, seed: int = 0) -> torch.Tensor:

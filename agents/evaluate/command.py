@@ -25,7 +25,7 @@ from agents.config import data_digest
 from agents.evaluate.episodes import episode_figures, episode_text, until_stopped
 from agents.run.saved import LoadedAgent, load_agent
 from envs.task import GymTask
-from envs.trading_config import DataConfig
+from envs.trading.config import DataConfig
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explained, explains_errors

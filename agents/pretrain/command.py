@@ -32,8 +32,8 @@ from agents.pretrain.weights import KIND, FeatureTraining
 from agents.pretrain.windows import MarketWindows
 from agents.run.choice import check_unused, is_first
 from agents.run.resumed import check_data, refuse_differences
+from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from envs.trading.task import TradingTask, prepare_task
-from envs.trading_config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from rl_dist.errors import UserError, explains_errors
 from rl_dist.files import read_plain
 from rl_dist.flags import (

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from envs.trading.config import TradingConfig
 from envs.trading.features import gap_columns, market_tables
 from envs.trading.market_data import Market, Span
-from envs.trading_config import TradingConfig
 
 VOLATILITY_DAYS = 5  # to come, of which the volatility is to be predicted
 SMALLEST_MOVE = 1e-4  # of a day's log return: keeps the logarithm of a volatility finite

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agents.config import RunConfig, data_digest, probe
 from agents.run.saved import check_shapes, spaces_of
 from agents.run.sizes import shard_sizes
-from envs.trading_config import DataConfig
+from envs.trading.config import DataConfig
 from rl_dist.checkpoint.store import Found
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError

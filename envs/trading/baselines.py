@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.trading.config import SimulatedMarketConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.market_data import Market, Span
 from envs.trading.simulated_market import (
@@ -25,7 +26,6 @@ from envs.trading.simulated_market import (
     MOVE_DAYS,
     TAIL_DEGREES,
 )
-from envs.trading_config import SimulatedMarketConfig
 
 LEVEL_DAYS = 20  # the usual volume is the median of so many days before
 SURPRISE_NOISE = 0.30  # sd of log volume against that median on an ordinary day
@@ -122,12 +122,6 @@ def volume_surprise(volume: np.ndarray) -> np.ndarray:
     return surprise
 
 
-def read_events(volume: np.ndarray) -> np.ndarray:
-    """Return events [D, n] that the volume shows: +1 surge, -1 drought, 0 neither."""
-    surprise = volume_surprise(volume)
-    return np.sign(surprise) * (np.abs(surprise) > 0.5 * EVENT_SIZE)
-
-
 def _volume_likelihood(surprise: np.ndarray) -> np.ndarray:
     """Return how likely a volume surprise is on a drought, an ordinary day, a surge: [D, k, 3]."""
     distance = (surprise[..., None] - EVENT_SIZE * np.array([-1.0, 0.0, 1.0])) / SURPRISE_NOISE
@@ -173,19 +167,32 @@ def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -
     return outlook.reshape(len(outlook), len(markets), -1, OUTLOOK_DAYS).swapaxes(0, 1)
 
 
-def _orders(env: TradingVectorEnv, target: Tensor) -> Tensor:
-    """Return actions [B, n] toward target weights [B, n] (order_unit value), but for small gaps."""
-    gap = target - env.weights
-    return (gap * (gap.abs() > BAND) / env.config.max_order).clamp(-1.0, 1.0)
-
-
 def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
     """Return actions [B, n] that buy 1/n of every stock on the first day."""
-    begins = (env.day == env.span.first).to(env.closes.dtype).unsqueeze(1)
-    return begins.expand_as(env.closes) / (len(env.tickers) * env.config.max_order)
+    num_stocks = len(env.tickers)
+    begins = (env.row % env.num_days == 0).to(torch.float64).unsqueeze(1)
+    return begins.expand(-1, num_stocks) / (num_stocks * env.config.max_order)
 
 
-class ReferencePolicy:
+class TableRule:
+    """Trades toward weights in a table; NaN keeps the weight held."""
+
+    _env: TradingVectorEnv | None = None
+
+    def __call__(self, env: TradingVectorEnv, *_: Tensor) -> Tensor:
+        """Return actions [B, n] in order_unit value; leaves small differences."""
+        if self._env is not env:
+            self._env = env
+            self._table = torch.from_numpy(self.table(env)).flatten(0, 1).to(env.device)
+        gap = (self._table.index_select(0, env.row) - env.weights).nan_to_num(0.0)
+        return (gap * (gap.abs() > BAND) / env.config.max_order).clamp(-1.0, 1.0)
+
+    def table(self, env: TradingVectorEnv) -> np.ndarray:
+        """Return the target weights [M, days, n]."""
+        raise NotImplementedError
+
+
+class ReferencePolicy(TableRule):
     """Knows the generator: holds what its Bayes filter expects to rise.
 
     Target: 1/n of the value in every stock whose expected move over the next OUTLOOK_DAYS exceeds
@@ -195,20 +202,15 @@ class ReferencePolicy:
 
     def __init__(self, config: SimulatedMarketConfig) -> None:
         self.market_edge = config.market_edge
-        self._env: TradingVectorEnv | None = None
 
-    def __call__(self, env: TradingVectorEnv, *_: Tensor) -> Tensor:
-        """Return actions [B, n]."""
-        if self._env is not env:
-            outlook = planted_outlook(env.markets, env.span, self.market_edge).mean(3)
-            hurdle = HURDLE if self.market_edge > WEAK_EDGE else -HURDLE
-            hold = (outlook > hurdle) | (self.market_edge <= 0)
-            self._targets = torch.from_numpy(hold / len(env.tickers)).to(env.device)
-            self._env = env
-        return _orders(env, self._targets[env.market_index, env.day - env.span.first])
+    def table(self, env: TradingVectorEnv) -> np.ndarray:
+        """Return the target weights [M, days, n]."""
+        outlook = planted_outlook(env.markets, env.span, self.market_edge).mean(3)
+        hurdle = HURDLE if self.market_edge > WEAK_EDGE else -HURDLE
+        return ((outlook > hurdle) | (self.market_edge <= 0)) / len(env.tickers)
 
 
-class MemorylessRule:
+class MemorylessRule(TableRule):
     """The best rule found that sees today's event and its holdings, nothing else.
 
     It buys one order's worth on every surge and sells one on every drought, so that its holdings
@@ -217,17 +219,9 @@ class MemorylessRule:
     worlds at market_edge 120.
     """
 
-    def __init__(self) -> None:
-        self._env: TradingVectorEnv | None = None
-
-    def __call__(self, env: TradingVectorEnv, *_: Tensor) -> Tensor:
-        """Return actions [B, n]."""
-        if self._env is not env:
-            days = slice(env.span.first, env.span.last + 1)
-            seen = np.stack([read_events(market.volume)[days] for market in env.markets])
-            self._events = torch.from_numpy(seen).to(env.device)
-            self._env = env
-        events = self._events[env.market_index, env.day - env.span.first]
-        weights = env.weights
-        target = weights.masked_fill(events > 0, 1.0 / weights.shape[1])
-        return _orders(env, target.masked_fill(events < 0, 0.0))
+    def table(self, env: TradingVectorEnv) -> np.ndarray:
+        """Return 1/n after a surge, 0 after a drought, else NaN, [M, days, n]."""
+        surprise = np.stack([volume_surprise(market.volume) for market in env.markets])
+        surprise = surprise[:, env.span.first : env.span.last + 1]
+        target = np.where(surprise > 0, 1.0 / len(env.tickers), 0.0)
+        return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, target, np.nan)

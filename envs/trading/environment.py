@@ -13,30 +13,72 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from envs.trading import accounting, features
+from envs.trading.config import TradingConfig
+from envs.trading.features import GRID, gap_columns, market_tables
 from envs.trading.market_data import Market, Span
-from envs.trading.rewards import REWARD_SCALE, TrainingRewards
-from envs.trading_config import TradingConfig
 from envs.vector.counter_hash import random_int63, seed_keys
 from envs.vector.layout import Layout, TorchEnv
 
+REWARD_SCALE = 1e-4  # reward per USD
 STATE = ("keys", "cash", "value", "shares", "risk")  # with the place, all of a snapshot
 RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
-AHEAD = 32  # episodes of each environment whose starts are drawn at once
+AHEAD = 32  # episodes of each environment that are planned together
+
+
+def fill_orders(
+    cash: Tensor,  # [B, 1] USD, not negative
+    shares: Tensor,  # [B, n] whole shares held, not negative
+    orders: Tensor,  # [B, n] whole shares wanted, negative to sell
+    priority: Tensor,  # [B, n] of buys, float32 or float64, not negative
+    sell_price: Tensor,  # [B, n] USD received per share, fee taken off
+    buy_price: Tensor,  # [B, n] USD paid per share, fee included
+) -> tuple[Tensor, Tensor]:
+    """Fill sells (as far as shares are held), then buys while cash lasts.
+
+    Buys are served from the largest priority down, ties by ticker order. The first one that does
+    not fit whole is cut to the whole shares that fit, and no later one is filled. With prices on
+    the money grid all sums are exact: cash never goes negative through rounding, and this closed
+    form equals a loop over the stocks to the last bit.
+
+    Returns (cash [B, 1], trades [B, n]): cash after the fills and shares traded, negative if sold.
+    """
+    orders = torch.maximum(orders, -shares)
+    sold = orders.clamp_max(0.0)
+    funds = cash - (sold * sell_price).sum(1, keepdim=True)
+    # Buys from the largest priority down. The bits of floats that are not negative are in the order
+    # of the floats, and sort a fifth faster; a sell, whose priority is negative, costs nothing.
+    bits = priority.view(torch.int32 if priority.dtype == torch.float32 else torch.int64)
+    ranking = torch.sort(bits, dim=1, descending=True, stable=True).indices
+    flow = (sold - orders).mul_(buy_price)  # [B, n] USD, a buy's cost is negative
+    flow_so_far = flow.gather(1, ranking).cumsum(1)  # a buy's own included
+    # A buy can spend the funds less the cost before it. If that pays for it, it fills whole; behind
+    # the first one that does not fit, it is negative. So the cut need not be searched for.
+    spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
+    fitting = spendable.div_(buy_price, rounding_mode="trunc")
+    trades = torch.clamp(fitting, min=sold, max=orders)  # of a sell, both bounds are what is sold
+    spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
+    # The clamp does nothing below 2**33 USD; above, it forgives one rounding error.
+    return funds.sub_(spent).clamp_min_(0.0), trades
 
 
 class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
     """B portfolios of n stocks, one trading day per step, on one or several markets.
 
     At day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of
-    whole shares (see accounting.fill_orders) that fill at the open of d + 1, or at the close of d
-    (`execution`). The reward is the change of portfolio value from close to close, times 1e-4;
-    training rewards may be less noisy forms of it, then `info["raw_rewards"]` holds the plain ones.
-    `features.feature_names` lists the numbers of an observation.
+    whole shares (see `fill_orders`) that fill at the open of d + 1, or at the close of d
+    (`execution`). The plain reward is the change of portfolio value from close to close, times
+    1e-4. `features.feature_names` lists the numbers of an observation.
 
     Training: an episode lasts `episode_days` steps on a market and from a day that are functions of
     the environment's seed and of the number of its episode; the first one after a seed starts at a
     random age, that is, it is cut short. A value below 10 % of the initial cash terminates.
+    Rewards of training may be less noisy forms with the same best policy (Ng, Harada and Russell
+    1999, "Policy invariance under reward transformations"); `info["raw_rewards"]` holds plain ones:
+    "attributed" is potential-based shaping: plain + discount * potential(next) - potential(now),
+    where the potential is the discounted later profit of the shares held: a trade's later profit
+    counts when it is made. "excess" subtracts what the equal-weight mean of the stocks' returns
+    earns on the initial cash. No action changes either sum.
+
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
     span.first to span.last.
 
@@ -59,10 +101,10 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         device: str | torch.device = "cpu",
     ) -> None:
         assert not evaluation or num_envs == len(markets), "one environment for each market"
-        num_days = span.last - span.first + 1
-        if not evaluation and config.episode_days >= num_days:
+        self.num_days = span.last - span.first + 1
+        if not evaluation and config.episode_days >= self.num_days:
             raise ValueError(
-                f"episode_days must be below the {num_days} days of the span, got "
+                f"episode_days must be below the {self.num_days} days of the span, got "
                 f"{config.episode_days}: lower --episode_days or give more training days"
             )
         self.num_envs = num_envs
@@ -70,28 +112,35 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        # To skip a step's resets where no episode ended saves the CPU a seventh of a step; a GPU
-        # would have to be waited for.
-        self._skips_resets = self.device.type == "cpu"
         self.markets = markets
         self.tickers = markets[0].tickers
-        self.num_days = num_days
-        self.episode_days = self.num_days - 1 if evaluation else config.episode_days
-        self.initial_cash_usd = round(config.initial_cash_usd * accounting.GRID) / accounting.GRID
-        self._ruin_usd = RUIN_SHARE * self.initial_cash_usd
+        self._episode_days = self.num_days - 1 if evaluation else config.episode_days
+        # what a step looks up
         num_stocks = len(self.tickers)
-        self._gap = features.gap_columns(config.observation, num_stocks)
-        tables = features.market_tables(markets, span, config, train_span, discount)
+        tables = market_tables(markets, span, config, train_span, discount)
+        self._gap = gap_columns(config.observation, num_stocks).start
         self._features = tables.features.to(self.device)  # [rows, F]
         self._prices = tables.prices.to(self.device)  # [rows, 6, n]
-        self._rewards = TrainingRewards(
-            tables, config, self.initial_cash_usd, self.num_days, discount, self.device
-        )
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
-        self._fresh_money = self._prices.new_zeros(3 + num_stocks)  # cash, value, risk, shares
-        self._fresh_money[:2] = self.initial_cash_usd
         self._one_day = torch.tensor([[1], [0], [0], [0]], device=self.device)  # of `_place`
+        cash_usd = round(config.initial_cash_usd * GRID) / GRID
+        self._ruin_usd = RUIN_SHARE * cash_usd
+        self._fresh_money = self._prices.new_zeros(3 + num_stocks)  # cash, value, risk, shares
+        self._fresh_money[:2] = cash_usd
+        returns = tables.prices[:, 3] / tables.prices[:, 0] - 1.0  # from close to close, [rows, n]
+        self._baseline = (REWARD_SCALE * cash_usd * returns.mean(1)).to(self.device)
+        if config.risk_aversion and not evaluation:
+            if discount >= 1.0:
+                raise ValueError(
+                    f"risk_aversion needs a discount below 1, got gamma {discount:g}: lower --gamma"
+                )
+            self._risk_scale = 0.5 * config.risk_aversion * REWARD_SCALE / (1.0 - discount)
+            days = returns.unflatten(0, (-1, self.num_days))[:, :-1]  # [M, days - 1, n]
+            centred = days - days.mean(1, keepdim=True)
+            covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
+            self._covariance = covariance.to(self.device)  # [M, n, n]
         self._keys: Tensor | None = None
+        self._place: Tensor  # see `_plan`
         width = self._features.shape[1]
         self.layout = Layout.vector(width)
         self.single_observation_space = Box(-np.inf, np.inf, (width,), np.float32)
@@ -100,29 +149,9 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     @property
-    def day(self) -> Tensor:
-        """Index into Market.dates of the close just seen, [B] int64."""
-        return self._row % self.num_days + self.span.first
-
-    @property
-    def market_index(self) -> Tensor:
-        """Index into `markets`, [B] int64."""
-        return self._place[2].clone()
-
-    @property
-    def cash(self) -> Tensor:
-        """Cash in USD, [B] float64."""
-        return self._cash.squeeze(1).clone()
-
-    @property
-    def shares(self) -> Tensor:
-        """Whole shares held, [B, n] float64."""
-        return self._shares.clone()
-
-    @property
-    def closes(self) -> Tensor:
-        """Prices in USD at the close just seen, [B, n] float64."""
-        return self._prices[:, 0].index_select(0, self._row)
+    def row(self) -> Tensor:
+        """Row of the market tables: market * num_days + day - span.first, [B] int64."""
+        return self._place[0].clone()
 
     @property
     def portfolio_value(self) -> Tensor:
@@ -132,73 +161,61 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
     @property
     def weights(self) -> Tensor:
         """Share of the value held in each stock at the close just seen, [B, n]."""
-        return self._shares * self.closes / self._value
+        closes = self._prices[:, 0].index_select(0, self._place[0])
+        return self._shares * closes / self._value
 
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start an episode everywhere.
 
-        `seed` is one integer per environment, or s for s, s + 1, ...; None goes on with each
+        `seed` is one integer per environment, or s for s, s + 1, ...; None continues with each
         environment's next episode. options={"random_age": False} starts with full episodes.
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
             episode = torch.zeros_like(self._keys)  # [B]
         else:
-            episode = self._episode + 1
-        self._draw_starts(episode)
-        self._place = self._starts(torch.zeros_like(episode))
+            episode = self._first_episode + self._place[3] + 1
+        self._place = self._plan(episode)
         if not self.evaluation and (options or {}).get("random_age", True):
-            age = random_int63(self._keys, ~episode) % self.episode_days
-            self._place[1] = self._row + 1 + age
-        self._shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
-        self._risk = self._prices.new_zeros(self.num_envs)
-        self._cash = self._value = self._prices.new_full((self.num_envs, 1), self.initial_cash_usd)
-        return self._features.index_select(0, self._row), {}
+            age = random_int63(self._keys, ~episode) % self._episode_days
+            self._place[1] = self._place[0] + 1 + age
+        self._set_money(self._fresh_money.expand(self.num_envs, -1))
+        return self._features.index_select(0, self._place[0]), {}
 
-    @property
-    def _row(self) -> Tensor:
-        """Row of the tables, [B]."""
-        return self._place[0]
+    def _set_money(self, money: Tensor) -> None:
+        """Set cash, value, risk and shares from the columns of one tensor."""
+        sizes = (1, 1, 1, len(self.tickers))
+        self._cash, self._value, risk, self._shares = money.split(sizes, 1)
+        self._risk = risk.squeeze(1)
 
-    @property
-    def _end_row(self) -> Tensor:
-        """Row on which the episode ends, [B]."""
-        return self._place[1]
+    def _plan(self, episode: Tensor) -> Tensor:
+        """Draw where these episodes [B] and the AHEAD after them start; return their places.
 
-    @property
-    def _episode(self) -> Tensor:
-        """Number of each environment's episode, [B]."""
-        return self._first_episode + self._place[3]
-
-    def _draw_starts(self, episode: Tensor) -> None:
-        """Draw where the episodes after these [B] start: a table costs as much as one row of it."""
+        A place [4, B] is the row of the tables, the row on which the episode ends, the market, and
+        the number of the episode after `_first_episode`: a step changes all of them together. To
+        draw many places costs as much as to draw one.
+        """
         self._first_episode = episode
         self._restarts_left = AHEAD
-        later = torch.arange(1, AHEAD + 1, device=self.device)[:, None]
-        self._next_starts = self._starts(later.expand(AHEAD, self.num_envs))  # [AHEAD, 4, B]
-
-    def _starts(self, later: Tensor) -> Tensor:
-        """Places where episodes start that come `later` [..., B] than `_first_episode`.
-
-        A place [..., 4, B] is the row of the tables, the one on which the episode ends, the market,
-        and `later`: a step changes all of them at once.
-        """
+        later = torch.arange(AHEAD + 1, device=self.device)[:, None].expand(-1, self.num_envs)
         if self.evaluation:
-            market = torch.arange(self.num_envs, device=self.device).expand(later.shape)
+            market = torch.arange(self.num_envs, device=self.device).expand_as(later)
             row = market * self.num_days
         else:
             assert self._keys is not None
-            num_starts = self.num_days - self.episode_days
-            draws = random_int63(self._keys, self._first_episode + later)
+            num_starts = self.num_days - self._episode_days
+            draws = random_int63(self._keys, episode + later)
             draws = draws % (num_starts * len(self.markets))  # one for market and day
             market = draws // num_starts
-            row = draws + market * self.episode_days
-        return torch.stack([row, row + self.episode_days, market, later], dim=-2)
+            row = draws + market * self._episode_days
+        places = torch.stack([row, row + self._episode_days, market, later], dim=1)
+        self._next_places = places[1:]  # [AHEAD, 4, B]
+        return places[0].clone()
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Trade one day everywhere; a new episode follows an ended one at once.
+        """Trade one day everywhere; a new episode follows an ended one in the same step.
 
         Returns: obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B], info. Info
             holds "final_obs" [B, F], the last observation of an ended episode, elsewhere equal to
@@ -208,39 +225,39 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
             portfolio's value, and "trades_usd" of the step, negative where sold.
         """
         assert self._keys is not None, "reset the environment before its first step"
-        # Trade, and account for it
+        # trade, and account for it
         cash, shares, position_usd, value, solvent, lost_usd, info = self._trade_one_day(actions)
         rewards = (value - self._value).squeeze(1).mul_(REWARD_SCALE)
         if self.evaluation:
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
         else:
-            info["raw_rewards"] = raw_rewards = rewards
-            rewards = self._rewards.shape(raw_rewards, lost_usd, self._row)
-            if self.config.risk_aversion:
-                before = self._risk
-                self._risk = self._rewards.risk(self._place[2], position_usd, value)
-                # there is no risk after ruin; a factor of 0 or 1 makes no rounding
-                rewards += torch.addcmul(before, self._risk, solvent.squeeze(1), value=-1.0)
-        # The market's features with the portfolio written into their gaps
+            info["raw_rewards"] = rewards
+            rewards = self._training_rewards(rewards, lost_usd, position_usd, value, solvent)
+        # the market's features with the portfolio written into their gaps
         self._place = self._place + self._one_day
-        info["final_obs"] = final_obs = self._features.index_select(0, self._row)
+        row = self._place[0]
+        info["final_obs"] = final_obs = self._features.index_select(0, row)
         cash_column = final_obs.narrow(1, 0, 1)
-        gap = final_obs.narrow(1, self._gap.start, len(self.tickers))
+        gap = final_obs.narrow(1, self._gap, len(self.tickers))
         if self.config.observation == "relative":
             torch.div(cash, value, out=cash_column)
             torch.div(position_usd, value, out=gap)
         else:
             cash_column.copy_(cash)
             gap.copy_(shares)
-        # Keep the portfolio, or start an episode where one ended
+        # keep the portfolio, or start an episode where one ended
         terminated = ~solvent.squeeze(1)
-        truncated = self._row == self._end_row
+        truncated = row == self._place[1]
         ended = terminated | truncated
         self._cash = cash
         self._value = value
         self._shares = shares
-        none_ended = self._skips_resets and not ended.any()
-        obs = final_obs.clone() if none_ended else self._restart(ended, final_obs)
+        # skipping the restarts where no episode ended saves the CPU a seventh of a step; a GPU
+        # would have to be waited for
+        if self.device.type == "cpu" and not ended.any():
+            obs = final_obs.clone()
+        else:
+            obs = self._restart(ended, final_obs)
         return obs, rewards, terminated, truncated, info
 
     # takes autograd's bookkeeping off the many small operations, an eighth of a step
@@ -253,19 +270,20 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         Returns cash [B, 1], shares [B, n], positions [B, n] and value [B, 1] in USD, whether that
         is above ruin [B, 1], the fall of potential [B] in USD, and what evaluation reports.
         """
-        prices = self._prices.index_select(0, self._row)
+        row = self._place[0]
+        prices = self._prices.index_select(0, row)
         close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
         actions = actions.clamp(-1.0, 1.0).to(torch.float32)
-        # Whole shares wanted, truncated toward zero
+        # whole shares wanted, truncated toward zero
         if self.config.order_unit == "value":
             limit_usd = self._value * self.config.max_order
             orders = (actions * limit_usd).div_(close, rounding_mode="trunc")
         else:
             orders = (actions.to(torch.float64) * self.config.max_order).trunc_()
         if self._turbulent is not None:
-            sell_all = self._turbulent.index_select(0, self._row).unsqueeze(1)
+            sell_all = self._turbulent.index_select(0, row).unsqueeze(1)
             orders = torch.where(sell_all, -self._shares, orders)
-        cash, trades = accounting.fill_orders(self._cash, self._shares, orders, actions, sell, buy)
+        cash, trades = fill_orders(self._cash, self._shares, orders, actions, sell, buy)
         shares = self._shares + trades
         position_usd = shares * next_close
         value = cash + position_usd.sum(1, keepdim=True)
@@ -287,35 +305,60 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         lost_usd = torch.addcmul(self._shares * gains, shares * next_gains, solvent, value=-1.0)
         return cash, shares, position_usd, value, solvent, lost_usd.sum(1), info
 
+    def _training_rewards(
+        self, plain: Tensor, lost_usd: Tensor, position_usd: Tensor, value: Tensor, solvent: Tensor
+    ) -> Tensor:
+        """Return the rewards [B] to learn from, given those to report.
+
+        With `risk_aversion` the change of the price of risk is charged. A day's risk is
+        risk_aversion / 2 * value * variance of the portfolio's return, by the covariance of the
+        span; its price is that of all days to come, 1 / (1 - discount) of it.
+        """
+        if self.config.reward == "attributed":
+            rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
+        elif self.config.reward == "excess":
+            rewards = plain - self._baseline.index_select(0, self._place[0])
+        else:
+            rewards = plain.clone()
+        if self.config.risk_aversion:
+            if len(self._covariance) == 1:
+                spread = position_usd @ self._covariance[0]
+            else:
+                covariance = self._covariance.index_select(0, self._place[2])  # [B, n, n]
+                spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
+            before = self._risk
+            variance_usd = (spread * position_usd).sum(1) / value.squeeze(1)
+            self._risk = variance_usd * self._risk_scale
+            # there is no risk after ruin; a factor of 0 or 1 makes no rounding
+            rewards += torch.addcmul(before, self._risk, solvent.squeeze(1), value=-1.0)
+        return rewards
+
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
         """Start the next episode where `ended` [B]; returns observations [B, F]."""
         if not self._restarts_left:
-            self._draw_starts(self._episode)
+            self._plan(self._first_episode + self._place[3])
             self._place[3] = 0
         self._restarts_left -= 1
-        later = self._place[3].expand(1, 4, -1)
-        start = self._next_starts.gather(0, later)[0]  # [4, B]
+        start = self._next_places.gather(0, self._place[3].expand(1, 4, -1))[0]  # [4, B]
         self._place = torch.where(ended, start, self._place)
         ended = ended.unsqueeze(1)
         money = torch.cat([self._cash, self._value, self._risk.unsqueeze(1), self._shares], 1)
-        money = torch.where(ended, self._fresh_money, money)
-        self._cash, self._value, risk, self._shares = money.split((1, 1, 1, len(self.tickers)), 1)
-        self._risk = risk.squeeze(1)
+        self._set_money(torch.where(ended, self._fresh_money, money))
         return torch.where(ended, self._features.index_select(0, start[0]), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:
         """Return a snapshot of every environment: tensors with leading dimension B."""
         assert self._keys is not None, "reset the environment before taking its state"
-        place = {"episode": self._episode, "row": self._row, "end_row": self._end_row}
-        own = {name: getattr(self, f"_{name}") for name in STATE}
-        return {name: value.clone() for name, value in (own | place).items()}
+        row, end_row, _, later = self._place
+        state = {name: getattr(self, f"_{name}") for name in STATE}
+        state |= {"episode": self._first_episode + later, "row": row, "end_row": end_row}
+        return {name: value.clone() for name, value in state.items()}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on exactly where `get_state` was called (same markets, span, config)."""
-        own = {name: value.to(self.device, copy=True) for name, value in state.items()}
+        """Continue exactly where `get_state` was called (same markets, span, config)."""
         for name in STATE:
-            setattr(self, f"_{name}", own[name])
-        self._draw_starts(own["episode"])
-        row = own["row"]
-        later = torch.zeros_like(row)
-        self._place = torch.stack([row, own["end_row"], row // self.num_days, later])
+            setattr(self, f"_{name}", state[name].to(self.device, copy=True))
+        self._place = self._plan(state["episode"].to(self.device, copy=True))
+        self._place[0] = state["row"]
+        self._place[1] = state["end_row"]
+        self._place[2] = self._place[0] // self.num_days

@@ -1,77 +1,162 @@
-"""Market tables: what the agent sees and what orders fill at, row by day."""
+"""Market tables: what the agent sees and what orders fill at, row by day.
+
+Indicators and features are causal, and NaN while they warm up. Arrays are [D, n], one column per
+stock, so that several markets lie side by side as [D, M*n].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import talib
 import torch
 from torch import Tensor
 
-from envs.trading import accounting, indicators
+from envs.trading.config import TradingConfig
 from envs.trading.market_data import Market, Span
-from envs.trading_config import TradingConfig
+
+# Money lies on a grid of 2**-20 USD. Sums and products of grid prices and whole shares are then
+# exact in float64 as long as a portfolio stays below 2**33 USD (8.6 billion).
+GRID = 2.0**20  # steps per USD; of float64's 53 bits 33 are left for dollars
+INDICATOR_DAYS = 30
+# windows copied in one go: 64 x 252 x 30 float64 are 4 MB, about the size of a cache
+TURBULENCE_BATCH_DAYS = 64
+CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix of tickers that move as one solvable
+MIN_STD = 1e-12  # daily returns with a smaller deviation are rounding noise around a constant
 
 
-class Bars(NamedTuple):
-    """Daily bars of all stocks of all markets side by side, each [D, M*n]."""
-
-    high: np.ndarray
-    low: np.ndarray
-    close: np.ndarray
-    volume: np.ndarray
+# ---- indicators
 
 
-def _log_return(bars: Bars) -> np.ndarray:
+def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarray) -> np.ndarray:
+    """Run a TA-Lib function of 1-D arrays over the columns of [D, n] arrays."""
+    # TA-Lib would quietly give wrong values around a NaN
+    assert all(np.isfinite(array).all() for array in arrays), "prices must be finite"
+    rows = [np.ascontiguousarray(array.T, dtype=np.float64) for array in arrays]  # each [n, D]
+    columns = [function(*row, days) for row in zip(*rows, strict=True)]
+    return np.ascontiguousarray(np.transpose(columns))
+
+
+def macd(bars: Market) -> np.ndarray:
+    """Return the 12-day minus the 26-day exponential mean, warm from day 25 on."""
+    return by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
+
+
+def rsi(bars: Market) -> np.ndarray:
+    """Return the 30-day relative strength index, 0..100, warm from day 30 on."""
+    return by_column(talib.RSI, INDICATOR_DAYS, bars.close)
+
+
+def cci(bars: Market) -> np.ndarray:
+    """Return the 30-day commodity channel index, scale-free, warm from day 29 on."""
+    return by_column(talib.CCI, INDICATOR_DAYS, bars.high, bars.low, bars.close)
+
+
+def adx(bars: Market) -> np.ndarray:
+    """Return the 30-day average directional index, 0..100, warm from day 59 on."""
+    return by_column(talib.ADX, INDICATOR_DAYS, bars.high, bars.low, bars.close)
+
+
+def trailing_mean(values: np.ndarray) -> np.ndarray:
+    """Return the mean of the last 20 values, warm from day 19 on."""
+    return by_column(talib.SMA, 20, values)
+
+
+def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
+    """Return the squared Mahalanobis distance of today's returns from the past.
+
+    Mean and covariance come from the `days` daily returns before today; today is not among them. A
+    stock that did not move at all in the window is left out on that day, its scale being unknown.
+
+    Returns: [D], about n in ordinary times (n stocks), warm from day `days + 1` on.
+    Raises: ValueError: more stocks than a covariance over `days` returns can have.
+    Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), not
+        divided by n.
+    """
+    num_days, n = close.shape
+    if days <= n:
+        raise ValueError(f"turbulence needs fewer stocks than its {days} days, got {n}")
+    values = np.full(num_days, np.nan)
+    if num_days < days + 2:
+        return values
+    returns = close[1:] / close[:-1] - 1.0  # [D-1, n]; returns[i] belongs to day i + 1
+    # [D-1-days, n, days]
+    windows = np.lib.stride_tricks.sliding_window_view(returns[:-1], days, axis=0)
+    today = returns[days:]  # [D-1-days, n]
+    for start in range(0, len(today), TURBULENCE_BATCH_DAYS):
+        batch = slice(start, start + TURBULENCE_BATCH_DAYS)
+        values[days + 1 :][batch] = _squared_distance(today[batch], windows[batch])
+    return values
+
+
+def _squared_distance(today: np.ndarray, windows: np.ndarray) -> np.ndarray:
+    """Return the squared Mahalanobis distance [b] of today [b, n] from windows [b, n, days]."""
+    mean = windows.mean(axis=2)  # [b, n]
+    centred = windows - mean[:, :, None]
+    std = np.sqrt((centred**2).sum(axis=2) / (windows.shape[2] - 1))
+    # 0 leaves a constant stock out
+    scale = np.where(std > MIN_STD, 1.0 / np.maximum(std, MIN_STD), 0.0)
+    centred *= scale[:, :, None]
+    # Correlations, not covariances: the ridge then means the same for calm and for wild stocks.
+    correlation = centred @ centred.transpose(0, 2, 1) / (windows.shape[2] - 1)
+    diagonal = np.arange(today.shape[1])
+    correlation[:, diagonal, diagonal] = 1.0 + CORRELATION_RIDGE
+    z = (today - mean) * scale
+    return (z * np.linalg.solve(correlation, z[:, :, None])[:, :, 0]).sum(axis=1)
+
+
+# ---- observations
+
+
+def _log_return(bars: Market) -> np.ndarray:
     return np.diff(np.log(bars.close), axis=0, prepend=np.nan)
 
 
-def _price_to_mean(bars: Bars) -> np.ndarray:
-    return np.log(bars.close / indicators.trailing_mean(bars.close))
+def _price_to_mean(bars: Market) -> np.ndarray:
+    return np.log(bars.close / trailing_mean(bars.close))
 
 
-def _log_volume_to_mean(bars: Bars) -> np.ndarray:
+def _log_volume_to_mean(bars: Market) -> np.ndarray:
     log_volume = np.log1p(bars.volume)
-    return np.clip(log_volume - indicators.trailing_mean(log_volume), -3.0, 3.0)
+    return np.clip(log_volume - trailing_mean(log_volume), -3.0, 3.0)
 
 
-# The features of each stock in the order of the observation; None is a gap for the portfolio's.
-Blocks = dict[str, Callable[[Bars], np.ndarray] | None]
-PAPER: Blocks = {
-    "close": lambda bars: bars.close,
-    "shares": None,
-    "macd": lambda bars: indicators.macd(bars.close),
-    "rsi": lambda bars: indicators.rsi(bars.close),
-    "cci": lambda bars: indicators.cci(bars.high, bars.low, bars.close),
-    "adx": lambda bars: indicators.adx(bars.high, bars.low, bars.close),
+# the features of each stock in the order of an observation; None is a gap for the portfolio's
+Blocks = dict[str, Callable[[Market], np.ndarray] | None]
+_BLOCKS: dict[str, Blocks] = {
+    "paper": {
+        "close": lambda bars: bars.close,
+        "shares": None,
+        "macd": macd,
+        "rsi": rsi,
+        "cci": cci,
+        "adx": adx,
+    },
+    "relative": {
+        "log_return": _log_return,
+        "price_to_mean": _price_to_mean,
+        "weight": None,
+        "macd": lambda bars: 20.0 * macd(bars) / bars.close,
+        "rsi": lambda bars: (rsi(bars) - 50.0) / 50.0,
+        "cci": lambda bars: cci(bars) / 200.0,
+        "adx": lambda bars: adx(bars) / 100.0,
+        "log_volume_to_mean": _log_volume_to_mean,
+    },
 }
-RELATIVE: Blocks = {
-    "log_return": _log_return,
-    "price_to_mean": _price_to_mean,
-    "weight": None,
-    "macd": lambda bars: 20.0 * indicators.macd(bars.close) / bars.close,
-    "rsi": lambda bars: (indicators.rsi(bars.close) - 50.0) / 50.0,
-    "cci": lambda bars: indicators.cci(bars.high, bars.low, bars.close) / 200.0,
-    "adx": lambda bars: indicators.adx(bars.high, bars.low, bars.close) / 100.0,
-    "log_volume_to_mean": _log_volume_to_mean,
-}
-
-
-def _blocks(observation: str) -> Blocks:
-    return RELATIVE if observation == "relative" else PAPER
 
 
 def feature_names(observation: str, tickers: Sequence[str]) -> list[str]:
     """Return the name of every number of an observation, in order."""
     first = "cash_share" if observation == "relative" else "cash"
-    return [first] + [f"{name}:{ticker}" for name in _blocks(observation) for ticker in tickers]
+    return [first] + [f"{name}:{ticker}" for name in _BLOCKS[observation] for ticker in tickers]
 
 
 def gap_columns(observation: str, num_stocks: int) -> slice:
     """Return the columns of weights (`relative`) or shares (`paper`)."""
-    first = 1 + num_stocks * list(_blocks(observation).values()).index(None)
+    first = 1 + num_stocks * list(_BLOCKS[observation].values()).index(None)
     return slice(first, first + num_stocks)
 
 
@@ -82,12 +167,14 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
     """
     num_stocks = len(markets[0].tickers)
     num_days = span.last - span.first + 1
-    last = span.last + 1
-    names = Bars._fields
-    bars = Bars(*(np.concatenate([getattr(m, n)[:last] for m in markets], axis=1) for n in names))
-    blocks = _blocks(observation)
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(m, name)[: span.last + 1] for m in markets], axis=1)
+        for name in ("high", "low", "close", "volume")
+    }
+    bars = replace(markets[0], **joined)  # [D, M*n]
+    blocks = _BLOCKS[observation].values()
     table = np.zeros((len(markets), num_days, 1 + len(blocks) * num_stocks), dtype=np.float32)
-    for position, feature in enumerate(blocks.values()):
+    for position, feature in enumerate(blocks):
         if feature is not None:
             values = feature(bars)[span.first :].reshape(num_days, len(markets), num_stocks)
             first = 1 + position * num_stocks
@@ -97,17 +184,32 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
     """Return the index of the first day from which on every feature in use is warm."""
-    whole = Span(first=0, last=len(market.dates) - 1)
-    known = np.isfinite(feature_table([market], config.observation, whole)[0]).all(axis=1)
+    num_days = len(market.dates)
+    table = feature_table([market], config.observation, Span(0, num_days - 1))
+    known = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
-        known &= np.isfinite(indicators.turbulence(market.close))
+        known &= np.isfinite(turbulence(market.close))
     first = int(np.append(-1, np.flatnonzero(~known))[-1]) + 1
-    if first > whole.last:
+    if first == num_days:
         raise ValueError(
-            f"no day is left after the indicators' warm-up, got {len(known)} days: "
+            f"no day is left after the indicators' warm-up, got {num_days} days: "
             "use a longer history"
         )
     return first
+
+
+# ---- tables
+
+
+def to_grid(usd: Tensor) -> Tensor:
+    """Round amounts in USD to the money grid."""
+    return torch.round(usd * GRID) / GRID
+
+
+def net_prices(fill: Tensor, fee_bps: float) -> tuple[Tensor, Tensor]:
+    """Return USD received per share sold and paid per share bought, fees included."""
+    fee = to_grid(fill * (fee_bps * 1e-4))
+    return fill - fee, fill + fee
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +223,6 @@ class MarketTables:
     # [rows, 6, n] float64 USD: close, received and paid per share, tomorrow's close, and what a
     # share gains later, discounted: after today's close, and after tomorrow's as seen from today
     prices: Tensor
-    mean_returns: Tensor  # [rows] float64, of all stocks, from today's close to tomorrow's
     turbulent: Tensor | None  # [rows] bool, None without the rule
 
 
@@ -138,15 +239,15 @@ def market_tables(
     fill = close
     if config.execution == "next_open":
         fill = _tomorrow(torch.from_numpy(np.stack([market.open[days] for market in markets])))
-    close = accounting.to_grid(close)
-    sell, buy = accounting.net_prices(accounting.to_grid(fill), config.fee_bps)
-    # Discounted sum of the price changes after each day, up to the last one
+    close = to_grid(close)
+    sell, buy = net_prices(to_grid(fill), config.fee_bps)
+    # the discounted sum of the price changes after each day, up to the last one
     changes = _tomorrow(close) - close
     gains = torch.zeros_like(close)
     for day in range(close.shape[1] - 2, -1, -1):
         gains[:, day] = changes[:, day] + discount * gains[:, day + 1]
     prices = [close, sell, buy, _tomorrow(close), gains, discount * _tomorrow(gains)]
-    # Features, which must be known on every day
+    # features, which must be known on every day
     table = feature_table(markets, config.observation, span)
     cold = np.argwhere(~np.isfinite(table))
     if len(cold):
@@ -160,12 +261,11 @@ def market_tables(
     turbulent = None
     if config.turbulence_quantile > 0:
         assert train_span is not None
-        rows = [_turbulent_days(m, config.turbulence_quantile, train_span, span) for m in markets]
+        rows = [_turbulent_days(m, config.turbulence_quantile, train_span)[days] for m in markets]
         turbulent = torch.from_numpy(np.concatenate(rows))
     return MarketTables(
         features=torch.from_numpy(table).flatten(0, 1),
         prices=torch.stack(prices, 2).flatten(0, 1),
-        mean_returns=(_tomorrow(close) / close - 1.0).mean(2).flatten(),
         turbulent=turbulent,
     )
 
@@ -175,14 +275,14 @@ def _tomorrow(values: Tensor) -> Tensor:
     return torch.cat([values[:, 1:], values[:, -1:]], dim=1)
 
 
-def _turbulent_days(market: Market, quantile: float, train_span: Span, span: Span) -> np.ndarray:
-    """Return which days of a span exceed a quantile of the training span's turbulence, bool."""
-    turbulence = indicators.turbulence(market.close)
-    known = turbulence[train_span.first : train_span.last + 1]
+def _turbulent_days(market: Market, quantile: float, train_span: Span) -> np.ndarray:
+    """Return which days exceed a quantile of the training span's turbulence, [D] bool."""
+    values = turbulence(market.close)
+    known = values[train_span.first : train_span.last + 1]
     known = known[np.isfinite(known)]
     if not len(known):
         raise ValueError(
             f"{market.name} has no turbulence on the training span, which warms up over 252 days: "
             "start the span later or set turbulence_quantile to 0"
         )
-    return turbulence[span.first : span.last + 1] > np.quantile(known, quantile)
+    return values > np.quantile(known, quantile)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from envs.trading_config import SPAN_DATES, DataConfig
+from envs.trading.config import SPAN_DATES, DataConfig
+from rl_dist.errors import one_line
 
-logger = logging.getLogger(__name__)
+_LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
@@ -22,9 +23,7 @@ MAX_MISSING_CALENDAR_DAYS = 10
 MAX_DROPPED_SHARE = 0.05
 
 MIN_SPAN_DAYS = 2  # one step needs a day to decide on and a day to fill
-TRAIN_SHARE = 0.60
-VALID_SHARE = 0.15
-TEST_SHARE = 0.25
+SHARES = (0.60, 0.15, 0.25)  # of the days, for training, validation and test
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Spans:
 
 
 class MarketDataError(ValueError):
-    """Market data that cannot be used; one line says where, what, and how to fix it."""
+    """Market data that cannot be used: the place, the problem and the fix."""
 
 
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
@@ -72,48 +71,47 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
     Raises: MarketDataError for dates outside the data or spans that are too short.
     """
-    given = {
-        name: _day_of(name, getattr(config, name), dates, first_tradable)
-        for name in SPAN_DATES
-        if getattr(config, name)
-    }
-    first = given.get("train_start", first_tradable)
-    last = given.get("test_end", len(dates) - 1)
-    # A span whose end is not given ends before the next one starts, or has its share of the days
-    train_end = _end(given, "train_end", "valid_start")
-    valid_end = _end(given, "valid_end", "test_start")
-    if train_end is None:
-        share = TRAIN_SHARE if valid_end is None else TRAIN_SHARE / (TRAIN_SHARE + VALID_SHARE)
-        train_end = _end_of_share(first, last if valid_end is None else valid_end, share)
-    valid_start = given.get("valid_start", train_end + 1)
-    if valid_end is None:
-        valid_end = _end_of_share(valid_start, last, VALID_SHARE / (VALID_SHARE + TEST_SHARE))
-    test_start = given.get("test_start", valid_end + 1)
-    valid = None
-    if config.valid_start or config.valid_end or valid_end - valid_start + 1 >= MIN_SPAN_DAYS:
-        valid = _checked_span("valid", valid_start, valid_end, dates)
-    return Spans(
-        train=_checked_span("train", first, train_end, dates),
-        valid=valid,
-        test=_checked_span("test", test_start, last, dates),
-    )
-
-
-def _day_of(name: str, text: str, dates: np.ndarray, first_tradable: int) -> int:
-    """Return the index of a date, moved inward to a trading day."""
-    day = np.datetime64(text, "D")
-    if day < dates[first_tradable] or day > dates[-1]:
-        raise MarketDataError(
-            f"{name} {text} is outside the data, whose tradable days run from "
-            f"{dates[first_tradable]} (every indicator warm) to {dates[-1]}: choose one of them"
-        )
-    if name.endswith("_start"):
-        return int(np.searchsorted(dates, day, side="left"))
-    return int(np.searchsorted(dates, day, side="right")) - 1
-
-
-def _end(given: dict[str, int], end: str, next_start: str) -> int | None:
-    return given.get(end, given[next_start] - 1 if next_start in given else None)
+    days: dict[str, int] = {}
+    for name in SPAN_DATES:
+        if text := getattr(config, name):
+            day = np.datetime64(text, "D")
+            if not dates[first_tradable] <= day <= dates[-1]:
+                raise MarketDataError(
+                    f"{name} {text} is outside the days on which every indicator is warm, which "
+                    f"run from {dates[first_tradable]} to {dates[-1]}: choose one of them"
+                )
+            is_end = name.endswith("_end")
+            days[name] = (
+                int(np.searchsorted(dates, day, side="right" if is_end else "left")) - is_end
+            )
+    first = days.setdefault("train_start", first_tradable)
+    last = days.setdefault("test_end", len(dates) - 1)
+    # a span whose end is not given ends before the next one starts, or has its share of the days
+    for end, next_start in (("train_end", "valid_start"), ("valid_end", "test_start")):
+        if next_start in days:
+            days.setdefault(end, days[next_start] - 1)
+    train, valid, test = SHARES
+    if "train_end" not in days:
+        share = train / (train + valid) if "valid_end" in days else train
+        days["train_end"] = _end_of_share(first, days.get("valid_end", last), share)
+    start = days.setdefault("valid_start", days["train_end"] + 1)
+    if "valid_end" not in days:
+        days["valid_end"] = _end_of_share(start, last, valid / (valid + test))
+    days.setdefault("test_start", days["valid_end"] + 1)
+    spans: dict[str, Span | None] = {}
+    for name in ("train", "valid", "test"):
+        span = Span(days[f"{name}_start"], days[f"{name}_end"])
+        num_days = span.last - span.first + 1
+        is_asked_for = name != "valid" or config.valid_start or config.valid_end
+        if num_days < MIN_SPAN_DAYS and is_asked_for:
+            near = dates[min(span.first, len(dates) - 1)]
+            raise MarketDataError(
+                f"the {name} span has {max(num_days, 0)} trading days (near {near}), needs "
+                f"{MIN_SPAN_DAYS}: move --{name}_start, --{name}_end or their neighbours, or bring "
+                "more data"
+            )
+        spans[name] = span if num_days >= MIN_SPAN_DAYS else None
+    return Spans(**spans)  # type: ignore[arg-type]
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
@@ -121,51 +119,35 @@ def _end_of_share(first: int, last: int, share: float) -> int:
     return first + round((last - first + 1) * share) - 1
 
 
-def _checked_span(name: str, first: int, last: int, dates: np.ndarray) -> Span:
-    num_days = max(0, last - first + 1)
-    if num_days < MIN_SPAN_DAYS:
-        near = dates[min(max(first, 0), len(dates) - 1)]
-        raise MarketDataError(
-            f"the {name} span has {num_days} trading days (near {near}), needs {MIN_SPAN_DAYS}: "
-            f"move --{name}_start, --{name}_end or their neighbours, or bring more data"
-        )
-    return Span(first, last)
-
-
 def load_market(path: str | Path, *, missing: str = "error") -> Market:
     """Load, validate, adjust and align a CSV or CSV.gz of daily bars.
 
-    Open, high, low and close are multiplied by adj_close / close. Raises as `read_bars`.
-    """
-    path = Path(path).expanduser()
-    bars = read_bars(path, missing=missing)
-    table = bars.pivot(index="date", columns="tic", values=NUMBERS)
-    values = {name: table[name].to_numpy(dtype=np.float64, copy=True) for name in NUMBERS}
-    factor = values["adj_close"] / values["close"]
-    open_, high, low = (values[name] * factor for name in ("open", "high", "low"))
-    dates = table.index.to_numpy().astype("datetime64[D]")
-    tickers = tuple(table["close"].columns)
-    close, volume = values["adj_close"], values["volume"]
-    return Market(path.name, dates, tickers, open_, high, low, close, volume)
+    Rows may be sorted by date or stand ticker by ticker. Open, high, low and close are multiplied
+    by adj_close / close. With missing="drop" days without a clean bar of every ticker are dropped,
+    5 % of the days at most.
 
-
-def read_bars(path: Path, *, missing: str = "error") -> pd.DataFrame:
-    """Read clean bars of a CSV or CSV.gz: every ticker has exactly one on every day.
-
-    Rows may be sorted by date or stand ticker by ticker. With missing="drop" days without a clean
-    bar of every ticker are dropped, 5 % of the days at most.
-
-    Returns: columns COLUMNS; date datetime64, tic text, the others float64.
     Raises: MarketDataError: names the first offending ticker and date, and how many more.
     """
+    path = Path(path).expanduser()
     try:
         bars = _parse(_read(path))
         _check_values(bars)
-        bars = _complete(bars, missing, path.name)
-        _check_calendar(bars)
+        table = bars.pivot(index="date", columns="tic", values=NUMBERS)
+        table = _complete(table, missing, path.name)
     except MarketDataError as error:
         raise MarketDataError(f"{path}: {error}") from None
-    return bars
+    values = {name: table[name].to_numpy(dtype=np.float64, copy=True) for name in NUMBERS}
+    factor = values["adj_close"] / values["close"]
+    return Market(
+        name=path.name,
+        dates=table.index.to_numpy().astype("datetime64[D]"),
+        tickers=tuple(table["close"].columns),
+        open=values["open"] * factor,
+        high=values["high"] * factor,
+        low=values["low"] * factor,
+        close=values["adj_close"],
+        volume=values["volume"],
+    )
 
 
 def _read(path: Path) -> pd.DataFrame:
@@ -184,20 +166,14 @@ def _read(path: Path) -> pd.DataFrame:
             na_values={name: list(BLANKS) for name in COLUMNS if name != "tic"},
         )
     except (OSError, EOFError, ValueError, zlib.error) as error:  # parser errors are ValueErrors
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error, named=False)
         raise MarketDataError(
             f"cannot be read as CSV ({reason}): check or download the file again"
         ) from None
-    absent = [name for name in COLUMNS if name not in frame.columns]
-    if absent:
-        found = ",".join(map(str, frame.columns[:12]))
+    if not {*COLUMNS} <= {*frame.columns} or not isinstance(frame.index, pd.RangeIndex):
+        header = ",".join(map(str, frame.columns[:12]))
         raise MarketDataError(
-            f"no column {', '.join(absent)} in the header {found!r}: "
-            f"it must have {','.join(COLUMNS)}"
-        )
-    if not isinstance(frame.index, pd.RangeIndex):
-        raise MarketDataError(
-            "its rows have more fields than its header: write one field per column"
+            f"the header {header!r} must have {','.join(COLUMNS)}, and rows as many fields as it"
         )
     if frame.empty:
         raise MarketDataError("no rows below the header: fill the file")
@@ -207,97 +183,83 @@ def _read(path: Path) -> pd.DataFrame:
 def _parse(frame: pd.DataFrame) -> pd.DataFrame:
     """Turn dates into datetime64 and numbers into float64 (NaN where blank)."""
     dates = pd.to_datetime(frame["date"], format="%Y-%m-%d", errors="coerce")
-    bars = frame.assign(date=dates.where(dates.dt.year > 0))  # there is no year 0
-    if bars["date"].isna().any():
-        row = int(np.argmax(bars["date"].isna()))
-        text, ticker = frame.loc[row, ["date", "tic"]]
-        raise MarketDataError(
-            f"data row {row + 1}, ticker {ticker}: {text!r} is not a date: write YYYY-MM-DD"
-        )
-    bars["tic"] = bars["tic"].fillna("").str.strip()
-    _refuse(bars, bars["tic"] == "", "blank ticker")
+    _refuse(frame, ~(dates.dt.year > 0), "the date is not YYYY-MM-DD")  # there is no year 0
+    tickers = frame["tic"].fillna("").str.strip()
+    _refuse(frame, tickers == "", "blank ticker")
+    bars = frame.assign(date=dates, tic=tickers)
     for name in NUMBERS:
         values = pd.to_numeric(frame[name], errors="coerce").astype(np.float64)
         bad = (values.isna() & frame[name].notna()) | np.isinf(values)
-        _refuse(bars, bad, f"{name} '{{{name}}}' is not a number")
+        _refuse(frame, bad, f"{name} is not a number")
         bars[name] = values
     return bars
 
 
 def _check_values(bars: pd.DataFrame) -> None:
     """Refuse duplicates, unsorted dates, bars without a price or against their range."""
-    twice = bars.duplicated(["date", "tic"])
-    _refuse(bars, twice, "a second row for this ticker and date", "remove the duplicate")
-    backwards = bars["date"] < bars.groupby("tic")["date"].shift()
-    _refuse(bars, backwards, "comes after a later date of this ticker", "sort the rows by date")
-    for name in PRICES:
-        _refuse(bars, bars[name] <= 0, f"{name} {{{name}:g}} is not positive")
-    low, high = bars["low"], bars["high"]
-    _refuse(bars, high < low, "high {high:g} is below low {low:g}")
+    low = bars["low"]
+    high = bars["high"]
+    outside = (bars["volume"] < 0) | (high < low)
     for name in ("open", "close"):
-        outside = (bars[name] < low * (1 - ROUNDING)) | (bars[name] > high * (1 + ROUNDING))
-        _refuse(bars, outside, f"{name} {{{name}:g}} lies outside low {{low:g}} .. high {{high:g}}")
-    _refuse(bars, bars["volume"] < 0, "volume {volume:g} is negative")
+        outside |= (bars[name] < low * (1 - ROUNDING)) | (bars[name] > high * (1 + ROUNDING))
+    backwards = bars["date"] < bars.groupby("tic")["date"].shift()
+    _refuse(bars, bars.duplicated(["date", "tic"]), "a second row for this ticker and date")
+    _refuse(bars, backwards, "comes after a later date of this ticker")
+    _refuse(bars, (bars[PRICES] <= 0).any(axis=1), "a price is not positive")
+    _refuse(bars, outside, "open or close is not between low and high, or volume is negative")
 
 
-def _refuse(bars: pd.DataFrame, bad: pd.Series, what: str, fix: str = "correct the file") -> None:
-    """Raise for the first bad row by date and ticker; `what` is formatted with its fields."""
+def _refuse(bars: pd.DataFrame, bad: pd.Series, problem: str) -> None:
+    """Raise for the first bad row by date and ticker."""
     if bad.any():
         row = bars[bad].sort_values(["date", "tic"], kind="stable").iloc[0]
+        values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
         raise MarketDataError(
-            f"{row['tic']} on {row['date']:%Y-%m-%d}: {what.format(**row)}"
-            f"{_and_more(int(bad.sum()) - 1, 'row')}: {fix}"
+            f"{row['tic']} on {str(row['date'])[:10]}: {problem} ({values})"
+            f"{_and_more(int(bad.sum()) - 1)}: correct the file"
         )
 
 
-def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
-    """Return the bars of the days on which every ticker has one; refuse or drop the other days."""
-    every = pd.MultiIndex.from_product([bars["date"].unique(), bars["tic"].unique()]).sort_values()
-    blank = bars.set_index(["date", "tic"])[NUMBERS].reindex(every).isna()  # [days * tickers, 6]
-    holes = blank.any(axis=1).unstack()  # [days, tickers]
+def _complete(table: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
+    """Return the days on which every ticker has a bar; refuse or drop the others.
+
+    Refuses a gap between consecutive dates that no exchange holiday explains.
+    """
+    holes = table.isna().T.groupby("tic").any().T  # [days, tickers]
     incomplete = holes.any(axis=1)
-    if not incomplete.any():
-        return bars
-    tickers = holes.sum()
-    if missing == "error":
-        (day, ticker), fields = next(blank[blank.any(axis=1)].iterrows())
-        what = "no bar" if fields.all() else "blank " + ", ".join(fields.index[fields])
-        raise MarketDataError(
-            f"{ticker} on {day:%Y-%m-%d}: {what}, though other tickers have one"
-            f"{_and_more(int(tickers.sum()) - 1, 'missing or blank bar')}: "
-            "fill it in, remove the ticker, or use --data_missing drop"
+    if incomplete.any():
+        by_ticker = holes.sum()
+        day = holes.index[incomplete][0]
+        ticker = holes.columns[holes.loc[day]][0]
+        if missing == "error":
+            blank = [number for number in NUMBERS if pd.isna(table.loc[day, (number, ticker)])]
+            raise MarketDataError(
+                f"{ticker} on {day:%Y-%m-%d}: no {', '.join(blank)}, though other tickers have a "
+                f"bar{_and_more(int(by_ticker.sum()) - 1)}: "
+                "fill it in, remove the ticker, or use --data_missing drop"
+            )
+        if incomplete.mean() > MAX_DROPPED_SHARE:
+            raise MarketDataError(
+                f"dropping would remove {incomplete.sum()} of {len(table)} days, more than "
+                f"{MAX_DROPPED_SHARE:.0%}; {by_ticker.idxmax()} lacks most, {by_ticker.max()}: "
+                "remove it or cut the dates"
+            )
+        _LOGGER.warning(
+            f"{name}: dropped {incomplete.sum()} of {len(table)} days on which not every ticker "
+            f"has a clean bar, the first on {day:%Y-%m-%d}, for {ticker}"
         )
-    if incomplete.mean() > MAX_DROPPED_SHARE:
-        raise MarketDataError(
-            f"dropping would remove {incomplete.sum()} of {len(holes)} days, "
-            f"{incomplete.mean():.1%} where at most {MAX_DROPPED_SHARE:.0%} is sane; "
-            f"{tickers.idxmax()} lacks most, {tickers.max()}: remove it or cut the dates"
-        )
-    dropped = holes.index[incomplete]
-    logger.warning(
-        f"{name}: dropped {len(dropped)} of {len(holes)} days on which not every ticker has a "
-        f"clean bar: days {_some(dropped.strftime('%Y-%m-%d'))}; tickers "
-        f"{_some(tickers.index[tickers > 0])}"
-    )
-    return bars[~bars["date"].isin(dropped)]
-
-
-def _check_calendar(bars: pd.DataFrame) -> None:
-    """Refuse a gap between consecutive dates that no exchange holiday explains."""
-    dates = np.unique(bars["date"].to_numpy().astype("datetime64[D]"))
-    missing = np.diff(dates).astype(int) - 1
-    gaps = np.flatnonzero(missing > MAX_MISSING_CALENDAR_DAYS)
+        table = table[~incomplete]
+    dates = table.index.to_numpy().astype("datetime64[D]")
+    missing_days = np.diff(dates).astype(int) - 1
+    gaps = np.flatnonzero(missing_days > MAX_MISSING_CALENDAR_DAYS)
     if len(gaps):
         before, after = dates[gaps[0]], dates[gaps[0] + 1]
         raise MarketDataError(
-            f"all tickers: no bar for {missing[gaps[0]]} calendar days between {before} and {after}"
-            f"{_and_more(len(gaps) - 1, 'gap')}: fill the gap or cut the file there"
+            f"no bar for {missing_days[gaps[0]]} calendar days between {before} and {after}"
+            f"{_and_more(len(gaps) - 1)}: fill the gap or cut the file there"
         )
+    return table
 
 
-def _and_more(count: int, thing: str) -> str:
-    return f" (and {count} more {thing}{'s' * (count > 1)})" if count else ""
-
-
-def _some(words: pd.Index) -> str:
-    return ", ".join(words[:5]) + ", ..." * (len(words) > 5)
+def _and_more(count: int) -> str:
+    return f" (and {count} more)" if count else ""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from envs.trading.config import SimulatedMarketConfig
 from envs.trading.market_data import Market
-from envs.trading_config import SimulatedMarketConfig
 
 NUM_DAYS = 2520  # ten years of business days, the same for every world
 FIRST_DATE = "2010-01-04"
@@ -49,27 +49,11 @@ OVERNIGHT_SHARE = 1.0 / 3.0  # of a day's variance that falls between close and 
 
 
 @dataclass(frozen=True)
-class SimulatedWorlds:
-    """Prices of M worlds beside the hidden truth, which no observation may use."""
+class SimulatedMarket(Market):
+    """A market beside the hidden truth, which no observation may use."""
 
-    seeds: tuple[int, ...]
-    dates: np.ndarray  # [D] datetime64[D]
-    open: np.ndarray  # [M, D, n] USD
-    high: np.ndarray  # [M, D, n] USD
-    low: np.ndarray  # [M, D, n] USD
-    close: np.ndarray  # [M, D, n] USD
-    volume: np.ndarray  # [M, D, n] shares
-    events: np.ndarray  # [M, D, n] int8: +1 surge, -1 drought, 0 an ordinary day
-    moves: np.ndarray  # [M, D, n] int8: +1 up, -1 down, 0 no drift, at work on that day's return
-
-    def markets(self) -> list[Market]:
-        """Return what a trader may see: one Market per world."""
-        tickers = tuple(f"SIM{i + 1:02d}" for i in range(self.close.shape[2]))
-        bars = zip(self.open, self.high, self.low, self.close, self.volume, strict=True)
-        return [
-            Market(f"SIMULATED world {seed}", self.dates, tickers, *world)
-            for seed, world in zip(self.seeds, bars, strict=True)
-        ]
+    events: np.ndarray  # [D, n] int8: +1 surge, -1 drought, 0 an ordinary day
+    moves: np.ndarray  # [D, n] int8: +1 up, -1 down, 0 no drift, at work on that day's return
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
@@ -81,21 +65,20 @@ def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list
     return list(range(base, base + count))
 
 
-def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> list[Market]:
+def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> list[SimulatedMarket]:
     """Simulate one market per seed, all with the same dates."""
-    return simulate_worlds(config, seeds).markets()
-
-
-def simulate_worlds(config: SimulatedMarketConfig, seeds: Sequence[int]) -> SimulatedWorlds:
-    """Simulate the prices of M worlds together with the hidden events and regimes."""
     draws = [_draw_world(seed, config.num_stocks) for seed in seeds]
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
     moves = noise["moves"]
-    open_, high, low, close = _prices(noise, moves * (config.market_edge * 1e-4))
+    prices = _prices(noise, moves * (config.market_edge * 1e-4))
+    worlds = zip(*prices, _volumes(noise), noise["events"], moves, strict=True)
     # weekdays; holidays are left out of the fiction
     dates = np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
-    volume, events = _volumes(noise), noise["events"]
-    return SimulatedWorlds(tuple(seeds), dates, open_, high, low, close, volume, events, moves)
+    tickers = tuple(f"SIM{i + 1:02d}" for i in range(config.num_stocks))
+    return [
+        SimulatedMarket(f"SIMULATED world {seed}", dates, tickers, *world)
+        for seed, world in zip(seeds, worlds, strict=True)
+    ]
 
 
 def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 
+from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Market, Span, Spans, load_market, split_spans
 from envs.trading.simulated_market import simulate_markets, world_seeds
-from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.errors import printable
+from rl_dist.flags import changed
 
 NUM_VALID_WORLDS = 20
 NUM_TEST_WORLDS = 50
@@ -32,7 +33,7 @@ class TradingTask:
     real: Market | None  # None: simulated
     discount: float  # the learner's gamma, for attributed rewards
 
-    def markets(self, purpose: str, count: int | None = None) -> list[Market]:
+    def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
         """Return the real market, or `count` worlds of a purpose (train, valid, test)."""
         if self.real is not None:
             return [self.real]
@@ -40,12 +41,31 @@ class TradingTask:
         number = usual.get(purpose, NUM_TEST_WORLDS) if count is None else count
         return simulate_markets(self.simulated, world_seeds(self.simulated, purpose, number))
 
+    def env(
+        self,
+        num_envs: int,
+        markets: Sequence[Market],
+        span: Span,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> TradingVectorEnv:
+        """Make a batch of environments on these markets and days."""
+        options.setdefault("config", self.trading)
+        return TradingVectorEnv(
+            num_envs,
+            markets=markets,
+            span=span,
+            train_span=self.spans.train,
+            discount=self.discount,
+            device=device,
+            **options,
+        )
+
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
         """Make a batch of training environments; their seeds decide what they do."""
-        markets = self.markets("train")
-        return self._env(num_envs, markets, self.spans.train, device, discount=self.discount)
+        return self.env(num_envs, self.markets("train"), self.spans.train, device)
 
     def evaluation_env(
         self,
@@ -55,51 +75,33 @@ class TradingTask:
         held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """Make one pass over each market; `held`: all is bought at once and never sold."""
+        """Make one pass over each market; `held`: to buy on the first day only."""
         config = self.trading
         if held:
             config = replace(config, max_order=1.0, order_unit="value", turbulence_quantile=0.0)
-        return self._env(len(markets), markets, span, device, evaluation=True, config=config)
-
-    def _env(
-        self,
-        num_envs: int,
-        markets: Sequence[Market],
-        span: Span,
-        device: str | torch.device,
-        **options: Any,
-    ) -> TradingVectorEnv:
-        config = options.pop("config", self.trading)
-        return TradingVectorEnv(
-            num_envs,
-            markets=markets,
-            span=span,
-            train_span=self.spans.train,
-            config=config,
-            device=device,
-            **options,
-        )
+        return self.env(len(markets), markets, span, device, evaluation=True, config=config)
 
     def describe(self) -> str:
         """Return two lines: the data, and the days of training, validation and test."""
         market = self.real or self.markets("train", 1)[0]
-        counts = f"{len(market.tickers)} stocks, {len(market.dates)} days"
-        data = f"data: {printable(self.data.data)}, {counts}"
+        config = self.simulated
+        data = f"{len(market.tickers)} stocks, {len(market.dates)} days"
         if self.real is None:
-            config = self.simulated
             data = (
-                f"data: SIMULATED market ({config.num_stocks} stocks, edge {config.market_edge:g} "
+                f"SIMULATED market ({config.num_stocks} stocks, edge {config.market_edge:g} "
                 f"bps/day, market seed {config.market_seed}; a test bed for memory, not a promise "
                 f"of profit): {config.num_worlds} worlds train, {NUM_VALID_WORLDS} others "
                 f"validate, {NUM_TEST_WORLDS} others test"
             )
+        else:
+            data = f"{printable(self.data.data)}, {data}"
         days = [
             f"{name} {market.dates[span.first]} to {market.dates[span.last]}"
             for name, span in vars(self.spans).items()
             if span
         ]
         first = market.dates[first_tradable_day(market, self.trading)]
-        return f"{data}\ndays: {'; '.join(days)} (indicators are warm from {first} on)"
+        return f"data: {data}\ndays: {'; '.join(days)} (indicators are warm from {first} on)"
 
 
 def prepare_task(
@@ -121,7 +123,6 @@ def make_trading_vector_env(
     num_envs: int,
     *,
     split: str = "train",
-    evaluation: bool = False,
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> TradingVectorEnv:
@@ -130,20 +131,16 @@ def make_trading_vector_env(
     `options` are fields of TradingConfig, DataConfig and SimulatedMarketConfig; `split` is train,
     valid or test. Rewards are plain unless `reward` or `risk_aversion` ask for another form.
     """
-    options = {"reward": "plain", "risk_aversion": 0.0} | options
-    kinds: list[Any] = [DataConfig, SimulatedMarketConfig, TradingConfig]
-    configs: list[Any] = []
-    for kind in kinds:
-        names = {item.name for item in fields(kind)} & set(options)
-        configs.append(kind(**{name: options.pop(name) for name in names}))
-    if options:
-        raise ValueError(f"unknown option {', '.join(options)}: see the flags of --help")
-    task = prepare_task(*configs)
-    span = getattr(task.spans, split, None)
+    trading = TradingConfig(reward="plain", risk_aversion=0.0)
+    sections: dict[str, Any] = {"data": DataConfig(), "simulated": SimulatedMarketConfig()}
+    sections["trading"] = trading
+    if unknown := options.keys() - {name for part in sections.values() for name in vars(part)}:
+        raise ValueError(f"unknown option {', '.join(unknown)}: see the flags of --help")
+    task = prepare_task(**changed(sections, options))
+    span = vars(task.spans).get(split)
     if span is None:
         raise ValueError(f"split must be train, valid or test and have days, got {split!r}")
-    markets = task.markets(split, num_envs if evaluation else task.simulated.num_worlds)
-    return task._env(num_envs, markets, span, device, evaluation=evaluation)
+    return task.env(num_envs, task.markets(split, task.simulated.num_worlds), span, device)
 
 
 class StockTradingEnv(gymnasium.Env):
@@ -170,9 +167,9 @@ class StockTradingEnv(gymnasium.Env):
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Trade one day.  Returns: observation [F], reward, terminated, truncated, info."""
-        actions = torch.as_tensor(np.asarray(action), device=self.batch.device).unsqueeze(0)
-        _, rewards, terminated, truncated, batch_info = self.batch.step(actions)
+        actions = torch.as_tensor(np.asarray(action)[None], device=self.batch.device)
+        _, reward, terminated, truncated, infos = self.batch.step(actions)
         # the true next observation, also where an episode ends
-        obs = batch_info.pop("final_obs")[0].numpy(force=True)
-        info = {name: value[0].tolist() for name, value in batch_info.items()}
-        return obs, rewards.item(), bool(terminated), bool(truncated), info
+        obs = infos.pop("final_obs")[0].numpy(force=True)
+        info = {name: value[0].tolist() for name, value in infos.items()}
+        return obs, reward.item(), bool(terminated), bool(truncated), info

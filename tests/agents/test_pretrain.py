@@ -20,10 +20,10 @@ from agents.pretrain import command as pretrain
 from agents.pretrain.weights import load_pretrained
 from agents.pretrain.windows import SMALLEST_MOVE, VOLATILITY_DAYS, MarketWindows
 from agents.trainer import Job, Training
+from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.trading.task import prepare_task
-from envs.trading_config import DataConfig, SimulatedMarketConfig, TradingConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.world import close_world, open_world
 

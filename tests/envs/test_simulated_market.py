@@ -12,6 +12,7 @@ from envs.trading.baselines import (
     news_model,
     planted_outlook,
 )
+from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import (
@@ -21,10 +22,8 @@ from envs.trading.simulated_market import (
     MOVE_DAYS,
     PURPOSES,
     simulate_markets,
-    simulate_worlds,
     world_seeds,
 )
-from envs.trading_config import SimulatedMarketConfig, TradingConfig
 
 CONFIG = SimulatedMarketConfig()
 TEST_SPAN = Span(first=1890, last=2519)
@@ -32,7 +31,7 @@ TEST_SPAN = Span(first=1890, last=2519)
 
 @pytest.fixture(scope="module")
 def worlds():
-    return simulate_worlds(CONFIG, world_seeds(CONFIG, "train", 24))
+    return simulate_markets(CONFIG, world_seeds(CONFIG, "train", 24))
 
 
 def test_chances_of_the_states_of_the_news_stay_chances():
@@ -73,10 +72,10 @@ def sharpe_of(markets, rule, span=TEST_SPAN, **options):
 
 def test_a_world_is_the_same_whichever_worlds_are_drawn_with_it():
     seeds = world_seeds(CONFIG, "valid", 4)
-    alone = simulate_worlds(CONFIG, seeds[2:3])
-    together = simulate_worlds(CONFIG, seeds[::-1])
+    (alone,) = simulate_markets(CONFIG, seeds[2:3])
+    together = simulate_markets(CONFIG, seeds[::-1])
     for name in ("open", "high", "low", "close", "volume", "events", "moves"):
-        assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[1]), name
+        assert np.array_equal(getattr(alone, name), getattr(together[1], name)), name
 
 
 def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
@@ -90,7 +89,7 @@ def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
 
 def test_figures_resemble_the_dow(worlds):
     """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47."""
-    log_returns = np.diff(np.log(worlds.close), axis=1)  # [M, D-1, n]
+    log_returns = np.diff(np.log([world.close for world in worlds]), axis=1)  # [M, D-1, n]
     assert 0.24 < log_returns.std(1).mean() * np.sqrt(252) < 0.32
     correlations = [np.corrcoef(market.T)[0, 1:].mean() for market in log_returns]
     assert 0.36 < np.mean(correlations) < 0.52
@@ -99,7 +98,7 @@ def test_figures_resemble_the_dow(worlds):
 
 def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(worlds):
     denials = count = 0
-    for events, moves in zip(worlds.events[0].T, worlds.moves[0].T, strict=True):
+    for events, moves in zip(worlds[0].events.T, worlds[0].moves.T, strict=True):
         news = announcements(events)
         days = [day for day, _, _ in news]
         assert set(np.diff(days)[1:]) == set(range(GAP_DAYS[0], GAP_DAYS[1] + 1))
@@ -116,11 +115,14 @@ def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(
 
 
 def test_prices_drift_by_the_edge_where_the_truth_says_so(worlds):
-    still = simulate_worlds(SimulatedMarketConfig(market_edge=0.0), worlds.seeds)
-    assert np.array_equal(still.volume, worlds.volume) and np.array_equal(still.moves, worlds.moves)
-    returns = worlds.close[:, 1:] / worlds.close[:, :-1]
-    planted = returns / (still.close[:, 1:] / still.close[:, :-1]) - 1.0
-    np.testing.assert_allclose(planted, worlds.moves[:, 1:] * CONFIG.market_edge * 1e-4, atol=1e-4)
+    (still,) = simulate_markets(
+        SimulatedMarketConfig(market_edge=0.0), world_seeds(CONFIG, "train", 1)
+    )
+    world = worlds[0]
+    assert np.array_equal(still.volume, world.volume) and np.array_equal(still.moves, world.moves)
+    returns = world.close[1:] / world.close[:-1]
+    planted = returns / (still.close[1:] / still.close[:-1]) - 1.0
+    np.testing.assert_allclose(planted, world.moves[1:] * CONFIG.market_edge * 1e-4, atol=1e-4)
 
 
 def test_filter_uses_no_future_bars():

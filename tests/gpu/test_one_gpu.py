@@ -194,7 +194,8 @@ def test_the_trading_environment_gives_the_bits_of_the_cpu():
         torch.testing.assert_close(on_gpu[0].cpu(), on_cpu[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(on_gpu[1].cpu(), on_cpu[1], rtol=1e-12, atol=1e-12)
         assert torch.equal(on_gpu[3].cpu(), on_cpu[3])
-        assert torch.equal(gpu.shares.cpu(), cpu.shares) and torch.equal(gpu.cash.cpu(), cpu.cash)
+        on_gpu, on_cpu = gpu.get_state(), cpu.get_state()
+        assert all(torch.equal(on_gpu[name].cpu(), on_cpu[name]) for name in ("shares", "cash"))
 
 
 def test_sequences_equal_single_steps_and_so_do_their_gradients(world):

@@ -1,9 +1,8 @@
-"""Flags of the trading task, outside its package, which is slow to import."""
+"""Flags of the trading task."""
 
 from __future__ import annotations
 
-import contextlib
-from datetime import date
+import re
 from itertools import pairwise
 from typing import Literal
 
@@ -39,24 +38,18 @@ class DataConfig:
     data_digest: Text = ""  # of the file as the run began
 
     def __post_init__(self) -> None:
-        given = [(name, self._checked_date(name)) for name in SPAN_DATES if getattr(self, name)]
-        for (earlier, first), (later, second) in pairwise(given):
-            same_span = earlier.split("_")[0] == later.split("_")[0]
+        given = {name: getattr(self, name) for name in SPAN_DATES if getattr(self, name)}
+        for name, day in given.items():
+            if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
+                raise ValueError(f"{name} must be a date YYYY-MM-DD, got {day!r}")
+        for (earlier, first), (later, second) in pairwise(given.items()):
+            same_span = earlier[:5] == later[:5]
             if first > second or (first == second and not same_span):
                 raise ValueError(
                     f"{later} must be {'no earlier than' if same_span else 'after'} {earlier}, "
                     f"got {second} and {first}: the spans are train, valid, test in this order "
                     "and may not overlap"
                 )
-
-    def _checked_date(self, name: str) -> date:
-        text = getattr(self, name)
-        with contextlib.suppress(ValueError):
-            if date.fromisoformat(text).isoformat() == text:
-                return date.fromisoformat(text)
-        raise ValueError(
-            f"{name} must be a date YYYY-MM-DD, got {text!r}: write it like 2016-01-04"
-        )
 
 
 @configuration
@@ -73,7 +66,7 @@ class SimulatedMarketConfig:
     """Simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # leaves room for an 80-fold gain within exact money, see accounting
+MAX_INITIAL_CASH_USD = 1e8  # leaves room for an 80-fold gain within exact money, see features
 Observation = Literal["relative", "paper"]
 
 
