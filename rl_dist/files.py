@@ -212,31 +212,32 @@ def overwrite(path: Path, text: str) -> None:
         raise unwritable(str(path), error) from None
 
 
-def replace_file(path: Path, text: str, *, sync: bool = False) -> None:
-    """Make a file hold `text`, or leave it as it was; raises OSError.
+def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "") -> None:
+    """Make a file hold `data`, or leave it as it was; raises OSError.
 
     Args:
         sync: wait until the disk has it.
+        part: name of the file while it is written, which a killed process leaves behind.
     """
-    part = path.with_name(f"{path.name}.tmp")
+    unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
-        part.unlink(missing_ok=True)  # whatever it is
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
+        unfinished.unlink(missing_ok=True)  # whatever it is
+        with unfinished.open("xb") as file:
+            file.write(data)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        part.replace(path)
+        unfinished.replace(path)
     except OSError:
         with suppress(OSError):
-            part.unlink()
+            unfinished.unlink()
         raise
 
 
 def write_whole(path: Path, text: str) -> None:
     """Make a file on the disk hold `text`, or raise UserError and leave it as it was."""
     try:
-        replace_file(path, text, sync=True)
+        replace_file(path, text.encode(), sync=True)
     except OSError as error:
         raise unwritable(str(error.filename or path), error) from None
 

@@ -397,7 +397,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def _write_state(self, state: JobState) -> None:
         state.updated = time.time()
-        replace_file(self.state_path, json.dumps(state, default=vars) + "\n")
+        replace_file(self.state_path, json.dumps(state, default=vars).encode())
 
 
 def launcher_pid() -> int:

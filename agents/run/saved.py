@@ -19,11 +19,10 @@ from agents.policy import Policy, PolicyConfig
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
-from rl_dist.checkpoint.spec import RUN, kind_of
+from rl_dist.checkpoint.spec import MEASURED, RUN, kind_of
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
-    MEASURED,
     Found,
     checkpoint_folder,
     iteration_in_name,

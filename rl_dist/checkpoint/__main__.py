@@ -1,7 +1,4 @@
-"""The command that looks at checkpoints.
-
-python -m rl_dist.checkpoint verify|inspect|list PATH
-"""
+"""Look at checkpoints: python -m rl_dist.checkpoint verify|inspect|list PATH."""
 
 from __future__ import annotations
 
@@ -10,82 +7,67 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+from rl_dist.checkpoint.spec import MEASURED, CheckpointError, tensors_in
+from rl_dist.checkpoint.store import checkpoint_files, latest_checkpoint, read_checkpoint
+from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
-from rl_dist.checkpoint.spec import CheckpointError
-from rl_dist.checkpoint.store import MEASURED, checkpoint_files, latest_checkpoint, read_checkpoint
-from rl_dist.errors import CommandParser, UserError, explains_errors, printable
-
-EPILOG = """PATH is a checkpoint file, a folder of checkpoints or a run directory.
+EPILOG = """commands:
+  list      print iteration, time, size and state of every file, and the metric of the best
+  verify    the same; exit code 1 if any file is damaged
+  inspect   print counters, configuration and tensors of a file, or of the newest valid one
+PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
 examples:
   python -m rl_dist.checkpoint list runs/my_run              newest first, best.pt last
   python -m rl_dist.checkpoint verify runs/my_run            is every file whole?
-  python -m rl_dist.checkpoint inspect runs/my_run           what the newest valid one holds
+  python -m rl_dist.checkpoint inspect runs/my_run           the newest valid one
   python -m rl_dist.checkpoint inspect runs/my_run/checkpoints/best.pt --json
 exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
-COMMANDS = {
-    "list": "print iteration, time, size, metric of the best and state of every file",
-    "verify": "the same; exit code 1 if any file is damaged",
-    "inspect": "print counters, configuration and tensors of a file, "
-    "or of the newest valid one of a folder or run",
-}
 COUNTERS = {"iteration": "iteration", "steps": "global_step", "episodes": "episodes"}
 
 
 def show_list(files: Sequence[Path]) -> bool:
     """Print a line per file, newest first; return True if all are whole."""
-    all_whole = True
-    print(f"{'iteration':>9}  {'saved':<19}  {'bytes':>13}  file")
+    all_whole, rows = True, []
     for file in reversed(files):
-        about = file.stat()
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.st_mtime))
+        stat = file.stat()
         iteration, verdict = "?", "valid"
         try:
             state, _ = read_checkpoint(file)
             iteration = state.get("iteration", "?")
-            for name, value in (state.get(MEASURED) or {}).items():
+            for name, value in state.get(MEASURED, {}).items():
                 verdict += f", {name} {value:.6g}"
         except CheckpointError as error:
             verdict, all_whole = f"damaged: {error}", False
-        line = f"{iteration:>9}  {saved}  {about.st_size:>13,}  {file.name:<22}  {verdict}"
-        print(printable(line))
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stat.st_mtime))
+        cells = (iteration, saved, f"{stat.st_size:,}", file.name, verdict)
+        rows.append(list(map(printable, cells)))
+    print(table(("iteration", "saved", "bytes", "file", "state"), rows))
     return all_whole
 
 
 def inspect(file: Path, as_json: bool) -> None:
     """Print facts, configuration and tensors of one checkpoint."""
     state, facts = read_checkpoint(file)
-    counters = {name: state.get(key) for name, key in COUNTERS.items()}
-    facts = {"path": str(file), **facts, **counters}
-    measured = state.get(MEASURED) or {}
-    config = json.loads(state.get("config") or "{}")
-    tensors = [
+    report = {"path": str(file), **facts}
+    report |= {name: state.get(key) for name, key in COUNTERS.items()}
+    report["measured"] = state.get(MEASURED, {})
+    report["config"] = json.loads(state.get("config", "{}"))
+    report["tensors"] = [
         {"name": name, "shape": list(value.shape), "type": str(value.dtype).removeprefix("torch.")}
-        for name, value in _tensors(state)
+        for name, value in tensors_in(state)
     ]
     if as_json:
-        about = {**facts, "measured": measured, "config": config, "tensors": tensors}
-        print(json.dumps(about, indent=2))
+        print(json.dumps(report, indent=2))
         return
-    for name, value in (facts | measured | config).items():
+    tensors = report.pop("tensors")
+    for name, value in report.items():
         print(printable(f"{name:<15} {value}"))
-    print(f"{len(tensors)} tensors:")
-    for tensor in tensors:
-        print(printable(f"  {tensor['name']:<50} {tensor['shape']!s:<16} {tensor['type']}"))
-
-
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in nested dicts and lists, with its place."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(entry, f"{name}/{key}" if name else str(key))
+    rows = [list(map(printable, tensor.values())) for tensor in tensors]
+    print(table(("tensor", "shape", "type"), rows))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -94,12 +76,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Look at checkpoints; nothing is changed, and nothing in them can run.",
         epilog=EPILOG,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|inspect|list")
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", metavar="PATH", type=Path)
-        if name == "inspect":
-            command.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("command", choices=("list", "verify", "inspect"))
+    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument("--json", action="store_true", help="inspect prints one JSON object")
     args = parser.parse_args(argv)
     args.files = checkpoint_files(args.path) if args.path.is_dir() else [args.path]
     if not args.path.exists() or not args.files:
@@ -114,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     args = _parse(argv)
     if args.command != "inspect":
-        whole = show_list(args.files)
-        return 0 if whole or args.command == "list" else 1
+        all_whole = show_list(args.files)
+        return 0 if all_whole or args.command == "list" else 1
     file = latest_checkpoint(args.path) if args.path.is_dir() else args.path
     try:
         if file is None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: sealed files, whole or absent, that cannot run code.
+"""Write and read checkpoints: sealed files, whole or absent, without code.
 
 A run keeps the last few, and the best. A checkpoint is torch.save's zip archive, which plain
 `torch.load` reads, too. The comment of the archive is the end of the file:
@@ -25,17 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_dist.checkpoint.spec import CheckpointError, check_plain, check_state
-from rl_dist.errors import UserError, printable
-from rl_dist.files import log_once, plain_file, read_open, remove
+from rl_dist.checkpoint.spec import MEASURED, CheckpointError, check_plain, check_state
+from rl_dist.errors import UserError, one_line
+from rl_dist.files import log_once, plain_file, read_open, remove, replace_file
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
-FORMAT_VERSION = 4  # raised when this program could not resume what another one writes
+FORMAT_VERSION = 4  # raised when this program can no longer resume older checkpoints
 LAST_READER = "0.5.0"  # version of this program that reads older formats
 CHECKPOINT_DIR = "checkpoints"
 BEST_FILE = "best.pt"
-MEASURED = "measured"  # in a state: {metric: value} of the metric by which the best is chosen
 _MARK = b"sha256:"
 _SEAL_BYTES = len(_MARK) + 64
 _ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
@@ -86,10 +85,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
     except Exception as error:  # zip, pickle and torch errors of many kinds
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        wants = f"it wants to run {printable(code[1])[:80]}" if code else "it is no plain data"
+        cause = one_line(error, 80)
         raise CheckpointError(
-            f"checkpoint {path} is refused: {wants}; nothing was run: do not trust it"
+            f"checkpoint {path} is no plain data; nothing was run: do not trust it ({cause})"
         ) from None
     facts = {"format_version": version, "torch_version": about[2].decode()}
     return state, facts | {"bytes": len(data), "sha256": data[-64:].decode()}
@@ -149,23 +147,15 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         CheckpointError: names path, bytes needed and cause. No half-written file stays.
     """
-    part = path.with_name("unfinished.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # of a killed process
-        with part.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        replace_file(path, data, sync=True, part="unfinished.part")
         # the new name survives a power cut, too, where the file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         with suppress(OSError):
             os.fsync(folder)
         os.close(folder)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         cause = f"({len(data):,} bytes): {error.strerror or error}"
         raise CheckpointError(f"cannot write checkpoint {path} {cause}") from None
 
@@ -300,8 +290,8 @@ def iteration_in_name(path: Path) -> int:
 class Best:
     """The best value so far of the metric that chooses best.pt, on all ranks.
 
-    The value reached before stands in best.pt itself, so that no resumed run replaces it by a worse
-    one. Higher is better.
+    best.pt itself holds the value, so that no resumed run replaces it by a worse one. Higher is
+    better.
 
     Args:
         names: the metric is the first of these that the run reports; none: no best.pt.
@@ -317,7 +307,7 @@ class Best:
         self.value = all_gather_json(value, world)[0]
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Take in these metrics; True if they beat all before. All ranks must call."""
+        """Return True if these metrics are the best so far. All ranks must call."""
         self.measured = {}
         name = next((name for name in self.names if name in metrics), "")
         value = all_gather_json(metrics[name], self.world)[0] if name else None
@@ -336,11 +326,11 @@ class Best:
 
 
 def _value_of_best(names: Sequence[str], path: Path) -> float | None:
-    """Return the value in best.pt; None: the next checkpoint shall replace it."""
+    """Return the value in best.pt; None: the next checkpoint replaces it."""
     if not path.exists():
         return None
     try:
-        measured = load_checkpoint(path).get(MEASURED) or {}
+        measured = load_checkpoint(path).get(MEASURED, {})
         for name in names:
             if name in measured:
                 return measured[name]

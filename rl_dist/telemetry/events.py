@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -40,7 +39,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
     """Call the user's command for an event; never blocks, never raises.
 
     The command gets one JSON object on stdin and each of its entries as RL_NAME: RL_EVENT (`kind`),
-    RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST and one per fact.
+    RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST and one per fact. Its stderr is that of the run.
 
     Args:
         kind: failed, restarted, bad_steps, stopped or finished.
@@ -63,7 +62,7 @@ def close(wait_s: float = LIMIT_S) -> None:
 
 
 class _Messenger:
-    """Calls the command for one event after the other, in a thread of its own."""
+    """Calls the command for one event after the other, in a thread."""
 
     def __init__(self, command: str, run_dir: str) -> None:
         self.command, self.run_dir = command, run_dir
@@ -94,28 +93,24 @@ class _Messenger:
         """Run the command to its end; return the problem, if any."""
         plain = {k: v for k, v in event.items() if isinstance(v, str | int | float)}
         variables = {f"RL_{k.upper()}": str(v).replace("\0", " ") for k, v in plain.items()}
-        with tempfile.TemporaryFile("w+") as stderr:
-            self.running = process = subprocess.Popen(
-                self.command,
-                shell=True,  # it is the user's own; events are in stdin and variables only
-                env=os.environ | variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the run
-            )
-            try:
-                process.communicate(json.dumps(event, default=str) + "\n", timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self._kill()
-            if self.running is None:  # killed, here or by `close`
-                return f"was ended: it took too long (at most {LIMIT_S:g} s)"
-            self.running = None
-            stderr.seek(0)
-            last_words = " ".join(stderr.read(10_000).split())[-200:]
-        code = process.returncode
-        return f"failed with code {code}: {last_words}".rstrip(": ") if code else ""
+        self.running = process = subprocess.Popen(
+            self.command,
+            shell=True,  # the user's command; events are in stdin and variables only
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+        text = json.dumps(event, default=str) + "\n"
+        try:
+            process.communicate(text, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        if self.running is None:  # killed, here or by `close`
+            return f"was ended: it took too long (at most {LIMIT_S:g} s)"
+        self.running = None
+        return f"failed with code {process.returncode}" if process.returncode else ""
 
     def _kill(self) -> None:
         running, self.running = self.running, None

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Loggers of metrics: TensorBoard, Weights & Biases, MLflow.
 
 TensorBoard is always written. `--loggers` names the others, which are imported only then.
 """
@@ -17,7 +17,7 @@ from rl_dist.files import path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
-PROJECT = "clstm-ppo"  # where Weights & Biases and MLflow keep the runs, unless their variables say
+PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their variables give another
 Settings = Mapping[str, Mapping[str, Any]]  # by section and name
 
 
@@ -28,7 +28,7 @@ class Logger:
         """Log numbers by name at an environment step."""
 
     def flush(self) -> None:
-        """Put all that was written where it survives this process."""
+        """Put all that was written on disk, so that it survives this process."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -37,14 +37,13 @@ class Logger:
 class Board(Logger):
     """TensorBoard's record of a folder."""
 
-    def __init__(self, folder: str | Path, *, purge_step: int | None, suffix: str = "") -> None:
-        """Open a new event file, whose name ends with `suffix`; see `MetricsWriter`."""
+    def __init__(self, folder: str | Path, *, purge_step: int | None) -> None:
+        """Open a new event file; see `MetricsWriter`."""
         # start-up: 1,000 ms, on the main process only
         from torch.utils.tensorboard import SummaryWriter
 
-        options: dict[str, Any] = {"purge_step": purge_step, "filename_suffix": suffix}
         # it writes in a thread, every 10 s
-        self.board: Any = SummaryWriter(str(folder), flush_secs=10, **options)
+        self.board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
         self.flush = self.board.flush  # type: ignore[method-assign]
         self.close = self.board.close  # type: ignore[method-assign]
 
@@ -64,13 +63,13 @@ class WandbLogger(Logger):
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.resolve().name,
             id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
-            resume="allow",  # a training that is resumed stays one run
+            resume="allow",  # a resumed training stays one run
             dir=str(run_dir),
             config=_flat(settings),
         )
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log scalars; steps that were logged before a resume are dropped by the service."""
+        """Log scalars; the service drops steps that were logged before a resume."""
         self.run.log(dict(scalars), step=step)
 
     def close(self) -> None:
@@ -83,23 +82,22 @@ class MlflowLogger(Logger):
 
     def __init__(self, run_dir: Path, settings: Settings) -> None:
         from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        from mlflow.entities import Metric
 
         place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
         self.client, self.metric = MlflowClient(tracking_uri=place), Metric
-        params = [Param(key, str(value)[:500]) for key, value in _flat(settings).items()]
-        self.run_id = _kept_id(run_dir, "mlflow", lambda: self._begin(run_dir, params))
+        self.run_id = _kept_id(run_dir, "mlflow", lambda: self._begin(run_dir, settings))
         self.client.update_run(self.run_id, status="RUNNING")
 
-    def _begin(self, run_dir: Path, params: list[Any]) -> str:
+    def _begin(self, run_dir: Path, settings: Settings) -> str:
         """Create the run, with the settings as parameters; return its id."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         known = self.client.get_experiment_by_name(name)
-        place = known.experiment_id if known else self.client.create_experiment(name)
-        run_id: str = self.client.create_run(place, run_name=run_dir.resolve().name).info.run_id
-        for first in range(0, len(params), 100):  # as many as one call may hold
-            self.client.log_batch(run_id, params=params[first : first + 100])
-        return run_id
+        experiment = known.experiment_id if known else self.client.create_experiment(name)
+        run = self.client.create_run(experiment, run_name=run_dir.resolve().name)
+        for key, value in _flat(settings).items():
+            self.client.log_param(run.info.run_id, key, str(value)[:500])
+        return str(run.info.run_id)
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Log scalars in one call."""
@@ -129,7 +127,7 @@ class Guarded:
         self._call("write", dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
-        """Put all that was written where it survives this process."""
+        """Put all that was written on disk, so that it survives this process."""
         self._call("flush")
 
     def close(self) -> None:
@@ -150,9 +148,8 @@ class Guarded:
 def named_loggers(text: str) -> list[str]:
     """Return the names in a comma-separated list."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in LOGGERS:
-            raise ValueError(f"loggers {name} is unknown: name some of {', '.join(LOGGERS)}")
+    if unknown := [name for name in names if name not in LOGGERS]:
+        raise ValueError(f"loggers {unknown[0]} is unknown: name some of {', '.join(LOGGERS)}")
     return names
 
 
@@ -185,7 +182,7 @@ def _flat(settings: Settings) -> dict[str, Any]:
 
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the id that this run has at a service; made at first, then read from a file."""
+    """Return the id of this run at a service; made at first, then read from a file."""
     path = path_to_write(run_dir, f"{name}_run_id")
     if not path.exists():
         write_whole(path, make())

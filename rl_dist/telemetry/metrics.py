@@ -1,4 +1,4 @@
-"""What is written while training: metrics.jsonl, TensorBoard, progress, logs."""
+"""Files and display of a training: metrics.jsonl, TensorBoard, progress, logs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TextIO
 
-from tqdm import tqdm
-
-from rl_dist.errors import UserError, did_you_mean, unwritable
+from rl_dist.errors import UserError, did_you_mean, one_line, unwritable
 from rl_dist.files import LOG_FORMAT, log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
-from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 STATE_EVERY_S = 1.0  # in training
+LINE_EVERY_S = 5.0  # of progress, if stderr is no terminal
+LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
+CLEAR = "\r\x1b[K"  # the line of progress on a terminal
+
+
+# ---- writers
 
 
 class NullWriter:
@@ -64,7 +71,7 @@ class MetricsWriter(NullWriter):
         """Open the files of a run, and append to metrics.jsonl.
 
         Args:
-            run: once the lock that it holds is gone, nothing is written.
+            run: once its lock is gone, nothing is written.
             total: `done` at the end of the run.
             unit: of `done`, such as "episodes".
             start: `done` at the start, above 0 on resume.
@@ -83,10 +90,10 @@ class MetricsWriter(NullWriter):
         self._loggers = [Guarded("TensorBoard", board), *opened]
         self._progress = Progress(total, unit, start)
         self._run = run
-        self._state_s = -math.inf  # when state.json was last written for a record
+        self._state_s = -math.inf  # time of the last state.json that followed a record
         self._unwritten: dict[str, Any] = {}  # changes of the state
         self._ranks: dict[int, RankEntry] = {}
-        with suppress(OSError, UserError):  # foreign: it stays as it is
+        with suppress(OSError, UserError):  # a foreign state.json stays as it is
             if state := run.state():
                 self._ranks = {entry.rank: entry for entry in state.ranks}
 
@@ -104,10 +111,10 @@ class MetricsWriter(NullWriter):
         plain = without_nan(record)
         try:
             self._run.check_in_place()
-            self._lines.write(json.dumps(plain, allow_nan=False))
         except UserError:
             self._loggers.clear()  # they would write into another folder
             raise
+        self._lines.write(json.dumps(plain, allow_nan=False))
         for guarded in self._loggers:
             guarded.write(plain, plain["global_step"])
         self._progress.show(plain, done)
@@ -138,9 +145,8 @@ class MetricsWriter(NullWriter):
         self._state_s = -math.inf
 
     def say(self, text: str) -> None:
-        """Print a line without tearing the progress bar."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        """Print a line above the progress."""
+        print_above(text, sys.stdout)
 
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
@@ -164,7 +170,7 @@ def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any
 
 
 class _LineFile:
-    """Appends whole lines; what a full disk refuses waits in memory until there is room."""
+    """Appends whole lines; lines that a full disk refuses wait in memory until there is room."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, b""
@@ -202,6 +208,19 @@ class _LineFile:
         self._file.close()
 
 
+def without_nan(value: Any) -> Any:
+    """Return JSON types: numbers of tensors and numpy; None for NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
     """Say once that no environment has given the env/ metric that a flag names."""
     if name.startswith("env/") and name not in seen:
@@ -210,23 +229,81 @@ def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
         log_once(f"{flag} {name}: no environment has given it so far: {fix}")
 
 
+# ---- progress
+
+
+class Progress:
+    """Shows progress: one changing line on a terminal, a few lines elsewhere."""
+
+    def __init__(self, total: int, unit: str, start: int) -> None:
+        """Begin at `start`, above 0 on resume."""
+        self._total, self._unit, self._start = total, unit, start
+        self._began_s = time.monotonic()
+        self._printed_s = -math.inf
+        self._rates: deque[float] = deque(maxlen=LATEST)
+        self._figures: dict[str, str] = {}
+        self._line = ""  # not printed yet
+        self._on_terminal = sys.stderr.isatty()
+
+    def show(self, record: Mapping[str, Any], done: int) -> None:
+        """Take an iteration's metrics."""
+        if record.get("time/sps") is not None:
+            self._rates.append(record["time/sps"])
+            self._figures["steps/s"] = _short(median(self._rates))
+        for name in ("episode/return", "valid/sharpe", "valid/return"):
+            if record.get(name) is not None:
+                when = f" (iteration {record['iteration']})" if name.startswith("valid") else ""
+                self._figures[name.removeprefix("episode/")] = _short(record[name]) + when
+        now_s = time.monotonic()
+        done = min(done, self._total)  # the last iteration exceeds the budget
+        seconds = (now_s - self._began_s) * (self._total - done) / max(1, done - self._start)
+        figures = ", ".join(f"{name}={value}" for name, value in self._figures.items())
+        self._line = (
+            f"iteration {record['iteration']} | {done:,}/{self._total:,} {self._unit} "
+            f"({done / self._total:.0%}), {figures} | {timedelta(seconds=round(seconds))} left"
+        )
+        if self._on_terminal:
+            width = shutil.get_terminal_size().columns
+            print(CLEAR + self._line[: width - 1], end="", file=sys.stderr, flush=True)
+        elif now_s - self._printed_s >= LINE_EVERY_S:
+            self._printed_s = now_s
+            self.close()
+
+    def close(self) -> None:
+        """Print the last line; safe to call twice."""
+        if self._line:
+            print_above(self._line, sys.stderr)
+        self._line = ""
+
+
+def print_above(text: str, file: TextIO) -> None:
+    """Print a line in place of the progress, which is shown again below it."""
+    if sys.stderr.isatty():
+        print(CLEAR, end="", file=sys.stderr, flush=True)
+    print(text, file=file, flush=True)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 # ---- logs
 
-_handlers: list[logging.Handler] = []  # that `setup_logging` has added
+_handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Warnings for the user, above the progress bar; `launch` prints failures itself, once."""
+    """Warnings for the user, above the progress; `launch` prints failures itself, once."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
-            tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+            print_above(f"{record.levelname.lower()}: {record.getMessage()}", sys.stderr)
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> None:
     """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
 
-    Replaces what an earlier call set up.
+    Replaces the handlers of an earlier call.
     """
     close_logging()
     name = f"logs/rank_{rank}.log"
@@ -250,13 +327,9 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log the traceback of a library's or an environment's thread; one line is for the user."""
-    if args.exc_value is None or args.exc_type is SystemExit:
-        return
-    name = args.thread.name if args.thread else "?"
-    trace = (args.exc_type, args.exc_value, args.exc_traceback)
-    what = f"{args.exc_type.__name__}: {args.exc_value}"
-    logger.warning("thread %s ended: %s", name, what, exc_info=trace)
+    """Log in one line that a library's thread ended, as TensorBoard's does on a full disk."""
+    if args.exc_value and args.thread:
+        logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 
 
 def close_logging() -> None:
@@ -270,16 +343,3 @@ def close_logging() -> None:
     logging.captureWarnings(False)
     logging.raiseExceptions = True
     threading.excepthook = threading.__excepthook__
-
-
-def without_nan(value: Any) -> Any:
-    """Return JSON types: numbers of tensors and numpy; None for NaN and infinities."""
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(entry) for entry in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 1.0  # longest wait for a thread that hangs in a driver
 HOST = ("cpu/percent", "ram/used_gib", "ram/free_gib")
 CORE_WAIT = "cpu/wait_percent"
-MEMORY = ("memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib", "memory_free_gib")
-SAMPLED = ("utilization_percent", *MEMORY, "temperature_c", "power_w")  # fields of a Gpu
+SAMPLED = (  # fields of a Gpu
+    *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
+    *("memory_free_gib", "temperature_c", "power_w"),
+)
 GPU = tuple(f"gpu/{name}" for name in SAMPLED)
 SCHEDSTAT = Path("/proc/self/schedstat")  # main thread: ns on a core, ns ready without a core
 MOST_WAIT_PERCENT = 30.0  # without a core; above it several threads get slow
@@ -74,32 +76,31 @@ class Monitor:
 
 
 def sources_of(device: torch.device) -> Sources:
-    """Return what there is to sample for a rank on this device."""
+    """Return the sources to sample for a rank on this device."""
     process = psutil.Process()
     process.cpu_percent()  # it counts from here
 
     def read_host() -> Values:
-        numbers = (
-            process.cpu_percent(),  # 100: one core is busy
-            process.memory_info().rss / GIB,
-            host_memory().available / GIB,
-        )
-        return dict(zip(HOST, numbers, strict=True))
+        return {
+            "cpu/percent": process.cpu_percent(),  # 100: one core is busy
+            "ram/used_gib": process.memory_info().rss / GIB,
+            "ram/free_gib": host_memory().available / GIB,
+        }
 
     def read_device() -> Values:
         gpu = read_gpu(device.index or 0)
         return {f"gpu/{name}": getattr(gpu, name) for name in SAMPLED}
 
     # get_num_threads answers for the thread that asks
-    waiting = CoreWait(torch.get_num_threads())
-    sources = {HOST: read_host, (CORE_WAIT,): waiting.read}
+    core_wait = CoreWait(torch.get_num_threads())
+    sources = {HOST: read_host, (CORE_WAIT,): core_wait.read}
     return sources | ({GPU: read_device} if device.type == "cuda" else {})
 
 
 class CoreWait:
     """Measures how long the main thread had work but no core.
 
-    Where programs share cores, threads that wait for each other spin, and all get much slower.
+    If programs share cores, threads that wait for each other spin, and all get much slower.
     """
 
     def __init__(self, threads: int, path: Path = SCHEDSTAT) -> None:
@@ -108,7 +109,7 @@ class CoreWait:
         self._ran_ns = self._waited_ns = self._in_a_row = 0
 
     def read(self) -> Values:
-        """Return its share since the last call; warn once where fewer threads would help.
+        """Return its share since the last call; warn once if fewer threads would help.
 
         Raises:
             OSError: this kernel does not count it.
@@ -119,11 +120,10 @@ class CoreWait:
         self._ran_ns, self._waited_ns = ran_ns, waited_ns
         self._in_a_row = self._in_a_row + 1 if percent > MOST_WAIT_PERCENT else 0
         if self._in_a_row == IN_A_ROW and self._threads > 1:
-            fewer = max(1, int(self._threads * (1 - percent / 100)))
+            self._threads = 1  # no second warning
             logger.warning(
                 "other programs share this rank's cores, and it waits %.0f %% of the time for one: "
-                "its %d threads hold each other up, --threads %d may be faster",
-                *(percent, self._threads, fewer),
+                "fewer --threads may be faster",
+                percent,
             )
-            self._threads = 1  # no second warning
         return {CORE_WAIT: percent}

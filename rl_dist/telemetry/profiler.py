@@ -1,4 +1,4 @@
-"""Where the time of a training loop goes: by the clock and by torch.profiler.
+"""Measure where a training loop spends its time: by the clock and torch.profiler.
 
     profiler = Profiler(run_dir, world)
     for iteration in ...:
@@ -7,7 +7,7 @@
         profiler.end(say=print)
     profiler.close(say=print)
 
-One window after the start of the process: an iteration is left out, two are timed by the clock
+One window after the start of the process: one iteration is skipped, two are timed by the clock
 alone, because tracing slows short operators down; one warms the tracer up and one is traced.
 Every rank writes RUN_DIR/profile/rank_N.txt and a trace that TensorBoard, Chrome and Perfetto open.
 """
@@ -30,6 +30,7 @@ from torch.profiler import (
     tensorboard_trace_handler,
 )
 
+from rl_dist.errors import table
 from rl_dist.files import path_to_write
 from rl_dist.process_group.clock import listen
 from rl_dist.process_group.world import World
@@ -42,7 +43,7 @@ WHOLE = "whole iteration"
 GRADIENTS = "waiting for gradients of other ranks"  # within sections
 WAITING = "waiting for other ranks elsewhere"  # within sections
 TOTALS = (WHOLE, GRADIENTS, WAITING)
-NUM_OPERATORS = 12  # that are shown; the trace holds all
+NUM_OPERATORS = 12  # shown in the report; the trace holds all
 Say = Callable[[str], None]
 Explain = Callable[[Mapping[str, float]], str]
 
@@ -150,8 +151,7 @@ class Profiler:
             path.write_text(f"{text}\n", encoding="utf-8")
             tensorboard_trace_handler(str(folder), f"rank_{rank}", use_gzip=True)(self._trace)
         except OSError as error:  # training is worth more than its profile
-            why = error.strerror or error
-            logger.warning("the profile cannot be written to %s: %s", folder, why)
+            logger.warning("the profile cannot be written to %s: %s", folder, error)
             return text
         self._world.heartbeat()
         opened = "chrome://tracing, ui.perfetto.dev or TensorBoard with torch-tb-profiler"
@@ -160,9 +160,6 @@ class Profiler:
 
 def section_table(seconds: Mapping[str, float]) -> str:
     """Return a table of sections by path, with their shares of the whole iteration."""
-    lines = [f"  {'section':<44}{'seconds':>10}{'share':>8}"]
-    lines += [
-        f"  {name:<44}{spent:>10.4f}{spent / seconds[WHOLE]:>8.1%}"
-        for name, spent in sorted(seconds.items(), key=lambda item: (item[0] in TOTALS, item[0]))
-    ]
-    return "\n".join(lines)
+    names = sorted(seconds, key=lambda name: (name in TOTALS, name))
+    rows = [(n, f"{seconds[n]:.4f}", f"{seconds[n] / seconds[WHOLE]:.1%}") for n in names]
+    return table(("section", "seconds", "share"), rows)

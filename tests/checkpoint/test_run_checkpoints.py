@@ -139,7 +139,8 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
     world, tmp_path, replaced, on_save_error
 ):
     run_dir = tmp_path / "run"
-    writer = open_writer(RunDir(run_dir).hold(), world, total=6, unit="episodes")
+    held = RunDir(run_dir).hold()
+    writer = open_writer(held, world, total=6, unit="episodes")
 
     def write(record, *, done):
         if record["iteration"] == 3:
@@ -154,6 +155,7 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
     with pytest.raises(UserError, match="deleted or replaced") as error:
         run(world, run_dir, [1.0] * 6, **options)
     writer.close()
+    held.release()
     assert error.value.exit_code == 1 and str(run_dir) in str(error.value)
     assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
     assert [path.name for path in tmp_path.glob("run/*")] == ["metrics.jsonl"] * replaced

@@ -110,7 +110,7 @@ REFUSED = {
     "names no format": [lambda data: data.replace(b"rl_dist checkpoint", b"ab_cdef checkpoint")],
     "a Tensor, not a state": [lambda data: seal(archive_of(torch.zeros(2)))],
     "is a set": [lambda data: seal(archive_of({"env": {1, 2}}))],
-    "no plain data.*nothing was run": [
+    "no plain data; nothing was run": [
         pickled(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."),  # a dict that holds itself
         *(pickled(b"\x80\x02]"), pickled(b""), lambda data: script()),
     ],
@@ -162,9 +162,9 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, monk
     pickle.loads(damaged_files.calling("posix", "system", f"touch {marker}"))
     assert marker.exists()  # so it does harm where it is trusted
     marker.unlink()
-    for called, harm in damaged_files.hostile(marker).items():
+    for harm in damaged_files.hostile(marker).values():
         path.write_bytes(pickled(harm)(good))
-        with pytest.raises(CheckpointError, match=f"{path} .*{called.split('.')[-1]}; nothing"):
+        with pytest.raises(CheckpointError, match=f"{path} .*; nothing was run"):
             load_checkpoint(path)
         assert not marker.exists()
     path.write_bytes(damaged_files.with_pickle(good, lambda content: content))
@@ -308,14 +308,14 @@ def test_verify_and_list_say_of_every_file_whether_it_is_whole(copy, where, caps
     if not where.endswith("pt"):
         files += [name_of(2), name_of(1), "best.pt"]
     code, lines, _ = command(capsys, "verify", copy / where)
-    rows = [line.split() for line in lines[1:]]
-    assert code == 0 and [row[4] for row in rows] == files
-    assert all(row[5].startswith("valid") for row in rows)
-    assert rows[0][0] == "3" and rows[-1][6] == "valid/return" or len(files) == 1
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert code == 0 and [row[3] for row in rows] == files
+    assert all(row[4].startswith("valid") for row in rows)
+    assert rows[0][0] == "3" and "valid/return" in rows[-1][4] or len(files) == 1
     damage(copy / "checkpoints" / name_of(3))
     for word, expected in (("verify", 1), ("list", 0)):
         code, lines, _ = command(capsys, word, copy / where)
-        assert code == expected and lines[1].split()[5] == "damaged:"
+        assert code == expected and "damaged: " in lines[2]
 
 
 def test_inspect_shows_what_the_newest_valid_checkpoint_holds(copy, capsys):
