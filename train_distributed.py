@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before anything slow is imported
 import sys
 from contextlib import ExitStack
 
-from agents.rank import check_weights, run_rank
+from agents.rank import run_rank
 from rl_dist.errors import explains_errors, outlive_readers
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.supervisor import imports_done
@@ -34,7 +34,7 @@ def main() -> int:
     from agents.run.start import prepare
 
     with ExitStack() as held:  # the run's lock
-        run = prepare(held, check_weights, several_seeds=train_several)
+        run = prepare(held, several_seeds=train_several)
         return run if isinstance(run, int) else run.launch(run_rank)
 
 

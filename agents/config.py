@@ -30,7 +30,6 @@ from rl_dist.flags import (
 )
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
-from rl_dist.strategies.config import SpeedConfig
 from rl_dist.telemetry.loggers import named_loggers
 
 if TYPE_CHECKING:  # other tasks do without pandas and talib
@@ -210,7 +209,6 @@ class RunConfig:
     """Everything that defines a run, nested by owner; config.json holds it."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

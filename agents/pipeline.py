@@ -204,9 +204,9 @@ class PipelinePPO(PPO):
     strategy: StageStrategy
 
     def __init__(
-        self, policy: Policy, config: PPOConfig, strategy: StageStrategy, *options: Any
+        self, policy: Policy, config: PPOConfig, strategy: StageStrategy, num_microbatches: int = 1
     ) -> None:
-        super().__init__(policy, config, strategy, *options)
+        super().__init__(policy, config, strategy, num_microbatches)
         kind = (FeatureStage, DecisionStage)[strategy.stage]
         self.half = kind(policy, config, self.world)
         self._schedules: dict[tuple[int, ...], Schedule1F1B] = {}

@@ -23,7 +23,7 @@ from agents.network.sequences import Plan, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
-from rl_dist.strategies.config import autocast, weights_cast_once
+from rl_dist.strategies.precision import autocast, weights_cast_once
 
 # weights of a core that steps one row in the time of a call, 0.8 ms on a CPU
 CALL_WEIGHTS = 10_000_000

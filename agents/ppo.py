@@ -18,7 +18,7 @@ from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
-from rl_dist.strategies.config import SpeedConfig, autocast_dtype
+from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy, make_adam
 from rl_dist.telemetry import events
 
@@ -209,7 +209,6 @@ class PPO:
         config: PPOConfig,
         strategy: Strategy,
         num_microbatches: int = 1,
-        speed: SpeedConfig = SpeedConfig(),  # noqa: B008  # frozen
     ) -> None:
         self.policy = policy
         self.config = config
@@ -222,8 +221,7 @@ class PPO:
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
         self.reads_steps = self.world.device.type == "cpu"  # a GPU is read once, after an update
         self.clock = StepClock(self.world.device)
-        rate = config.learning_rate
-        self.optimizer = make_adam(strategy.parameters, rate, speed.fused_adam)
+        self.optimizer = make_adam(strategy.parameters, config.learning_rate)
 
     def begin_iteration(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
         """Give the optimizer the rate of `learning_rate`, and return it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agents.config import AUTO, RunConfig
 from agents.run.limits import check_rollouts, explained_faults
-from agents.run.saved import load_newest, share_checkpoint
+from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run
 from agents.trainer import Job, Training, Validate, train
 from rl_dist.checkpoint.store import load_checkpoint
@@ -101,7 +101,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
     parts: dict[str, Any] = {}
     if not run.resume_from:
-        parts["pretrained"] = initial_weights(config)
+        parts["pretrained"] = initial_weights(config.train)
     if config.train.validate_every:
         parts["validate"] = validation_of(config, task, world)
     if config.train.stop_at or config.train.callback or callbacks:
@@ -119,7 +119,6 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         make_env=make_env,
         run_dir=run.path,
         strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
-        speed=config.speed,
         dtype=config.launch.dtype,
         config=config.to_dict(),
         **parts,
@@ -187,18 +186,6 @@ def say_stopped(signum: int, directory: RunDir) -> None:
     )
 
 
-def check_weights(config: RunConfig, task: Any) -> None:
-    """Check that the weights of --pretrained or --init_from fit the run."""
-    if config.train.pretrained:
-        from agents.pretrain.weights import check_pretrained
-
-        check_pretrained(config, task)
-    if config.train.init_from:
-        from agents.run.saved import check_initial
-
-        check_initial(config, task)
-
-
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
     """Return what training calls for `valid/` figures; None without such days."""
     if config.task.is_trading:
@@ -208,19 +195,6 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
     from agents.evaluate.episodes import validation
 
     return validation(task, config, world)
-
-
-def initial_weights(config: RunConfig) -> Any:
-    """Return the weights that a new run starts from; None: random ones."""
-    if config.train.pretrained:
-        from agents.pretrain.weights import load_pretrained
-
-        return load_pretrained(config.train.pretrained)[0]
-    if config.train.init_from:
-        from agents.run.saved import load_initial
-
-        return load_initial(config.train.init_from)
-    return None
 
 
 def agree(run: Run, world: World) -> Run:

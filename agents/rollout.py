@@ -15,7 +15,7 @@ from agents.network.sequences import to_device, to_host
 from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
-from rl_dist.strategies.config import weights_cast_once
+from rl_dist.strategies.precision import weights_cast_once
 
 if TYPE_CHECKING:
     from agents.policy import Policy

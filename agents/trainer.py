@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from rl_dist.process_group.collectives import (
 )
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.run_dir import SavedCheckpoint
-from rl_dist.strategies.config import SpeedConfig, StrategyConfig
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy, keep_options
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.monitor import Monitor
@@ -59,7 +59,6 @@ class Job:
     make_env: MakeEnv
     run_dir: Path
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     watch: Watch | None = None  # callbacks, and when to stop early
@@ -288,10 +287,8 @@ def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
     """Return the policy's update by the strategy that the job names."""
     microbatches = job.train.grad_accumulation
     if job.strategy.pipelined:
-        stages = StageStrategy(job.strategy, world)
-        return PipelinePPO(policy, job.ppo, stages, microbatches, job.speed)
-    strategy = Strategy(replace(job.strategy, batch_axes=Policy.BATCH_AXES), world)
-    return PPO(policy, job.ppo, strategy, microbatches, job.speed)
+        return PipelinePPO(policy, job.ppo, StageStrategy(job.strategy, world), microbatches)
+    return PPO(policy, job.ppo, Strategy(job.strategy, world), microbatches)
 
 
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:

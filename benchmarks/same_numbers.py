@@ -112,7 +112,7 @@ MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to r
 # keys of BASE whose name has changed since, and the new name
 RENAMED = {"guard/last_obs": "guard/last_row"}
 # the text of the settings, whose names may change, and a figure that BASE alone has
-NOT_COMPARED = {"config", "return_with_noise"}
+NOT_COMPARED = {"config", "extra", "return_with_noise"}
 FLAKY = """
 import gymnasium, numpy as np
 

@@ -53,7 +53,6 @@ OWN_SECTIONS = {
 API = {"load_agent": load_agent} | {name: getattr(rl_dist, name) for name in rl_dist.__all__}
 TITLES = {
     "launch": "Ranks, devices and strategies",
-    "speed": "Speed",
     "train": "Length, sizes, checkpoints",
     "ppo": "PPO",
     "policy": "Policy",

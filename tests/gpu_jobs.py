@@ -21,7 +21,7 @@ from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
-from rl_dist.strategies.config import SpeedConfig, StrategyConfig
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"
@@ -50,7 +50,7 @@ def make_env_on(device, task, num_envs, env_offset=0):
     return make_vector_env(ENV_IDS[task], num_envs, **options)
 
 
-def job_on(device, name=TRADING, run_dir="", *, fused_adam=True, strategy=None, **options):
+def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
     """A job of `agents_ranks` whose environments are on a device.
 
     Args:
@@ -60,7 +60,6 @@ def job_on(device, name=TRADING, run_dir="", *, fused_adam=True, strategy=None, 
         make_job(name, run_dir, **options),
         make_env=functools.partial(make_env_on, device, CASES[name].task),
         strategy=StrategyConfig(**(strategy or {})),
-        speed=SpeedConfig(fused_adam=fused_adam),
     )
 
 

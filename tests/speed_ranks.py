@@ -11,10 +11,9 @@ from agents_ranks import Recording, make_job
 
 import agents.ppo
 from agents.trainer import train
-from rl_dist.process_group.collectives import all_reduce_sum, check_in_sync
+from rl_dist.process_group.collectives import check_in_sync
 from rl_dist.process_group.world import StopFlag, close_world, open_world
-from rl_dist.strategies.config import SpeedConfig, StrategyConfig
-from rl_dist.strategies.strategy import Strategy
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
 SINGLE = torch.float32
@@ -24,18 +23,15 @@ NAME = "brief, clstm"  # actions in a box, episodes shorter than slots
 def job_of(
     name=NAME,
     *,
-    fused_adam=True,
     precision="auto",
     compression="none",
-    backend="",
     **options,
 ):
     """A small job of `agents_ranks`, two iterations long by default."""
     job = make_job(name, **{"iterations": 2} | options)
-    strategy = StrategyConfig(
-        precision=precision, gradient_compression=compression, backend=backend
+    return replace(
+        job, strategy=StrategyConfig(precision=precision, gradient_compression=compression)
     )
-    return replace(job, strategy=strategy, speed=SpeedConfig(fused_adam=fused_adam))
 
 
 def trained(world, *args, **options):
@@ -50,9 +46,7 @@ CASES = {
     "two parts": {"batch_size": 8, "grad_accumulation": 2},
     "four parts": {"batch_size": 4, "grad_accumulation": 4},
     "single": {"dtype": SINGLE},
-    "single, own group": {"dtype": SINGLE, "backend": "gloo"},
     "compressed": {"dtype": SINGLE, "compression": "bf16"},
-    "compressed, own group": {"dtype": SINGLE, "compression": "bf16", "backend": "gloo"},
     "bf16": {"dtype": SINGLE, "precision": "bf16"},
     "fp16": {"dtype": SINGLE, "precision": "fp16"},
     "fp16, overflow on one rank": {"dtype": SINGLE, "precision": "fp16"},
@@ -84,8 +78,7 @@ def exercise(out_dir):
 
         def counted(tensor, *args, sent=sent, original=original, **kwargs):
             if kwargs.get("async_op"):
-                group = "in the world's" if kwargs["group"] is dist.group.WORLD else "in their own"
-                sent.update({"calls": 1, "bytes": tensor.nbytes, str(tensor.dtype): 1, group: 1})
+                sent.update({"calls": 1, "bytes": tensor.nbytes, str(tensor.dtype): 1})
             return original(tensor, *args, **kwargs)
 
         failing = overflowing_once(world.rank if "overflow" in name else 0)
@@ -98,23 +91,6 @@ def exercise(out_dir):
             "gradient_bytes": training.ppo.strategy.gradient_bytes,
             "bad_in_a_row": training.ppo.bad_in_a_row,
         }
-    found["closed"] = close_a_group(world)
     torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
     return 0
-
-
-def close_a_group(world):
-    """Rank 1 fails before it closes; return if the group was there, and what the world adds up."""
-    strategy = Strategy(StrategyConfig(backend="gloo"), world)
-    strategy.wrap(torch.nn.Linear(2, 2))
-    group = strategy.group
-    seen = [dist.get_backend(group), dist.get_world_size(group)]
-    if world.is_main_process:
-        strategy.close()
-        strategy.close()
-        seen.append(strategy.group is None)
-    seen.append(float(all_reduce_sum({"x": 1.0}, world)["x"]))
-    if not world.is_main_process:
-        strategy.close()
-    return seen

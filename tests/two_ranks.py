@@ -45,7 +45,7 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_rl_dist_ranks": rl_dist_ranks.exercise,
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
-    "test_unequal_devices": strategy_ranks.train_on_unequal_devices,
+    "test_replicas": strategy_ranks.train_on_unequal_devices,
     "test_sharding": sharding_ranks.probe,  # the last: it leaves a reduction undone
 }
 

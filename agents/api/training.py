@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.api.policy import LoadedPolicy, load_policy
-from agents.rank import check_weights, run_rank
+from agents.rank import run_rank
 from agents.run.callbacks import Callback, Callbacks
 from agents.run.start import Run, prepare
 from rl_dist.errors import UserError, one_line, reported
@@ -108,7 +108,7 @@ def train(
 def _prepare(held: ExitStack, words: list[str]) -> Run:
     """Choose and check the run; what is printed for users of the command becomes an error."""
     try:
-        run = prepare(held, check_weights, words)
+        run = prepare(held, words)
     except SystemExit as leaving:  # a flag that cannot be read
         raise leaving.__cause__ or UserError("the settings do not fit") from None
     if isinstance(run, int):

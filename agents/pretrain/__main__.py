@@ -1,12 +1,10 @@
-"""Run as `python -m agents.pretrain`."""
+"""Run as `python -m agents.pretrain`; ranks import the command by its module."""
 
 import signal
 import sys
 
 if __name__ == "__main__":
-    # Ctrl-C while modules load is no error
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules load prints no traceback
     from agents.pretrain.command import main
     from rl_dist.errors import outlive_readers
 

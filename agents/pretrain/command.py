@@ -4,18 +4,17 @@
     python train_distributed.py --pretrained RUN_DIR
 
 After every day of a window of days it predicts, for each stock, the sign of the next day's return
-and the volatility of the next days. Trained on the training span, stopped by the validation span;
-the test span is never looked at.
+and the volatility of the next days. It trains on the training span, and the validation span stops
+it; the test span is never used.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,26 +23,19 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from agents.config import with_digest
+from agents.network.inputs import Normalizer
 from agents.policy import Policy, PolicyConfig
-from agents.pretrain.weights import KIND, FeatureTraining
-from agents.pretrain.windows import MarketWindows
-from agents.run.choice import check_unused, is_first
-from agents.run.resumed import check_data, refuse_differences
+from agents.run.choice import is_first
+from agents.run.saved import FEATURES
 from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
+from envs.trading.features import gap_columns, market_tables
+from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask, prepare_task
 from rl_dist.errors import UserError, explains_errors
-from rl_dist.files import read_plain
-from rl_dist.flags import (
-    Field,
-    ParsedFlags,
-    configuration,
-    parse_flags,
-    read_sections,
-    saved_form,
-)
+from rl_dist.flags import Field, configuration, parse_flags, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json
@@ -54,8 +46,10 @@ from rl_dist.supervised.fit import FitConfig, FitResult, fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 
-RUNS = Path("runs", "pretrain")  # apart from those of PPO, of which --resume auto takes the newest
+RUNS = Path("runs", "pretrain")  # apart from the runs that --resume auto of a training considers
+VOLATILITY_DAYS = 5  # the volatility of this many coming days is predicted
 VOLATILITY_WEIGHT = 0.5  # in the loss, beside the sign
+SMALLEST_MOVE = 1e-4  # of a day's log return: keeps the logarithm of a volatility finite
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
@@ -66,7 +60,7 @@ exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (
 
 @configuration
 class PretrainConfig:
-    """What the feature LSTM is, and what it is shown."""
+    """What the feature LSTM is, and what it sees."""
 
     hidden_size: int = Field(128, ge=1, le=8192)
     """Width of the feature LSTM; training needs the same --hidden_size."""
@@ -90,18 +84,6 @@ class PretrainRunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what files hold of it."""
-        return saved_form(self)
-
-    def check_launch(self) -> None:
-        """Refuse strategies that are measured, fall back or cut the cascade."""
-        refused = {"strategy": "auto", "fallback": True, "hybrid_form": "pipeline"}
-        for name, value in refused.items():
-            if getattr(self.launch, name) == value:
-                flag = f"--{name}" + f" {value}" * (value is not True)
-                raise UserError(f"{flag} is for train_distributed.py only: leave it out")
-
     def prepare_task(self) -> TradingTask:
         """Return the markets and their spans, as PPO sees them."""
         trading = TradingConfig(observation=self.pretrain.observation)
@@ -112,15 +94,136 @@ class PretrainRunConfig:
 
 
 SECTIONS: dict[str, Any] = vars(PretrainRunConfig())
-OWNERS = {name: heading for heading, section in SECTIONS.items() for name in vars(section)}
-# What a resumed run may change: how long, and where it runs.
-CHANGEABLE = {"epochs", "patience", "keep_checkpoints", "progress"} | {
-    item.name for item in dataclasses.fields(LaunchConfig) if item.name != "precision"
-}
+
+
+# ---- windows of days, and their targets
+
+
+def make_windows(
+    markets: Sequence[Market],
+    span: Span,
+    config: TradingConfig,
+    *,
+    days: int,
+    stride: int,
+    seed: int,
+    scale: tuple[float, float] | None = None,
+) -> tuple[TensorDataset, tuple[float, float]]:
+    """Return windows of consecutive days with targets from the days after each.
+
+    Inputs [days, F] are observations as the trading environment gives them, with a random portfolio
+    held throughout, so that features cannot depend on it. Targets [days, 2, n] hold for each of n
+    stocks: 1 if the next day's return is positive, else 0; and the log volatility of the next
+    VOLATILITY_DAYS days, standardised. No window and no target leaves the span.
+
+    Args:
+        days: length of a window.
+        stride: days from the start of one window to that of the next.
+        scale: mean and deviation of the log volatility that standardise; None: those of this data.
+
+    Returns:
+        The windows and the scale.
+    """
+    num_days = span.last - span.first + 1
+    if num_days < days + VOLATILITY_DAYS:
+        raise UserError(
+            f"window {days} and the {VOLATILITY_DAYS} days after it need more than a span of "
+            f"{num_days} days: make --window smaller or the span longer"
+        )
+    tables = market_tables(markets, span, config, None, 0.0)
+    close = tables.prices[:, 0].unflatten(0, (len(markets), num_days))  # [M, D, n]
+    features = tables.features.unflatten(0, (len(markets), num_days))  # [M, D, F]
+    targets = _targets(close)  # [M, D - VOLATILITY_DAYS, 2, n]
+    volatility = targets[:, :, 1]
+    scale = scale or (float(volatility.mean()), float(volatility.std()))
+    volatility.sub_(scale[0]).div_(scale[1])
+
+    def windows(values: Tensor) -> Tensor:
+        cut = values[:, : num_days - VOLATILITY_DAYS].unfold(1, days, stride)  # [M, W, ..., days]
+        return cut.movedim(-1, 2).flatten(0, 1).contiguous()  # [N, days, ...]
+
+    inputs = windows(features)
+    cash, held = _portfolios(windows(close)[:, 0], config, seed)
+    inputs[:, :, 0] = cash
+    inputs[:, :, gap_columns(config.observation, close.shape[2])] = held.unsqueeze(1)
+    return TensorDataset(inputs, windows(targets)), scale
+
+
+def _targets(close: Tensor) -> Tensor:
+    """Return the targets of each day but the last ones: [M, D - VOLATILITY_DAYS, 2, n]."""
+    log_returns = close.log().diff(dim=1)  # [M, D-1, n], of the day after each day
+    coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
+    volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
+    return torch.stack([(coming[..., 0] > 0).to(volatility.dtype), volatility], dim=2).float()
+
+
+def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw portfolios in the unit of observations: cash [N, 1] and held [N, n]."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.empty(len(close), close.shape[1] + 1).exponential_(generator=generator)
+    parts /= parts.sum(1, keepdim=True)  # uniform over all splits
+    if config.observation == "relative":
+        return parts[:, :1], parts[:, 1:]
+    usd = parts * config.initial_cash_usd
+    return usd[:, :1], (usd[:, 1:] / close).floor().float()
+
+
+def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorDataset, TensorDataset]:
+    """Return overlapping training windows, and each validation day once."""
+    assert task.spans.valid is not None
+    days = config.pretrain.window
+    make = partial(make_windows, config=task.trading, days=days, seed=config.fit.seed)
+    train, scale = make(task.markets("train"), task.spans.train, stride=max(1, days // 2))
+    return train, make(task.markets("valid"), task.spans.valid, stride=days, scale=scale)[0]
+
+
+# ---- the module
+
+
+class FeatureTraining(nn.Module):
+    """The policy's feature LSTM with a head that predicts the next days.
+
+    Maps observations [N, days, F], not normalised, to [N, days, 2, n]: after every day of a window,
+    for each of n stocks, a logit that it rises the next day and its standardised log volatility.
+    """
+
+    def __init__(self, policy: Policy, num_stocks: int) -> None:
+        super().__init__()
+        self.normalizer = Normalizer(policy.num_obs)
+        self.feature_core = policy.feature_core
+        self.feature_mlp = policy.feature_mlp
+        self.head = nn.Linear(policy.config.hidden_size, 2 * num_stocks)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Return the predictions; see the class."""
+        normal = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
+        core = self.feature_core
+        state = normal.new_zeros(core.num_states, normal.shape[1], core.hidden_size)
+        features = self.feature_mlp(core(normal.contiguous(), state)[0])
+        return self.head(features).transpose(0, 1).unflatten(2, (2, -1))
+
+
+def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> FeatureTraining:
+    """Return the feature LSTM as a fresh policy has it, and its head."""
+    torch.manual_seed(config.fit.seed)
+    shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
+    policy = Policy(shape, inputs.shape[2], spaces.Box(-1.0, 1.0, (num_stocks,)))
+    module = FeatureTraining(policy, num_stocks)
+
+    # statistics of all observations; the second pass, around the mean, keeps digits
+    moments = module.normalizer.moments
+    for _ in range(2):
+        moments.restart()
+        for chunk in inputs.split(1024):
+            moments.merge(moments.sums(chunk))
+    for name, part in module.named_children():
+        if name != "normalizer":
+            part.to(config.launch.dtype)
+    return module
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the signs plus weighted square error of the volatilities.
+    """Add cross entropy of the signs and weighted square error of volatilities.
 
     Outputs and targets: [N, days, 2, n].
     """
@@ -130,65 +233,32 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """[N, days, n] bool: the sign was predicted."""
+    """Mark where the sign was predicted: [N, days, n] bool."""
     return (outputs[:, :, 0] > 0) == (targets[:, :, 0] > 0.5)
 
 
 def volatility_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Square errors of the standardised log volatilities [N, days, n]."""
+    """Return the square errors of the standardised log volatilities [N, days, n]."""
     return (outputs[:, :, 1] - targets[:, :, 1]).square()
 
 
 METRICS = {"sign_accuracy": sign_accuracy, "volatility_error": volatility_error}
 
 
-def make_windows(
-    config: PretrainRunConfig, task: TradingTask
-) -> tuple[MarketWindows, MarketWindows]:
-    """Overlapping windows to train on, and windows of every validation day once."""
-    assert task.spans.valid is not None
-    days = config.pretrain.window
-    shared: dict[str, Any] = {"config": task.trading, "days": days, "seed": config.fit.seed}
-    stride = max(1, days // 2)
-    train = MarketWindows(task.markets("train"), task.spans.train, stride=stride, **shared)
-    shared |= {"stride": days, "volatility_scale": train.volatility_scale}
-    return train, MarketWindows(task.markets("valid"), task.spans.valid, **shared)
-
-
-def make_module(config: PretrainRunConfig, windows: MarketWindows) -> FeatureTraining:
-    """Return the feature LSTM as a fresh policy has it, and its head."""
-    torch.manual_seed(config.fit.seed)
-    shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
-    policy = Policy(shape, windows.num_obs, spaces.Box(-1.0, 1.0, (windows.num_stocks,)))
-    module = FeatureTraining(policy, windows.num_stocks)
-
-    # statistics of all observations; once more around the mean: a large offset would cost digits
-    moments = module.normalizer.moments
-    for _ in range(2):
-        moments.restart()
-        for numbers in torch.arange(len(windows)).split(1024):
-            moments.merge(moments.sums(windows.__getitems__(numbers.tolist())[0]))
-    for name, part in module.named_children():
-        if name != "normalizer":
-            part.to(config.launch.dtype)
-    return module
+# ---- the run
 
 
 def run_fit(
-    config: PretrainRunConfig,
-    world: World,
-    run_dir: Path,
-    resume: bool,
-    gpu_ids: tuple[int, ...] = (),
+    config: PretrainRunConfig, world: World, run_dir: Path, resume: bool, gpu_ids: tuple[int, ...]
 ) -> tuple[FitResult, dict[str, Any]]:
-    """Train on this rank; returns the result and a summary of the best epoch."""
+    """Train on this rank; return the result and a summary of the best epoch."""
     settings = config.pretrain
-    train, valid = make_windows(config, config.prepare_task())
-    strategy_config = dataclasses.replace(config.launch.strategy_config, device_ids=gpu_ids)
-    strategy = Strategy(strategy_config, world)
-    module: nn.Module = strategy.wrap(make_module(config, train).to(world.device))
-    # windows make whole batches themselves
-    loader: Any = partial(DataLoader, batch_size=settings.batch_size, collate_fn=lambda it: it)
+    train, valid = windows_of(config, config.prepare_task())
+    (inputs, _), targets = train.tensors, valid.tensors[1]
+    strategy = Strategy(replace(config.launch.strategy_config, device_ids=gpu_ids), world)
+    module = strategy.wrap(make_module(config, inputs, targets.shape[3]).to(world.device))
+    loader = partial(DataLoader, batch_size=settings.batch_size)
+    unchangeable = (settings, config.data, config.market)
     result = fit(
         module,
         loader(train, shuffle=True),
@@ -201,47 +271,40 @@ def run_fit(
         run_dir=run_dir,
         resume=resume,
         extra={
-            "kind": KIND,
-            "observation": settings.observation,
-            "num_obs": train.num_obs,
-            "hidden_size": settings.hidden_size,
+            "kind": FEATURES,
+            "num_obs": inputs.shape[2],
+            "precision": config.launch.precision,
+            **{name: value for section in unchangeable for name, value in vars(section).items()},
         },
     )
     if not (result.best_epoch or result.signum):
         raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
 
     # beside the figures of always predicting the more frequent sign, and the mean volatility
-    _, targets = valid.__getitems__(range(len(valid)))
     up = float(targets[:, :, 0].mean())
-    volatility_error = float(targets[:, :, 1].square().mean())
+    guessed_error = float(targets[:, :, 1].square().mean())
     return result, {
         "best_epoch": result.best_epoch,
         "epochs": len(result.history),
         "best": result.history[result.best_epoch - 1] if result.best_epoch else {},
-        "guessed": {"sign_accuracy": max(up, 1.0 - up), "volatility_error": volatility_error},
+        "guessed": {"sign_accuracy": max(up, 1.0 - up), "volatility_error": guessed_error},
     }
 
 
-def run_rank(
-    config: PretrainRunConfig,
-    resolved: ResolvedLaunch,
-    run_dir: Path,
-    resume: bool,
-    lock: RunDir | None,
-) -> int:
-    """Pre-train on this rank, which keeps the lock; return the exit code."""
+def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, resume: bool) -> int:
+    """Pre-train on this rank; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
-    run_dir = Path(all_gather_json(str(run_dir), world)[0])  # torchrun's ranks may differ
+    run_dir = Path(all_gather_json(str(run.path), world)[0])  # torchrun's ranks may differ
     if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)
     setup_logging(run_dir, world.rank)
     resume = resume or restart_count() > 0
     result, summary = run_fit(config, world, run_dir, resume, resolved.gpu_ids)
     if world.is_main_process and result.signum:
-        saved = f"go on with --resume {run_dir}" if result.history else "no epoch had ended"
+        saved = f"continue with --resume {run_dir}" if result.history else "no epoch had ended"
         print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
     elif world.is_main_process:
-        RunDir(run_dir).write_summary(summary)
+        run.write_summary(summary)
         best, guessed = summary["best"], summary["guessed"]
         print(f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span:")
         for name in METRICS:
@@ -254,75 +317,45 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     where = f"where to write (default: {RUNS}/DATE_TIME)"
     group.add_argument("--run_dir", default="", metavar="DIR", help=where)
-    group.add_argument("--resume", default="", metavar="DIR", help="go on with this pre-training")
-
-
-def choose_run(parsed: ParsedFlags) -> tuple[PretrainRunConfig, Path | None]:
-    """Return the configuration, and the run directory if one is named."""
-    resume, named = parsed.extra.resume, parsed.extra.run_dir
-    if resume and named:
-        raise UserError(f"--run_dir does nothing with --resume {resume}: leave it out")
-    if resume:
-        return _resumed(Path(resume), parsed), Path(resume)
-    run_dir = Path(named) if named else None
-    if run_dir and is_first():
-        check_unused(run_dir)
-    sections = parsed.configs | {"data": with_digest(parsed.configs["data"])}
-    return PretrainRunConfig(**sections), run_dir
-
-
-def _resumed(run_dir: Path, parsed: ParsedFlags) -> PretrainRunConfig:
-    """The saved configuration, with the flags that a resumed run may change."""
-    try:
-        saved = json.loads(read_plain(RunDir(run_dir).config_path))
-        sections = vars(PretrainRunConfig(**read_sections(SECTIONS, saved))).copy()
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--resume {run_dir} is no run of agents.pretrain: {error}") from None
-    check_data(sections["data"], "begin another pre-training")
-    differing = []
-    for name in parsed.given:
-        section = OWNERS[name]
-        new, old = (getattr(of[section], name) for of in (parsed.configs, sections))
-        if new != old and name not in CHANGEABLE:
-            differing.append(f"--{name} {new} (it has {old})")
-        sections[section] = dataclasses.replace(sections[section], **{name: new})
-    refuse_differences(differing, "omit what differs, or start a fresh run")
-    return PretrainRunConfig(**sections)
+    group.add_argument("--resume", default="", metavar="DIR", help="continue this pre-training")
 
 
 @explains_errors
 def main() -> int:
-    """Entry of the command; returns the exit code."""
-    text = (__doc__ or "").partition("\n")[0]
-    parsed = parse_flags(
-        SECTIONS,
-        description=text,
+    """Run the command; return the exit code."""
+    parse = partial(
+        parse_flags,
+        description=(__doc__ or "").partition("\n")[0],
         epilog=EPILOG,
         extra=_add_run_flags,
         prog="python -m agents.pretrain",
     )
-    config, run_dir = choose_run(parsed)
-    resume = bool(parsed.extra.resume)
-    config.check_launch()
+    parsed = parse(SECTIONS)
+    resume = parsed.extra.resume
+    if resume:  # its settings are the defaults; fit refuses the changes that matter
+        parsed = parse(SECTIONS | read_sections(SECTIONS, RunDir(resume).config()))
+    config = PretrainRunConfig(**parsed.configs)
+    config = replace(config, data=with_digest(config.data))
     resolved = resolve(config.launch)
+    run = RunDir(resume or parsed.extra.run_dir or RUNS)
     with ExitStack() as held:
-        lock: RunDir | None = None
         if is_first():
-            task = config.prepare_task()
-            print(resolved.message)
-            print(task.describe())
-            run_dir = run_dir or RunDir.fresh(RUNS).path
-            lock = RunDir(run_dir)
-            held.enter_context(lock.hold() if resume else lock.hold_new())
-            print(f"run directory: {run_dir}", flush=True)
-            RunDir(run_dir).write_config(config.to_dict())
-        args = (config, resolved, run_dir or RUNS, resume, lock)
-        restarts, threads = config.launch.max_restarts, resolved.threads
-        options: dict[str, Any] = {"max_restarts": restarts, "threads": threads}
-        code = launch(run_rank, args, resolved.num_ranks, run_dir=run_dir, **options)
-
-        # a new run that failed at once leaves its logs at most, not in a folder that another took
-        if code and not resume and lock and lock.is_in_place():
+            print(f"{resolved.message}\n{config.prepare_task().describe()}")
+            if not (resume or parsed.extra.run_dir):
+                run = RunDir.fresh(RUNS)
+            held.enter_context(run.hold() if resume else run.hold_new())
+            print(f"run directory: {run.path}", flush=True)
+            run.write_config(saved_form(config))
+        code = launch(
+            run_rank,
+            (config, resolved, run, bool(resume)),
+            resolved.num_ranks,
+            max_restarts=config.launch.max_restarts,
+            run_dir=run.path,
+            threads=resolved.threads,
+        )
+        # a new run that failed leaves its logs at most; the folder may be another's by now
+        if code and not resume and run.lock and run.is_in_place():
             close_logging()
-            lock.discard_unstarted(code)
+            run.discard_unstarted(code)
         return code

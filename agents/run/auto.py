@@ -31,8 +31,9 @@ from rl_dist.machine import available_cores, cpu_has_bf16, peak_memory_bytes
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
-from rl_dist.strategies.config import StrategyConfig, autocast_dtype
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.measure import HEADROOM, TOLERANCE, Candidate, doublings, fastest
+from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 
 SMALLEST, LARGEST = 8, 2**19  # sequences of a rank between which batch_size auto chooses
@@ -163,8 +164,7 @@ class Trials:
 
     def steps(self, config: RunConfig) -> Iterator[None]:
         """Take the gradient steps of this rank together with the other ranks."""
-        options: dict[str, Any] = {"device_ids": self.gpu_ids, "batch_axes": Policy.BATCH_AXES}
-        strategy = replace(config.launch.strategy_config, **options)
+        strategy = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
         return self._steps(config, self.world, strategy)
 
     def _steps(
@@ -197,7 +197,7 @@ class Trials:
         # together: steps of the real size
         strategy = Strategy(strategy_config, world)
         try:
-            ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation, config.speed)
+            ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
             minibatch = minibatch.pick(Tensor.narrow, 0, sizes.batch_size)
             while True:
                 ppo.step(minibatch)

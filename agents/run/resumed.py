@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHANGEABLE = {
     "num_episodes", "total_steps",
     "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
-    "gradient_compression", "fallback", "fused_adam", "max_restarts",
+    "gradient_compression", "fallback", "max_restarts",
     "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
     "env_groups", "max_bad_steps", "loggers",
     "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",

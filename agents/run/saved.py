@@ -13,13 +13,13 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from agents.config import RunConfig, probe
+from agents.config import RunConfig, TrainConfig, probe
 from agents.network.inputs import Normalizer, observation_normalizer
 from agents.policy import Policy, PolicyConfig
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
-from rl_dist.checkpoint.spec import MEASURED, RUN, kind_of
+from rl_dist.checkpoint.spec import FIT, MEASURED, RUN, kind_of
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
@@ -35,13 +35,16 @@ from rl_dist.errors import UserError, printable
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir, runs_below
-from rl_dist.strategies.config import autocast_dtype
+from rl_dist.strategies.precision import autocast_dtype
 
 if TYPE_CHECKING:
     from envs.task import GymTask
     from envs.trading.task import TradingTask
 
 
+FEATURES = "feature LSTM"  # in checkpoints of agents.pretrain
+FEATURE_PARTS = ("feature_core.", "feature_mlp.")
+MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
 Which = Literal["last", "best", ""]  # checkpoint of a run
 
 
@@ -169,14 +172,15 @@ def load_agent(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InitialWeights:
     """Weights that a new run begins with, and statistics that belong to them."""
 
-    path: Path
-    weights: dict[str, Tensor]  # by their names in the policy, whose others stay
+    weights: dict[str, Tensor]  # by their names in the policy
+    parts: tuple[str, ...] = ("",)  # prefixes of the names of these weights; the others stay
     obs: dict[str, Tensor]  # of normalisers' states; what is missing stays
-    rewards: dict[str, Tensor]
+    rewards: dict[str, Tensor] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)  # settings that the run must share
 
     def load_into(self, policy: Policy) -> None:
         """Give a fresh policy the weights."""
@@ -188,20 +192,56 @@ class InitialWeights:
         rewards.load_state_dict(rewards.state_dict() | self.rewards)
 
 
-def load_initial(path: str) -> InitialWeights:
-    """Read the checkpoint that --init_from names, of a run directory the best one."""
-    file, state = load_saved(path, "")
-    moments = state["obs_normalizer"], state["reward_normalizer"]
-    return InitialWeights(file, state["policy"], *moments)
+def initial_weights(config: TrainConfig) -> InitialWeights | None:
+    """Read the weights that --init_from or --pretrained names; None: random ones.
+
+    A directory means its best checkpoint. Statistics of a pre-training weigh as much as those that
+    the normaliser has seen by itself.
+    """
+    if config.init_from:
+        _, state = load_saved(config.init_from, "")
+        moments = {"obs": state["obs_normalizer"], "rewards": state["reward_normalizer"]}
+        return InitialWeights(weights=state["policy"], **moments)
+    if not config.pretrained:
+        return None
+    file, state = load_saved(config.pretrained, "", FIT)
+    module, extra = state["module"], state["extra"]
+    shapes = {name: list(module[name].shape) for name in MOMENTS if name in module}
+    if extra.get("kind") != FEATURES or shapes != dict.fromkeys(MOMENTS, [extra.get("num_obs")]):
+        raise UserError(f"{file} is no feature LSTM: name a run of python -m agents.pretrain")
+    return InitialWeights(
+        weights={name: value for name, value in module.items() if name.startswith(FEATURE_PARTS)},
+        parts=FEATURE_PARTS,
+        obs={name.removeprefix("normalizer."): module[name] for name in MOMENTS},
+        needs={name: extra.get(name) for name in ("observation", "num_obs", "hidden_size")},
+    )
 
 
 def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
-    """Refuse --init_from of other shapes, before anything is written."""
-    initial = load_initial(config.train.init_from)
+    """Refuse --init_from or --pretrained that does not fit the run."""
+    train = config.train
+    flag = (
+        f"--init_from {train.init_from}" if train.init_from else f"--pretrained {train.pretrained}"
+    )
     try:
-        check_weights(probe(task).empty_policy(config), initial.weights)
+        initial = initial_weights(train)
+        if initial is None:
+            return
+        policy = probe(task).empty_policy(config)
+        here = config.values | {"num_obs": policy.num_obs}
+        for name, value in initial.needs.items():
+            if here[name] != value:
+                raise UserError(f"{name} {here[name]} does not fit (it has {value}): use {value}")
+        if train.pretrained and not train.normalize_obs:
+            raise UserError("it needs normalised observations: leave --no-normalize_obs out")
+        others = {
+            name: value
+            for name, value in policy.state_dict().items()
+            if not name.startswith(initial.parts)
+        }
+        check_weights(policy, others | initial.weights)
     except UserError as error:
-        raise UserError(f"--init_from {config.train.init_from}: {error}") from None
+        raise UserError(f"{flag}: {error}") from None
 
 
 def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:

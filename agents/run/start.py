@@ -18,6 +18,7 @@ from agents.config import AUTO, RunConfig, TrainConfig, forget_probed, probe, wi
 from agents.ppo import PPOConfig, learning_rate
 from agents.run.choice import RUNS, choose_run, describe_preset, is_first, parse_training
 from agents.run.limits import check_rollouts
+from agents.run.saved import check_initial
 from agents.run.sizes import Sizes, in_ranks, shard_sizes
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import UserError, explained, print_error_once, report_to_caller
@@ -28,8 +29,6 @@ from rl_dist.process_group.process_ends import report
 from rl_dist.run_dir import ENDED, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging
-
-CheckWeights = Callable[[RunConfig, Any], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +69,13 @@ class Run:
 
 def prepare(
     held: ExitStack,
-    check_weights: CheckWeights,
     argv: Sequence[str] | None = None,
     several_seeds: Callable[[ParsedFlags], int] | None = None,
 ) -> Run | int:
     """Choose the run that the flags mean, check it, and write its configuration.
 
-    `held` closes the lock on the run; `check_weights` raises ValueError where --pretrained or
-    --init_from does not fit the task; `several_seeds` does what --seeds asks for. Returns the exit
-    code where there is nothing to start, the reason printed.
+    `held` closes the lock on the run; `several_seeds` does what --seeds asks for. Returns the exit
+    code if there is nothing to start; the reason is printed.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parsed = parse_training(words)
@@ -102,7 +99,7 @@ def prepare(
         )
         is_new = not found and (run_dir is None or RunDir(run_dir).is_unused())
         if is_first():
-            announce(config, resolved, found, check_weights)
+            announce(config, resolved, found)
             run_dir = run_dir or RunDir.fresh(RUNS).path
             lock = lock or held.enter_context(RunDir(run_dir).hold_new())
             again = _is_restart(run_dir)
@@ -199,9 +196,7 @@ def _refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path
     return code
 
 
-def announce(
-    config: RunConfig, resolved: ResolvedLaunch, found: Found | None, check_weights: CheckWeights
-) -> None:
+def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -> None:
     """Check what can be checked before ranks start, and print what will happen."""
     train = config.train
     for flag, name in train.named_metrics.items():
@@ -216,8 +211,8 @@ def announce(
             check_rollouts(config, torch.device("cpu"), resolved.num_ranks)
     task: Any = config.prepare_task()
     check_own_parts(config, task)
-    if (train.pretrained or train.init_from) and not found:
-        check_weights(config, task)
+    if not found:
+        check_initial(config, task)
     if found:
         from agents.run.resumed import check_resumable
 

@@ -17,11 +17,10 @@ from rl_dist.strategies.config import (
     Hardware,
     HybridForm,
     Mode,
-    Precision,
     StrategyConfig,
     check_strategy,
-    parameter_dtype,
 )
+from rl_dist.strategies.precision import Precision, parameter_dtype
 
 
 @configuration

@@ -7,7 +7,7 @@
             strategy.backward(loss_of(module(part)))
     grad_norm, stepped = strategy.step(optimizer, max_grad_norm=0.5)
 
-The mean over ranks of the losses is what is differentiated; all ranks step together, or none does.
+The gradient is that of the losses' mean over ranks; all ranks step together, or none does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -29,22 +28,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
 from rl_dist.process_group.join import devices_differ
-from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
-from rl_dist.strategies.config import (
-    COMPRESSIONS,
-    Hardware,
-    StrategyConfig,
-    autocast,
-    autocast_dtype,
-    check_strategy,
-    resolve_shard_size,
-    set_cuda_math,
-)
+from rl_dist.process_group.world import World
+from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy, resolve_shard_size
+from rl_dist.strategies.precision import autocast, autocast_dtype, set_tf32
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_dist.strategies.sharding import Shards
+    from rl_dist.strategies.sharded import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +47,8 @@ class Strategy:
     """
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         world.log_warnings()  # every training passes here, after its logs were set up if ever
         device_type = world.device.type
         hardware = Hardware(world.size, device_type, len(config.device_ids))
@@ -64,19 +56,16 @@ class Strategy:
         if self.mode == "auto":
             raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
         if device_type == "cuda":
-            set_cuda_math(config.precision, config.cudnn_autotune)
+            set_tf32(config.precision)
         # scales losses so that fp16 gradients do not vanish
         self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
         # the last step was skipped, and the loss scale may be the only reason
         self.overflowed: Tensor | bool = False
         self.module: nn.Module | None = None  # as wrapped last
-        self.bare: Any = None  # what was wrapped
-        self.parameters: list[nn.Parameter] = []  # what an optimizer steps: shards in mode hybrid
-        self.group: dist.ProcessGroup | None = None  # of gradients alone; None: the world's
+        self.bare: Any = None  # the module inside
+        self.parameters: list[nn.Parameter] = []  # of the optimizer: shards in mode hybrid
         self.shards: Shards | None = None
         self.mesh: DeviceMesh | None = None  # of hybrid
-        sharded = self.mode == "hybrid" and not config.pipelined
-        self.shard_size = resolve_shard_size(config.shard_size, world.size) if sharded else 1
         self.gradient_bytes = 0
         self._skipped: Tensor | int = 0
         self.unequal_devices = False
@@ -99,53 +88,25 @@ class Strategy:
         self.module = self.bare = module
         self.unequal_devices = devices_differ(self.world)
         if self.mode == "dp":
-            from rl_dist.strategies.data_parallel import DataParallel
+            from rl_dist.strategies.replicas import DataParallel
 
-            self.module = DataParallel(module, self.config.device_ids, self.config.batch_axes)
+            self.module = DataParallel(module, self.config.device_ids)
         elif self.mode == "ddp":
-            self.module = self._with_ddp(module)
-        elif self.mode == "hybrid":
-            from rl_dist.strategies.sharding import Shards  # a second to import
+            from rl_dist.strategies.replicas import with_ddp
 
-            self.shards = Shards(module, self.shard_size, self.world)
+            self.module = with_ddp(module, self.gradient_bytes, self.config, self.world)
+        elif self.mode == "hybrid":
+            from rl_dist.strategies.sharded import Shards  # a second to import
+
+            size = resolve_shard_size(self.config.shard_size, self.world.size)
+            self.shards = Shards(module, size, self.world)
             self.parameters = self.shards.parameters
             self.mesh = self.shards.mesh
         return self.module
 
-    def _with_ddp(self, module: nn.Module) -> nn.Module:
-        config, device, world = self.config, self.world.device, self.world
-        with world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
-            if config.backend and self.group is None:
-                self.group = dist.new_group(backend=config.backend, timeout=GROUP_TIMEOUT)
-            # newer torch wants another name for it, which 2.11 does not know
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-            from rl_dist.strategies.ordered_ddp import OrderedDDP
-
-            wrapped = OrderedDDP(
-                module,
-                device_ids=[device.index] if device.type == "cuda" else None,
-                process_group=self.group,
-                # buffers are merged over ranks by their owner, not overwritten
-                broadcast_buffers=False,
-                gradient_as_bucket_view=config.gradient_as_bucket_view,
-                static_graph=config.static_graph,
-                find_unused_parameters=config.find_unused_parameters,
-                bucket_cap_mb=config.bucket_mb or math.ceil(self.gradient_bytes / 2**20) + 1,
-            )
-        hook: Any = COMPRESSIONS[config.gradient_compression]
-        group = self.group
-
-        # without annotations, for torch compares them with its own types
-        def reduce(state, bucket):  # type: ignore[no-untyped-def]
-            world.gradients_ready()
-            return hook(group, bucket)
-
-        wrapped.register_comm_hook(None, reduce)
-        return wrapped
-
     @property
     def takes_plans(self) -> bool:
-        """Whether forward takes inputs that are no tensors: dp cannot cut them."""
+        """Whether forward takes inputs other than tensors: dp cannot cut them."""
         return self.mode != "dp"
 
     @contextmanager
@@ -159,7 +120,7 @@ class Strategy:
             yield
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Enclose a forward pass, whose matrix products get the strategy's precision."""
+        """Enclose a forward pass, so that its products have the strategy's precision."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     @contextmanager
@@ -186,12 +147,13 @@ class Strategy:
 
         A loss scale that was too large falls, and sets `overflowed`. Returns the norm before
         clipping, and whether the step was taken. With a fused optimizer of torch nobody waits
-        for a GPU, unless that is looked at.
+        for a GPU until that is read.
 
         Raises:
             UserError: the optimizer steps other parameters than `parameters`, or one was not used.
         """
-        self._check_gradients(optimizer)
+        if self.mode in ("ddp", "hybrid"):
+            self._check_gradients(optimizer)
         if self.scaler:
             self.scaler.unscale_(optimizer)
         if self.shards:
@@ -218,10 +180,10 @@ class Strategy:
         return int(self._skipped)
 
     def agreed_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of rank 0's gradient where devices differ; all ranks call.
+        """Return the norm of rank 0's gradient if devices differ; all ranks call.
 
         The reduced gradients are equal to the bit, but unequal devices add their squares in another
-        order: each would clip by a factor of its own, and the ranks would drift apart.
+        order: each would clip by another factor, and the ranks would drift apart.
         """
         if self.unequal_devices:
             with self.world.waiting("norm of the gradient"):
@@ -230,27 +192,23 @@ class Strategy:
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients that would not be reduced, and parameters that are not trained."""
-        if self.mode not in ("ddp", "hybrid"):
-            return
         known = {id(parameter) for parameter in self.parameters}
-        stepped = (each for group in optimizer.param_groups for each in group["params"])
-        foreign = [each for each in stepped if id(each) not in known]
-        if self.shards:
-            if foreign:
-                raise UserError(
-                    "the optimizer holds parameters that strategy hybrid has replaced by shards: "
-                    "make it of strategy.parameters, after wrap"
-                )
-            return
-        if late := [each for each in foreign if each.grad is not None]:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        foreign = [parameter for parameter in stepped if id(parameter) not in known]
+        if self.shards and foreign:
+            raise UserError(
+                "the optimizer holds parameters that strategy hybrid has replaced by shards: "
+                "make it of strategy.parameters, after wrap"
+            )
+        if late := [parameter for parameter in foreign if parameter.grad is not None]:
             raise UserError(
                 f"the optimizer holds a parameter of shape {list(late[0].shape)} that was not "
                 "there, or frozen, when the module was wrapped: its gradient is not reduced"
             )
-        if self.config.find_unused_parameters or self.config.static_graph:
+        if self.shards or self.config.find_unused_parameters:
             return
         named = self.bare.named_parameters()
-        unused = [name for name, each in named if id(each) in known and each.grad is None]
+        unused = [name for name, p in named if id(p) in known and p.grad is None]
         if unused:
             raise UserError(
                 f"{len(unused)} parameter(s) took no part in this step, such as {unused[0]}: use "
@@ -258,7 +216,7 @@ class Strategy:
             )
 
     def module_state(self) -> dict[str, Tensor]:
-        """Return the whole `state_dict`, alike in every mode; all ranks call."""
+        """Return the whole `state_dict`, the same in every mode; all ranks call."""
         return self.shards.module_state() if self.shards else self.bare.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -271,7 +229,7 @@ class Strategy:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Go on from whole states, saved in whatever mode by however many ranks."""
+        """Continue from whole states, saved in any mode by any number of ranks."""
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:
@@ -279,7 +237,7 @@ class Strategy:
             optimizer.load_state_dict(optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the loss scale of fp16."""
+        """Return the state of a resumed run: the loss scale of fp16."""
         return {"loss_scaler": self.scaler.state_dict()} if self.scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -288,16 +246,12 @@ class Strategy:
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Let go of the module and of groups of its own; the world stays open."""
-        if self.group is not None and dist.is_initialized():  # else it went with the world
-            nccl = self.config.backend == "nccl"
-            with self.world.waiting("end of the gradients' group") if nccl else nullcontext():
-                destroy_group(self.group)
+        """Release the module, and the groups of a mesh; the world stays open."""
         if self.mesh is not None:
             from rl_dist.strategies.mesh import close_mesh
 
             close_mesh(self.mesh)
-        self.module = self.bare = self.shards = self.group = self.mesh = None
+        self.module = self.bare = self.shards = self.mesh = None
         self.parameters = []
 
 
@@ -316,7 +270,7 @@ class EagerAdam(torch.optim.Adam):
 
 
 def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if the flag [] is set; torch's fused optimizers look at it on the GPU."""
+    """Step if the flag [] is set; torch's fused optimizers read it on the GPU."""
     fused: Any = optimizer
     if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
         # as torch.amp.GradScaler does
@@ -327,13 +281,13 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def make_adam(parameters: Iterable[nn.Parameter], lr: float, fused: bool) -> torch.optim.Adam:
-    """Return Adam with the step that `SpeedConfig.fused_adam` asks for."""
-    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=fused)
+def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Adam:
+    """Return Adam, whose step is one kernel."""
+    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=True)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return saved state of one group, with the options of `optimizer`."""
     saved = state["param_groups"][0]
-    own = optimizer.param_groups[0]
-    return state | {"param_groups": [own | {"params": saved["params"]}]}
+    options = optimizer.param_groups[0]
+    return state | {"param_groups": [options | {"params": saved["params"]}]}

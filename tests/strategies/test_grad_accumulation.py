@@ -1,4 +1,4 @@
-"""--grad_accumulation n, fused Adam, compressed gradients: one rank, and two in two_ranks.py."""
+"""--grad_accumulation n, compressed gradients: one rank, and two in two_ranks.py."""
 
 import functools
 import itertools
@@ -14,7 +14,6 @@ from agents.config import TrainConfig
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training, train
 from rl_dist.process_group.world import StopFlag
-from rl_dist.strategies.strategy import keep_options, make_adam
 from rl_dist.telemetry.metrics import NullWriter
 
 PARTS = [{"batch_size": 8, "grad_accumulation": 2}, {"batch_size": 4, "grad_accumulation": 4}]
@@ -162,62 +161,3 @@ def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_alike(rank
     losses = [each[0]["record"]["losses"] for each in (plain, compressed)]
     norms = [[one["optim/grad_norm"] for one in each] for each in losses]
     assert norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=2**-7)
-
-
-# ---- a group of their own
-
-
-@pytest.mark.parametrize("name", ["single", "compressed"])
-def test_gradients_in_a_group_of_their_own_are_the_same_bit_for_bit(ranks, name):
-    for rank in ranks:
-        own, worlds = rank[f"{name}, own group"], rank[name]
-        assert own["record"]["hashes"] == worlds["record"]["hashes"] != []
-        assert own["sent"]["in their own"] == worlds["sent"]["in the world's"] > 0
-
-
-def test_a_group_is_left_without_waiting_for_the_other_rank_and_the_world_goes_on(ranks):
-    assert [rank["closed"] for rank in ranks] == [["gloo", 2, True, 2.0], ["gloo", 2, 2.0]]
-
-
-# ---- fused Adam
-
-
-def test_fused_adam_steps_like_adam(once):
-    plain, fused = (once(iterations=1, fused_adam=choice) for choice in (False, True))
-    assert (plain.ppo.optimizer.defaults["fused"], fused.ppo.optimizer.defaults["fused"]) == (0, 1)
-    torch.testing.assert_close(last(fused), last(plain), rtol=1e-12, atol=1e-12)
-
-
-def test_fused_steps_are_the_same_bit_for_bit_with_any_number_of_threads():
-    def stepped(num_threads):
-        torch.set_num_threads(num_threads)
-        generator = torch.Generator().manual_seed(0)
-        parameter = torch.nn.Parameter(torch.randn(100_003, generator=generator))
-        optimizer = make_adam([parameter], 0.1, "auto")
-        for _ in range(3):
-            parameter.grad = torch.randn(100_003, generator=generator)
-            optimizer.step()
-        return parameter.detach()
-
-    before = torch.get_num_threads()
-    found = [stepped(number) for number in (1, 2, 3)]
-    torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True)])
-def test_whether_steps_are_fused_is_the_choice_of_the_resumed_run(saved, now):
-    def stepped(fused, state=None):
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = make_adam([parameter], 0.1, fused)
-        if state:
-            optimizer.load_state_dict(keep_options(optimizer, state))
-        parameter.grad = torch.tensor([0.1, 0.2, -0.3])
-        optimizer.step()
-        return parameter.detach(), optimizer.state_dict()
-
-    _, state = stepped(saved)
-    again, of_now = stepped(now, state)
-    assert of_now["param_groups"][0]["fused"] is now
-    assert float(of_now["state"][0]["step"]) == 2
-    torch.testing.assert_close(again, stepped(saved, state)[0])

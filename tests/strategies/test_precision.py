@@ -15,7 +15,8 @@ from agents.trainer import train
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.world import StopFlag
-from rl_dist.strategies.config import StrategyConfig, autocast, check_precision, set_cuda_math
+from rl_dist.strategies.config import StrategyConfig
+from rl_dist.strategies.precision import autocast, check_precision, set_tf32
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import NullWriter
@@ -209,14 +210,14 @@ def test_a_gpu_that_would_emulate_the_precision_is_refused(monkeypatch):
 def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32, monkeypatch):
     """The switches are there without a GPU; a real one must show what they do."""
     cudnn = torch.backends.cudnn
-    kept = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    kept = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:
-        set_cuda_math(name, cudnn_autotune=tf32)
-        assert torch.backends.cuda.matmul.allow_tf32 == cudnn.allow_tf32 == cudnn.benchmark == tf32
+        set_tf32(name)
+        assert torch.backends.cuda.matmul.allow_tf32 == cudnn.allow_tf32 == tf32
         assert cudnn.rnn.fp32_precision == ("tf32" if tf32 else "none")
     finally:
         torch.set_float32_matmul_precision(kept[0])
-        cudnn.allow_tf32, cudnn.benchmark = kept[1:]
+        cudnn.allow_tf32 = kept[1]
 
 
 def test_what_cannot_be_is_refused(world):

@@ -24,11 +24,11 @@ def test_a_run_in_bf16_is_evaluated_and_goes_on_in_bf16(monkeypatch, capsys, tmp
     run_dir = tmp_path / "run"
     begun = ["--total_steps", "256", "--precision", "bf16", "--run_dir", run_dir]
     assert train_here(monkeypatch, *RECALL, *begun) == 0
-    resumed = ["--resume", run_dir, "--total_steps", "512", "--no-fused_adam"]
+    resumed = ["--resume", run_dir, "--total_steps", "512"]
     assert train_here(monkeypatch, *resumed) == 0
     assert all(math.isfinite(record["loss/value"]) for record in records(run_dir))
     agent = load_agent(run_dir)
-    assert agent.policy.low_precision == torch.bfloat16 and not agent.config.speed.fused_adam
+    assert agent.policy.low_precision == torch.bfloat16
     assert evaluate_here(monkeypatch, run_dir) == 0
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, "--precision", "fp32") == 2

@@ -54,9 +54,6 @@ def test_a_mode_is_what_the_hardware_makes_of_it(mode, hardware, meant):
         ({"mode": "hybrid", "precision": "fp16"}, TWO, "precision fp16"),
         ({"mode": "auto", "shard_size": 3}, TWO, "shard_size 3"),
         ({"gradient_compression": "bf16"}, Hardware(1), "gradient_compression bf16"),
-        ({"mode": "none", "backend": "gloo"}, Hardware(1), "backend gloo"),
-        ({"mode": "ddp", "backend": "nccl"}, TWO, "backend nccl"),
-        ({"mode": "ddp", "backend": "mpi"}, TWO, "backend mpi"),
         ({"precision": "tf32"}, Hardware(1), "precision tf32"),
     ],
 )

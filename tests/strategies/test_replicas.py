@@ -1,25 +1,25 @@
-"""Three ranks and more: a process that has just started reduces gradients as every other one."""
+"""Replicas: DDP whose first step is as every other, unlike devices, and DataParallel by hand."""
+
+import json
 
 import ordered_ranks
 import pytest
 import torch
 from agents_ranks import world_of_one
+from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from train_runs import REPO, start
 
+from agents.policy import Evaluation
 from rl_dist.launch.ranks import launch
-from rl_dist.strategies.ordered_ddp import OrderedDDP
+from rl_dist.strategies.replicas import BatchFirst, DataParallel, OrderedDDP
 from rl_dist.strategies.strategy import EagerAdam
 
 pytestmark = pytest.mark.timeout(300)
-PRIVATE = (
-    "DistributedDataParallel._build_params_for_reducer, Reducer._push_all_rebuilt_params or "
-    "Reducer._rebuild_buckets"
-)
 
 
-@pytest.mark.slow  # what it hangs on is tested below
+@pytest.mark.slow  # its cause is tested below
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one_that_went_on(
     num_ranks, tmp_path
@@ -27,7 +27,7 @@ def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one
     assert launch(ordered_ranks.exercise, (str(tmp_path),), num_ranks) == 0
     for path in sorted(tmp_path.glob("rank_*.pt")):
         found = torch.load(path, weights_only=True)
-        assert len(found) > 15
+        assert len(found) > 10
         same = {name for name, rows in found.items() if (rows == rows[0]).all() and rows.any()}
         assert same == found.keys(), f"{path.stem}, torch {torch.__version__}"
 
@@ -51,8 +51,8 @@ def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_the_private_parts_of_torch_are_those_of_2_11_to_2_13(unused):
-    """Buckets are ordered once, before the first step, the last parameters first."""
+def test_buckets_are_ordered_before_the_first_step_the_last_parameters_first(unused):
+    """A failure means that another torch has changed the private parts that OrderedDDP uses."""
     net = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50), nn.Linear(50, 7))
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     steps = []
@@ -61,29 +61,21 @@ def test_the_private_parts_of_torch_are_those_of_2_11_to_2_13(unused):
         steps[-1].append([names[id(parameter)] for parameter in bucket.parameters()])
         return allreduce_hook(None, bucket)
 
-    changed = (
-        f"torch {torch.__version__} has changed {PRIVATE}, which rl_dist/strategies/ordered_ddp.py "
-        "uses and which was checked with torch 2.11, 2.12 and 2.13: adapt OrderedDDP"
-    )
     with world_of_one():
-        try:
-            wrapped = OrderedDDP(net, bucket_cap_mb=0.01, find_unused_parameters=unused)
-        except (AttributeError, TypeError) as error:
-            pytest.fail(f"{changed}: {error}")
+        wrapped = OrderedDDP(net, bucket_cap_mb=0.01, find_unused_parameters=unused)
         wrapped.register_comm_hook(None, note)
         for _ in range(3):
             steps.append([])
             wrapped(torch.ones(2, 40)).sum().backward()
-    assert steps[0] == steps[1] == steps[2], changed
-    assert unused or (len(steps[0]) > 1 and steps[0][0][0] == "2.bias"), changed
+    assert steps[0] == steps[1] == steps[2]
+    assert unused or (len(steps[0]) > 1 and steps[0][0][0] == "2.bias")
 
 
 LEAVE_AT_ONCE = """
 import faulthandler, torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from train_runs import REPO, start
 from agents_ranks import world_of_one
-from rl_dist.strategies.ordered_ddp import OrderedDDP
+from rl_dist.strategies.replicas import OrderedDDP
 
 def hook(state, bucket):
     return allreduce_hook(None, bucket)
@@ -104,3 +96,34 @@ def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr
+
+
+def test_ranks_whose_devices_round_differently_stay_equal(ranks_folder):
+    first, second = (json.loads((ranks_folder / f"{rank}.json").read_text()) for rank in range(2))
+    equal = {name for name in first if first[name] == second[name]}
+    # left to themselves, ranks of ddp drift apart; a group of shards sums one norm anyway
+    assert equal == {"ddp True", "hybrid True", "hybrid False"}
+
+
+@pytest.mark.parametrize("space", [BOX, DISCRETE], ids=["box", "discrete"])
+@pytest.mark.parametrize("form", ["clstm", "window of 4", "mlp", "no memory"])
+def test_slots_cut_into_parts_are_evaluated_as_all_together(form, space):
+    """Cut and joined by hand: several GPUs are torch's own part, and are not run here."""
+    policy = make_policy(FORMS[form], space)
+    obs, state, starts, noise = make_inputs(policy, num_envs=7)
+    actions = torch.randint(3, starts.shape) if space is DISCRETE else noise
+    inputs = obs, actions, state, starts
+    whole = policy(*inputs)
+    assert all(map(torch.equal, DataParallel(policy, [0, 1])(*inputs), whole))  # nothing is cut
+    chunks = [
+        tensor.movedim(axis, 0).chunk(3)
+        for tensor, axis in zip(inputs, policy.BATCH_AXES, strict=True)
+    ]
+    outputs = [BatchFirst(policy)(*part) for part in zip(*chunks, strict=True)]
+    joined = Evaluation(*(torch.cat(terms).movedim(0, 1) for terms in zip(*outputs, strict=True)))
+    torch.testing.assert_close(joined, whole, rtol=1e-12, atol=1e-12)
+    gradients = [
+        torch.autograd.grad(sum(part.square().sum() for part in found), list(policy.parameters()))
+        for found in (joined, whole)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
