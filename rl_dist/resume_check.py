@@ -8,6 +8,7 @@ iteration K, and resumed. Both runs have the same budget, and so the same learni
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import shutil
 import signal
@@ -27,10 +28,9 @@ from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.run_dir import RunDir
 
-# Small sizes unless others are given, and no evaluation, which has no part in the proof.
+# Small sizes unless the user gives others, and no validation, which has no part in the proof.
 SIZES = {"num_envs": 8, "num_steps": 32}
-OTHERS = {"bptt_steps": "8", "batch_size": "8", "validate_every": "0", "eval_episodes": "2"}
-TRADING = "StockTrading-v0"  # evaluated on all of its days: it takes no --eval_episodes
+SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
 # on another number of ranks, sums are rounded differently
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 ATTEMPTS = 3
@@ -61,7 +61,7 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
     """Return nested dicts and lists as one dict from path to tensor or plain value."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    if not isinstance(value, dict) or not value:  # an empty one is something, too
+    if not isinstance(value, dict) or not value:  # an empty one counts as a value
         return {path: value}
     leaves: dict[str, Any] = {}
     for key, entry in value.items():
@@ -132,22 +132,20 @@ class ResumePlan:
     iterations: int  # before the kill, and again after it
     num_gpus: int
     resume_on: int
-    flags: list[str]  # for every fresh run
+    flags: list[str]  # of every fresh run
     folder: Path
 
     def start(self, name: str) -> Child:
         """Start a run from the beginning."""
-        flags = [*self.flags, f"--num_gpus={self.num_gpus}", f"--run_dir={self.folder / name}"]
-        return self._start(name, flags)
+        return self._start([*self.flags, f"--run_dir={self.folder / name}"], self.num_gpus)
 
-    def resume(self) -> Child:
-        """Continue the killed run."""
-        run_dir = self.folder / "killed"
-        return self._start("resumed", [f"--resume={run_dir}", f"--num_gpus={self.resume_on}"])
+    def resume(self, name: str) -> Child:
+        """Continue a run."""
+        return self._start([f"--resume={self.folder / name}"], self.resume_on)
 
-    def _start(self, name: str, flags: list[str]) -> Child:
-        variables = {"TMPDIR": str(self.folder)}
-        return Child([SCRIPT, *flags], self.folder, name, variables=variables)
+    def _start(self, flags: list[str], num_gpus: int) -> Child:
+        words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
+        return Child(words, self.folder, variables={"TMPDIR": str(self.folder)})
 
 
 def _finish(run: Child) -> None:
@@ -157,7 +155,7 @@ def _finish(run: Child) -> None:
     finally:
         run.kill()
     if code:
-        raise UserError(f"training ended with code {code}: {run.error()}", exit_code=1)
+        raise UserError(str(run.error()), exit_code=2 if code == 2 else 1)
 
 
 def run_and_kill(plan: ResumePlan, saved: Path) -> int:
@@ -186,46 +184,42 @@ def run_and_kill(plan: ResumePlan, saved: Path) -> int:
 def check(plan: ResumePlan) -> bool:
     """Make the three runs and print the comparison; return True if they are equal."""
     k = plan.iterations
-    _say(f"straight: iterations 1..{2 * k} ...")
+    print(f"straight: iterations 1..{2 * k} ...", flush=True)
     _finish(plan.start("straight"))
-    _say(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...")
+    print(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...", flush=True)
     saved = RunDir(plan.folder / "killed").checkpoints / f"iteration_{k:08d}.pt"
     reached = run_and_kill(plan, saved)
     state = load_checkpoint(saved)
     if state.get("environments") is None:
-        _say(
+        print(
             "not bit-identical, and cannot be: this environment cannot be snapshotted (it has no "
             "get_state and set_state), so its episodes restart at resume; docs/own_environment.md, "
             "Exact resume, shows how it can take part"
         )
         return False
-    _say(f"killed after iteration {reached}; resumed: iterations {k + 1}..{2 * k} ...")
-    _finish(plan.resume())
+    print(f"killed after iteration {reached}; resumed: iterations {k + 1}..{2 * k} ...", flush=True)
+    _finish(plan.resume("killed"))
     dtype = next(leaf.dtype for leaf in flatten(state["policy"]).values())
     return compare(plan, TOLERANCES[dtype])
 
 
 def compare(plan: ResumePlan, tolerance: float) -> bool:
-    """Print whether both runs are equal: on as many ranks bit for bit."""
-    exact = plan.num_gpus == plan.resume_on
-    limit = "" if exact else f" within {tolerance:g}"
+    """Print whether both runs are equal: bit for bit on the same number of ranks."""
+    is_exact = plan.num_gpus == plan.resume_on
+    limit = "" if is_exact else f" within {tolerance:g}"
     runs = {"straight": plan.folder / "straight", "resumed": plan.folder / "killed"}
-    left, right = (result_of(run_dir, with_ranks=exact) for run_dir in runs.values())
-    lines = differences(left, right, 0.0 if exact else tolerance)
+    left, right = (result_of(run_dir, with_ranks=is_exact) for run_dir in runs.values())
+    lines = differences(left, right, 0.0 if is_exact else tolerance)
     if lines:
         more = f" ({len(lines) - 1} more differ)" if len(lines) > 1 else ""
-        _say(f"different{limit}: {lines[0]}{more}")
-    elif exact:
-        _say(f"bit-identical: all {len(left)} tensors and numbers of checkpoint and metrics")
+        print(f"different{limit}: {lines[0]}{more}")
+    elif is_exact:
+        print(f"bit-identical: all {len(left)} tensors and numbers of checkpoint and metrics")
     else:
-        _say(f"equal{limit}, on {plan.num_gpus} and then on {plan.resume_on} rank(s)")
+        print(f"equal{limit}, on {plan.num_gpus} and then on {plan.resume_on} rank(s)")
     for name, run_dir in runs.items():
-        _say(f"parameters SHA-256 {parameter_sha256(run_dir)} {name}")
+        print(f"parameters SHA-256 {parameter_sha256(run_dir)} {name}")
     return not lines
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 # ---- the command
@@ -239,31 +233,26 @@ def plan_of(argv: Sequence[str] | None, folder: Path) -> ResumePlan:
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-
-    def add(name: str, default: Any, what: str = argparse.SUPPRESS, **options: Any) -> None:
-        dashed = "--" + name.replace("_", "-")
-        parser.add_argument(f"--{name}", dashed, default=default, help=what, **options)
-
-    add("iterations", 5, "before the kill and after it (default: 5)", type=int, metavar="K")
-    add("num_gpus", -1, "as in training (default: -1)", type=int, metavar="N")
-    add("resume_on", None, "ranks of the resumed run (default: as before)", type=int, metavar="M")
-    for name, default in {**SIZES, **OTHERS, "env": TRADING, "scaling": "strong"}.items():
-        add(name, default, type=type(default))
+    add = functools.partial(parser.add_argument, type=int)
+    add("--iterations", default=5, metavar="K", help="before the kill and after it (default: 5)")
+    add("--num_gpus", default=-1, metavar="N", help="as in training (default: -1)")
+    add("--resume_on", metavar="M", help="ranks of the resumed run (default: as before)")
+    for name, default in SIZES.items():
+        add(f"--{name}", f"--{name.replace('_', '-')}", default=default, help=argparse.SUPPRESS)
+    parser.add_argument("--scaling", default="strong", help=argparse.SUPPRESS)
     args, flags = parser.parse_known_args(argv)
     for name in ("iterations", *SIZES):
         if not 1 <= getattr(args, name) <= 10**6:
             raise UserError(f"--{name} must be 1..1000000, got {getattr(args, name)}")
     copies = max(1, args.num_gpus) if args.scaling == "weak" else 1
-    steps = 2 * args.iterations * args.num_envs * args.num_steps * copies
-    chosen = {name: getattr(args, name) for name in ("env", "scaling", *SIZES, *OTHERS)}
-    chosen |= {"total_steps": steps, "checkpoint_every": args.iterations, "keep_checkpoints": 3}
-    if args.env == TRADING:
-        del chosen["eval_episodes"]
+    chosen = {name: getattr(args, name) for name in ("scaling", *SIZES)}
+    chosen["total_steps"] = 2 * args.iterations * args.num_envs * args.num_steps * copies
+    chosen |= {"checkpoint_every": args.iterations, "keep_checkpoints": 3}
     return ResumePlan(
         iterations=args.iterations,
         num_gpus=args.num_gpus,
         resume_on=args.num_gpus if args.resume_on is None else args.resume_on,
-        flags=[*flags, *(f"--{name}={value}" for name, value in chosen.items())],
+        flags=[*SMALL, *flags, *(f"--{name}={value}" for name, value in chosen.items())],
         folder=folder,
     )
 

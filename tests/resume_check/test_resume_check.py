@@ -107,11 +107,9 @@ def test_bad_usage_is_one_line(flags, expected, capsys):
 def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in(tmp_path):
     given = ["--env", "CartPole-v1", "--num-steps=64", "--scaling", "weak", "--gamma", "0.5"]
     flags = plan_of([*given, "--iterations=3", "--num_gpus=2"], tmp_path).flags
-    assert flags[:2] == ["--gamma", "0.5"]
+    assert flags.index("--batch_size=8") < flags.index("--gamma")  # the user's come later
     assert {"--num_envs=8", "--eval_episodes=2", "--checkpoint_every=3"} <= set(flags)
     assert f"--total_steps={2 * 3 * 8 * 64 * 2}" in flags
-    trading = plan_of(["--num_steps", "32"], tmp_path).flags
-    assert not any("eval_episodes" in word for word in trading)
 
 
 @pytest.mark.slow
