@@ -16,7 +16,6 @@ from agents_ranks import (
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.advantages import explained_variance, rollout_sums
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.rollout import HostFacts
@@ -291,19 +290,6 @@ def test_discounted_returns_run_on_over_rollouts_and_stop_at_episode_ends(world,
         total = gamma * total + 700.0 + age
         expected.append(total)
     assert rows[:, 7].tolist() == pytest.approx(expected)
-
-
-def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one():
-    def explained(values, returns):
-        return explained_variance(rollout_sums(returns, values, returns))
-
-    returns = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-    assert explained(returns, returns) == 1.0
-    # an offset is no variance
-    assert float(explained(returns - 5.0, returns)) == pytest.approx(1.0)
-    assert float(explained(torch.full((2, 2), 9.0), returns)) == pytest.approx(0.0)
-    assert float(explained(-returns, returns)) == pytest.approx(-3.0)
-    assert explained(returns, torch.ones(2, 2)) == 0.0
 
 
 def test_learning_learns(world, tmp_path):
