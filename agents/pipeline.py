@@ -22,7 +22,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
 from agents.network.minibatches import Minibatch
-from agents.network.sequences import Plan, run_sequence
+from agents.network.pieces import Plan
+from agents.network.sequences import run_sequence
 from agents.ppo import PPO, LossParts, PPOConfig, ppo_loss
 from rl_dist.errors import UserError
 from rl_dist.process_group.join import devices_differ

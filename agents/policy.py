@@ -19,7 +19,8 @@ from agents.network import heads
 from agents.network.cores import CORES, PassThrough, State
 from agents.network.inputs import Encoder
 from agents.network.own_core import make_core
-from agents.network.sequences import Plan, run_sequence
+from agents.network.pieces import Plan
+from agents.network.sequences import run_sequence
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration

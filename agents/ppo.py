@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from agents.network.minibatches import Minibatch, Schedule, make_schedule
-from agents.network.sequences import Plan, state_after
+from agents.network.pieces import Plan
+from agents.network.sequences import state_after
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section

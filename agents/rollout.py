@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agents.network.inputs import Normalizer
-from agents.network.sequences import to_device, to_host
+from agents.network.pieces import to_device, to_host
 from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section

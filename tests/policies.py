@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.network.sequences import PackedRows, plan_pieces, plans_to_device
+from agents.network.pieces import plan_pieces, plans_to_device
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 
@@ -86,5 +86,5 @@ def plans_of(policy, starts):
         return [None]
     batch = np.arange(starts.shape[1])
     plans, _ = plans_to_device(plan_pieces(starts.numpy(), [batch], 1e9, True), starts.device)
-    assert isinstance(plans[0], PackedRows)
+    assert plans[0].packed
     return [None, *plans]

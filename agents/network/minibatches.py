@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.sequences import Plan, plan_pieces, plans_to_device
+from agents.network.pieces import Plan, plan_pieces, plans_to_device
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Minibatch:
     lstm_state: Tensor  # [N, S, H]
 
     def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
-        """Some of the sequences: how(field, axis of sequences, *which) of every field."""
+        """Return some of the sequences: how(field, axis of sequences, *which) of every field."""
         axes = {item.name: 1 for item in fields(self)} | {"lstm_state": 0}
         picked = {name: how(getattr(self, name), axis, *which) for name, axis in axes.items()}
         return Minibatch(**picked)
@@ -46,18 +46,20 @@ def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
 
 @dataclass
 class Schedule:
-    """Sequences of each minibatch of an update; how its microbatches are cut."""
+    """The sequences of each minibatch of an update, and the plans of its microbatches."""
 
     order: Tensor  # [epochs, minibatches, sequences]
-    plans: list[list[Plan]]  # by minibatch, of all epochs, and microbatch; empty: none made yet
+    plans: list[Plan]  # by epoch, minibatch and microbatch; empty: none are made ahead
+    num_microbatches: int
 
     def minibatches(
         self, sequences: Minibatch, epoch: int
     ) -> Iterator[tuple[Minibatch, list[Plan]]]:
-        """An epoch's minibatches: of the sequences of a rollout."""
+        """Yield an epoch's minibatches of a rollout's sequences, with their plans."""
         first = epoch * self.order.shape[1]
-        for number, index in enumerate(self.order[epoch]):
-            plans = self.plans[first + number] if self.plans else []
+        for number, index in enumerate(self.order[epoch], first):
+            begin = number * self.num_microbatches
+            plans = self.plans[begin : begin + self.num_microbatches]
             yield sequences.pick(Tensor.index_select, index), plans
 
 
@@ -69,7 +71,7 @@ def make_schedule(
     call_steps: float | None = None,
     resets_inside: bool = False,
 ) -> Schedule:
-    """The schedule of an update; all its index tables reach the device by one copy.
+    """Return the schedule of an update; all its tables reach the device by one copy.
 
     Args:
         starts: [L, K * B] episode starts.
@@ -82,5 +84,4 @@ def make_schedule(
         batches = order.reshape(-1, order.shape[2] // num_microbatches)
         plans = plan_pieces(starts, list(batches), call_steps, resets_inside)
     plans, (index,) = plans_to_device(plans, device, order)
-    by_minibatch = [plans[i : i + num_microbatches] for i in range(0, len(plans), num_microbatches)]
-    return Schedule(index, by_minibatch)
+    return Schedule(index, plans, num_microbatches)
