@@ -19,8 +19,9 @@ from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
+from rl_dist.strategies.adam import make_adam
 from rl_dist.strategies.precision import autocast_dtype
-from rl_dist.strategies.strategy import Strategy, make_adam
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
 if TYPE_CHECKING:

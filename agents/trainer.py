@@ -35,8 +35,9 @@ from rl_dist.process_group.collectives import (
 )
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.run_dir import SavedCheckpoint
+from rl_dist.strategies.adam import keep_options
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.strategy import Strategy, keep_options
+from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.monitor import Monitor
 

@@ -12,10 +12,9 @@ The gradient is that of the losses' mean over ranks; all ranks step together, or
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
 from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import World
+from rl_dist.strategies.adam import step_if
 from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy, resolve_shard_size
 from rl_dist.strategies.precision import autocast, autocast_dtype, set_tf32
 
@@ -253,41 +253,3 @@ class Strategy:
             close_mesh(self.mesh)
         self.module = self.bare = self.shards = self.mesh = None
         self.parameters = []
-
-
-class EagerAdam(torch.optim.Adam):
-    """Adam that does not load torch.compile, which takes as long as torch itself.
-
-    Torch wraps these methods so that they are never compiled, and loads the compiler for it. The
-    numbers are the same.
-    """
-
-    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
-    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
-    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
-    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
-
-
-def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if the flag [] is set; torch's fused optimizers read it on the GPU."""
-    fused: Any = optimizer
-    if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
-        # as torch.amp.GradScaler does
-        fused.grad_scale, fused.found_inf = None, (~finite).float()
-        fused.step()
-        del fused.grad_scale, fused.found_inf
-    elif finite:
-        optimizer.step()
-
-
-def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Adam:
-    """Return Adam, whose step is one kernel."""
-    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=True)
-
-
-def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return saved state of one group, with the options of `optimizer`."""
-    saved = state["param_groups"][0]
-    options = optimizer.param_groups[0]
-    return state | {"param_groups": [options | {"params": saved["params"]}]}

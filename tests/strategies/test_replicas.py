@@ -13,8 +13,8 @@ from train_runs import REPO, start
 
 from agents.policy import Evaluation
 from rl_dist.launch.ranks import launch
+from rl_dist.strategies.adam import EagerAdam
 from rl_dist.strategies.replicas import BatchFirst, DataParallel, OrderedDDP
-from rl_dist.strategies.strategy import EagerAdam
 
 pytestmark = pytest.mark.timeout(300)
 

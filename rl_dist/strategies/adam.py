@@ -1,0 +1,48 @@
+"""Adam without torch.compile, stepped by a flag on the device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class EagerAdam(torch.optim.Adam):
+    """Adam that does not load torch.compile, which takes as long as torch itself.
+
+    Torch wraps these methods so that they are never compiled, and loads the compiler for it. The
+    numbers are the same.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step if the flag [] is set; torch's fused optimizers read it on the GPU."""
+    fused: Any = optimizer
+    if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
+        # as torch.amp.GradScaler does
+        fused.grad_scale, fused.found_inf = None, (~finite).float()
+        fused.step()
+        del fused.grad_scale, fused.found_inf
+    elif finite:
+        optimizer.step()
+
+
+def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Adam:
+    """Return Adam, whose step is one kernel."""
+    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=True)
+
+
+def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return saved state of one group, with the options of `optimizer`."""
+    saved = state["param_groups"][0]
+    options = optimizer.param_groups[0]
+    return state | {"param_groups": [options | {"params": saved["params"]}]}
