@@ -112,6 +112,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
+        self.reads_steps = self.device.type == "cpu"  # a GPU would have to be waited for
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
@@ -252,9 +253,8 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         self._cash = cash
         self._value = value
         self._shares = shares
-        # skipping the restarts where no episode ended saves the CPU a seventh of a step; a GPU
-        # would have to be waited for
-        if self.device.type == "cpu" and not ended.any():
+        # skipping the restarts if no episode ended saves a seventh of a step
+        if self.reads_steps and not ended.any():
             obs = final_obs.clone()
         else:
             obs = self._restart(ended, final_obs)
