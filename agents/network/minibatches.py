@@ -27,7 +27,7 @@ class Minibatch:
     lstm_state: Tensor  # [N, S, H]
 
     def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
-        """Return some of the sequences: how(field, axis of sequences, *which) of every field."""
+        """Return some sequences: how(field, axis of sequences, *which) of each field."""
         axes = {item.name: 1 for item in fields(self)} | {"lstm_state": 0}
         picked = {name: how(getattr(self, name), axis, *which) for name, axis in axes.items()}
         return Minibatch(**picked)
@@ -46,7 +46,7 @@ def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
 
 @dataclass
 class Schedule:
-    """The sequences of each minibatch of an update, and the plans of its microbatches."""
+    """The sequences of an update's minibatches, and the plans of microbatches."""
 
     order: Tensor  # [epochs, minibatches, sequences]
     plans: list[Plan]  # by epoch, minibatch and microbatch; empty: none are made ahead

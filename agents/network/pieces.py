@@ -1,4 +1,4 @@
-"""Plans of dense calls: sequences cut at episode starts, the pieces grouped or packed.
+"""Plans of dense calls: sequences cut into pieces, which are grouped or packed.
 
 Only dense `nn.LSTM` calls without per-step masks run at full speed. A sequence is therefore cut at
 every episode start into pieces that begin from zero state. Pieces of similar length are padded
@@ -113,7 +113,7 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
 
 
 def pack_rows(table: np.ndarray, num_cells: int, most: int) -> Plan | None:
-    """Pack all pieces of a table into rows as long as the longest; None: over `most` cells."""
+    """Pack the pieces into rows as long as the longest; None: over `most` cells."""
     if num_cells > most:
         return None
     columns, first_cells, last, stateful = table
@@ -181,7 +181,7 @@ def plans_to_device(
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Move integer arrays to a device as int64 tensors; the host does not wait for it."""
+    """Move integer arrays to a device as int64; the host does not wait for it."""
     if not arrays:
         return []
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))

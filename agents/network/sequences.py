@@ -1,4 +1,4 @@
-"""Recurrent networks over [T, N] with episode resets, in the dense calls of a plan."""
+"""Recurrent networks over [T, N] with episode resets, in a plan's dense calls."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def state_after(
     starts: np.ndarray,
     resets_inside: bool = False,
 ) -> Tensor:
-    """Return the state [N, S, H] after the [T, N] steps that `run_sequence` would take.
+    """Return the state [N, S, H] after the [T, N] steps of `run_sequence`.
 
     One dense call from each last episode start of a column to the next; a single one if the network
     takes resets: the step before a start may reset, for its output is not wanted. `starts` is
