@@ -53,53 +53,44 @@ class NewsModel(NamedTuple):
     transition: np.ndarray  # [S, S] chance of each state (column) a day after each other (row)
 
 
-def _followers(state: State) -> list[tuple[float, State]]:
+def _followers(state: State) -> dict[State, float]:
     """Return the states of the next day with their probabilities."""
     aged = [(age + 1, value if abs(value) < 2 else 0) for age, value in state]
     aged = [item for i, item in enumerate(aged) if i == 0 or item[0] < DELAY_DAYS + MOVE_DAYS]
     age, value = aged[0]
     if age == DENIAL_DAYS:
         denied = ((age, -2 * value), *aged[1:])
-        return [(DENIAL_CHANCE, denied), (1.0 - DENIAL_CHANCE, tuple(aged))]
+        return {denied: DENIAL_CHANCE, tuple(aged): 1.0 - DENIAL_CHANCE}
     if age < GAP_DAYS[0]:
-        return [(1.0, tuple(aged))]
+        return {tuple(aged): 1.0}
     # uniform gaps: the chance that the next announcement comes today
     due = 1.0 / (GAP_DAYS[1] - age + 1)
-    news: list[tuple[float, State]] = [(due / 2.0, ((0, kind), *aged)) for kind in (1, -1)]
-    return news if due == 1.0 else [*news, (1.0 - due, tuple(aged))]
+    news: dict[State, float] = {((0, kind), *aged): due / 2.0 for kind in (1, -1)}
+    return news | ({} if due == 1.0 else {tuple(aged): 1.0 - due})
 
 
 def _expected_move(state: State, ahead: int) -> float:
     """Return the expected move, in edges, so many days after the close of a state."""
-    total = 0.0
-    for age, value in state:
-        if abs(value) == 1 and DELAY_DAYS < age + ahead <= DELAY_DAYS + MOVE_DAYS:
-            total += value * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
-    return total
+    return sum(
+        value * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
+        for age, value in state
+        if abs(value) == 1 and DELAY_DAYS < age + ahead <= DELAY_DAYS + MOVE_DAYS
+    )
 
 
 def _event_of(state: State) -> int:
     """Return the event of the day that ends in this state; a denial has the sign of its value."""
     age, value = state[0]
-    if age == 0:
-        return value
-    return value // 2 if abs(value) == 2 else 0
+    return value if age == 0 else value // 2 * (abs(value) == 2)
 
 
 def news_model() -> NewsModel:
     """Build the hidden Markov model by following the generator's rules."""
     states: list[State] = [((0, 1),)]
-    index = {states[0]: 0}
-    chances: list[tuple[int, int, float]] = []
-    for row, state in enumerate(states):  # grows while it is walked
-        for chance, following in _followers(state):
-            if following not in index:
-                index[following] = len(states)
-                states.append(following)
-            chances.append((row, index[following], chance))
-    transition = np.zeros((len(states), len(states)))
-    for row, column, chance in chances:
-        transition[row, column] += chance
+    for state in states:  # grows while it is walked
+        states += [following for following in _followers(state) if following not in states]
+    chances = [_followers(state) for state in states]
+    transition = np.array([[row.get(state, 0.0) for state in states] for row in chances])
     start = np.full(len(states), 1.0 / len(states))
     for _ in range(500):  # gaps of several lengths mix: any start ends at the same frequencies
         start = start @ transition

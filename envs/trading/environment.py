@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from envs.trading.config import TradingConfig
 from envs.trading.features import GRID, gap_columns, market_tables
 from envs.trading.market_data import Market, Span
 from envs.vector.counter_hash import random_int63, seed_keys
-from envs.vector.layout import Layout, TorchEnv
+from envs.vector.layout import Layout
+from envs.vector.tensors import TensorVectorEnv
 
 REWARD_SCALE = 1e-4  # reward per USD
 STATE = ("keys", "cash", "value", "shares", "risk")  # with the place, all of a snapshot
@@ -61,7 +59,7 @@ def fill_orders(
     return funds.sub_(spent).clamp_min_(0.0), trades
 
 
-class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
+class TradingVectorEnv(TensorVectorEnv):
     """B portfolios of n stocks, one trading day per step, on one or several markets.
 
     At day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of
@@ -85,7 +83,6 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
     Everything is a tensor on `device`; a step neither waits for a GPU nor loops over environments.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}
     can_snapshot = True
 
     def __init__(
@@ -143,11 +140,7 @@ class TradingVectorEnv(gymnasium.vector.VectorEnv, TorchEnv):
         self._keys: Tensor | None = None
         self._place: Tensor  # see `_plan`
         width = self._features.shape[1]
-        self.layout = Layout.vector(width)
-        self.single_observation_space = Box(-np.inf, np.inf, (width,), np.float32)
-        self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.set_spaces(Layout.vector(width), Box(-1.0, 1.0, (num_stocks,), np.float32))
 
     @property
     def row(self) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from envs.vector.guards import (
     HangWatch,
     end_process,
 )
-from envs.vector.layout import Layout, Part, TorchEnv
+from envs.vector.layout import Layout, Part
 from envs.vector.spaces import (
     MASK_KEY,
     ActionDecoder,
@@ -33,22 +33,11 @@ from envs.vector.spaces import (
     RowFaultError,
     to_json,
 )
+from envs.vector.tensors import TensorVectorEnv, to_tensors
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
 Arrays = tuple[np.ndarray, ...]  # obs, rewards, terminated, truncated and final_obs
-
-
-def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays on a device; a GPU gets them by one copy that nobody waits for."""
-    if device.type != "cuda":
-        return [torch.from_numpy(array) for array in arrays]
-    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so each is aligned
-    raw = [np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in order]
-    packed = torch.from_numpy(np.concatenate(raw)).pin_memory().to(device, non_blocking=True)
-    parts = dict(zip(order, packed.split([len(each) for each in raw]), strict=True))
-    kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
-    return [parts[i].view(kinds[i]).view(array.shape) for i, array in enumerate(arrays)]
 
 
 @cache
@@ -56,20 +45,23 @@ def _warn_once(message: str) -> None:
     _LOGGER.warning("%s", message)
 
 
+@dataclass
 class _OneByOne:
     """Environments that step one after the other, each behind a guard."""
 
-    def __init__(self, guards: list[GuardedEnv], action_space: gymnasium.Space[Any]) -> None:
-        self.guards = guards
-        self.can_snapshot = all(guard.can_snapshot for guard in guards)
-        self._action_space = batch_space(action_space, len(guards))
+    guards: list[GuardedEnv]
+    action_space: gymnasium.Space[Any]  # of all of them
+
+    @property
+    def can_snapshot(self) -> bool:
+        return all(guard.can_snapshot for guard in self.guards)
 
     def reset(self, seeds: Sequence[int | None]) -> np.ndarray:
         return np.stack([g.reset(seed) for g, seed in zip(self.guards, seeds, strict=True)])
 
     def step(self, actions: Any) -> Arrays:
         outcomes = []
-        for guard, action in zip(self.guards, iterate(self._action_space, actions), strict=True):
+        for guard, action in zip(self.guards, iterate(self.action_space, actions), strict=True):
             final_row, reward, terminated, truncated = guard.step(action)
             row = guard.reset() if terminated or truncated else final_row
             outcomes.append((row, reward, terminated, truncated, final_row))
@@ -97,9 +89,11 @@ class _Batch:
     encoder: ObservationEncoder
     watch: HangWatch
 
-    def __post_init__(self) -> None:
-        self.guards: list[GuardedEnv] = []
-        self.can_snapshot = has_snapshots(self.env)
+    guards = ()  # nothing here is made again
+
+    @property
+    def can_snapshot(self) -> bool:
+        return has_snapshots(self.env)
 
     def reset(self, seeds: Sequence[int | None]) -> np.ndarray:
         given = None if seeds[0] is None else list(seeds)
@@ -139,112 +133,93 @@ class _Batch:
         self.watch.close_env(None, self.env)
 
 
-class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
+@dataclass(eq=False)
+class TorchVectorEnv(TensorVectorEnv):
     """Numpy environments as rows and tensors, checked, watched and made again."""
 
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+    # the environments, or a SAME_STEP batch of them that takes one seed for each
+    env: Any
+    _: KW_ONLY
+    env_id: str
+    make: Any = None  # makes an environment again, used with `env_restarts`
+    env_offset: int = 0
+    device: Any = "cpu"
+    kind: str = "environment"  # first word of messages about it
+    end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
+    # reports that work goes on: at every call and, from a thread, during one
+    heartbeat: Callable[[], None] = lambda: None
+    # see `envs.task.TaskConfig`
+    env_timeout: float = 0.0
+    env_restarts: int = 0
+    info_mask: bool = False
+    previous_action: bool = False
+    previous_reward: bool = False
 
-    def __init__(
-        self,
-        envs: VectorEnv[Any, Any, Any] | Sequence[gymnasium.Env[Any, Any]],
-        *,
-        env_id: str,
-        make: Any = None,
-        env_offset: int = 0,
-        device: str | torch.device = "cpu",
-        env_timeout: float = 0.0,
-        env_restarts: int = 0,
-        end: Callable[[str], None] = end_process,
-        heartbeat: Callable[[], None] = lambda: None,
-        kind: str = "environment",
-        info_mask: bool = False,
-        previous_action: bool = False,
-        previous_reward: bool = False,
-    ) -> None:
-        """Wrap environments, or a SAME_STEP batch of them that takes one seed for each.
-
-        Options that are not below are fields of `envs.task.TaskConfig`.
-
-        Args:
-            make: function that makes an environment again, used with `env_restarts`.
-            end: ends the process if a call that hangs cannot be interrupted.
-            heartbeat: reports that work goes on: at every call and, from a thread, during one.
-            kind: first word of messages about it.
-        """
-        self.env = envs
-        self.env_id = env_id
-        self.env_offset = env_offset
-        self.device = torch.device(device)
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.device)
         self.lifetime_step = 0
-        self._kind = kind
         self._metrics: dict[str, tuple[float, int]] = {}
-        self._previous_action = previous_action
-        self._previous_reward = previous_reward
-        self.watch = HangWatch(env_timeout, self._describe, end, heartbeat)
+        self.watch = HangWatch(self.env_timeout, self._describe, self.end, self.heartbeat)
 
-        # the spaces of one environment, and the environments
-        single: Any = envs if isinstance(envs, VectorEnv) else envs[0]
-        prefix = "single_" * isinstance(envs, VectorEnv)
+        # the spaces of one environment
+        is_batch = isinstance(self.env, VectorEnv)
+        single = self.env if is_batch else self.env[0]
+        prefix = "single_" * is_batch
         observations = getattr(single, f"{prefix}observation_space")
         actions = getattr(single, f"{prefix}action_space")
-        self._decoder = ActionDecoder(actions, env_id)
+        self.source_spaces = (observations, actions)
+        self._decoder = ActionDecoder(actions, self.env_id)
         mask_sizes = self._decoder.sizes
-        encoder = ObservationEncoder(observations, env_id, mask_sizes.tolist())
+        encoder = ObservationEncoder(observations, self.env_id, mask_sizes.tolist())
+        self.spaces_json = to_json(observations, actions)
+
+        # the environments
         self._envs: _OneByOne | _Batch
-        if isinstance(envs, VectorEnv):
-            self.num_envs = envs.num_envs
-            self._envs = _Batch(envs, encoder, self.watch)
+        if is_batch:
+            self.num_envs = self.env.num_envs
+            self._envs = _Batch(self.env, encoder, self.watch)
         else:
-            self.num_envs = len(envs)
+            self.num_envs = len(self.env)
             guards = [
                 GuardedEnv(
                     env=env,
-                    make=make,
+                    make=self.make,
                     row=row,
-                    max_restarts=env_restarts,
+                    max_restarts=self.env_restarts,
                     watch=self.watch,
                     encoder=encoder,
-                    mask_sizes=mask_sizes if info_mask else mask_sizes[:0],
+                    mask_sizes=mask_sizes if self.info_mask else mask_sizes[:0],
                     on_metric=self._add_metric,
                 )
-                for row, env in enumerate(envs)
+                for row, env in enumerate(self.env)
             ]
-            self._envs = _OneByOne(guards, actions)
+            self._envs = _OneByOne(guards, batch_space(actions, len(guards)))
         self.can_snapshot = self._envs.can_snapshot
 
-        self.source_spaces = (observations, actions)
-        self.spaces_json = to_json(observations, actions)
-        self._set_layout(encoder, info_mask)
-
-    def _set_layout(self, encoder: ObservationEncoder, info_mask: bool) -> None:
-        """Set what the learner sees: the parts of a row, and the spaces."""
+        # what the learner sees
         parts = list(encoder.parts)
-        decoder = self._decoder
-        if info_mask:
-            if not decoder.mask_size or any(part.kind == "mask" for part in parts):
+        mask_size = self._decoder.mask_size
+        if self.info_mask:
+            if not mask_size or any(part.kind == "mask" for part in parts):
                 raise ValueError(
                     f"info_mask does nothing with environment {self.env_id}: its actions have no "
                     f"choices, or its observations hold the {MASK_KEY}; leave it out"
                 )
-            parts.append(Part(MASK_KEY, "mask", (decoder.mask_size,)))
-        self._row_size = Layout(tuple(parts)).size  # without the previous action and reward
-        if self._previous_action:
-            size = decoder.mask_size or math.prod(decoder.space.shape or ())
+            parts.append(Part(MASK_KEY, "mask", (mask_size,)))
+        self._row_size = sum(part.size for part in parts)  # without the previous action and reward
+        if self.previous_action:
+            size = mask_size or math.prod(self._decoder.space.shape or ())
             parts.append(Part("previous_action", "plain", (size,)))
-        if self._previous_reward:
+        if self.previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))
-        self.layout = Layout(tuple(parts))
-        self.single_observation_space = Box(-np.inf, np.inf, (self.layout.size,))
-        self.single_action_space = decoder.space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.set_spaces(Layout(tuple(parts)), self._decoder.space)
         unbounded = "its actions have no bounds: it receives the policy's, about -1 to 1 at first"
-        for warning in encoder.warnings + [unbounded] * (not decoder.is_bounded):
+        for warning in encoder.warnings + [unbounded] * (not self._decoder.is_bounded):
             if self.env_offset == 0:  # one rank is enough
                 _warn_once(f"environment {self.env_id}: {warning}")
 
     @property
-    def guards(self) -> list[GuardedEnv]:
+    def guards(self) -> Sequence[GuardedEnv]:
         """The environments that step one by one; none in a batch."""
         return self._envs.guards
 
@@ -287,10 +262,10 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         numpy_actions = self._decoder(actions)
         self.lifetime_step += 1
         arrays = self._located(self._envs.step, numpy_actions)
-        if self._previous_action or self._previous_reward:
+        if self.previous_action or self.previous_reward:
             obs, rewards, terminated, truncated, final_obs = arrays
-            columns = [self._decoder.encode(actions)] * self._previous_action
-            columns += [rewards[:, None].astype(np.float32)] * self._previous_reward
+            columns = [self._decoder.encode(actions)] * self.previous_action
+            columns += [rewards[:, None].astype(np.float32)] * self.previous_reward
             before = np.concatenate(columns, axis=1)
             goes_on = ~(terminated | truncated)[:, None]  # [B, 1]
             obs = np.concatenate([obs, before * goes_on], axis=1)
@@ -301,10 +276,9 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
 
     def _add_metric(self, name: str, value: Any) -> None:
         """Add one of the numbers in info["metrics"]."""
-        try:
+        number = math.nan
+        with suppress(TypeError, ValueError):
             number = float(np.asarray(value).item())
-        except (TypeError, ValueError):
-            number = math.nan
         if math.isfinite(number):
             total, count = self._metrics.get(name, (0.0, 0))
             self._metrics[name] = total + number, count + 1
@@ -329,7 +303,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
         first = self.env_offset
         number = f"one of {first}..{first + self.num_envs - 1}" if row is None else str(first + row)
         step = self.lifetime_step
-        return f"{self._kind} {self.env_id} number {number} at its step {step}: {problem}"
+        return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""

@@ -227,10 +227,7 @@ class GuardedEnv:
             self.life_seed = seed
             self.next_row = None
         if self.next_row is None:
-            try:
-                self.next_row = self.watch.call(self.row, self._reset, seed)
-            except RowFaultError as fault:
-                self._make_again(fault)
+            self._guarded(self._start, seed)
         assert self.next_row is not None
         self.last_row = self.next_row
         self.next_row = None
@@ -238,11 +235,9 @@ class GuardedEnv:
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool]:
         """Step; return row [F], reward, terminated and truncated."""
-        if self.next_row is None:
-            try:
-                return self.watch.call(self.row, self._step, action)
-            except RowFaultError as fault:
-                self._make_again(fault)
+        outcome = self._guarded(self._step, action) if self.next_row is None else None
+        if outcome is not None:
+            return outcome
         row = self.last_row.copy()
         row[len(row) - self.mask_sizes.sum() :] = 1.0
         return row, 0.0, False, True
@@ -252,14 +247,15 @@ class GuardedEnv:
         self.life_seed = life_seed
         self.restarts = restarts
         self.last_row = last_row
-        try:
-            self._begin()
-        except RowFaultError as fault:
-            self._make_again(fault)
+        self._guarded(self._begin)
 
-    def _make_again(self, fault: RowFaultError) -> None:
-        """Make the environment again and start an episode; every attempt takes a restart."""
-        while True:
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call into the environment; after a fault make it again, and return None."""
+        try:
+            return self.watch.call(self.row, call, *args)
+        except RowFaultError as error:
+            fault = error
+        while True:  # every attempt takes a restart
             if self.restarts >= self.max_restarts:
                 used = f" (after {self.restarts} restarts, --env_restarts)" * bool(self.restarts)
                 raise RowFaultError(self.row, f"{fault}{used}") from fault.__cause__
@@ -269,19 +265,19 @@ class GuardedEnv:
             self.watch.close_env(self.row, self.env)
             try:
                 self.env = self.watch.call(self.row, self.make)
-                return self._begin()
+                return self.watch.call(self.row, self._begin)
             except RowFaultError as error:
                 fault = RowFaultError(self.row, f"could not be made again: {error}")
 
     def _begin(self) -> None:
         """Start the episode that follows the last restart."""
         entropy = np.random.SeedSequence([self.life_seed, self.restarts])
-        seed = int(entropy.generate_state(1, np.uint64)[0]) >> 1
-        self.next_row = self.watch.call(self.row, self._reset, seed)
+        self._start(int(entropy.generate_state(1, np.uint64)[0]) >> 1)
 
-    def _reset(self, seed: int | None) -> np.ndarray:
+    def _start(self, seed: int | None) -> None:
+        """Start an episode, and keep its first row."""
         obs, info = self.env.reset(seed=seed)
-        return self._row_of(obs, info)
+        self.next_row = self._row_of(obs, info)
 
     def _step(self, action: Any) -> tuple[np.ndarray, float, bool, bool]:
         obs, reward, terminated, truncated, info = self.env.step(action)

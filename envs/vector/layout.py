@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
 Kind = Literal["vector", "plain", "image", "mask"]
-MAX_DESCRIBED = 8  # parts of an observation in one line
 MAX_NUMBERS = 10**9  # in a row
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])  # of parts
 
@@ -77,10 +76,8 @@ class Layout:
         return [column for place in places for column in range(place.start, place.stop)]
 
     def describe(self) -> str:
-        """Return names, kinds and shapes of the first parts, and count the others."""
-        shown = [f"{part.name} {part.describe()}" for part in self.parts[:MAX_DESCRIBED]]
-        more = len(self.parts) - len(shown)
-        return "; ".join(shown) + f"; and {more} more" * (more > 0)
+        """Return names, kinds and shapes of the parts."""
+        return "; ".join(f"{part.name} {part.describe()}" for part in self.parts)
 
     def kinds(self) -> str:
         """Return kinds and shapes of the parts, on which policies depend, without names."""
@@ -175,4 +172,4 @@ def random_actions(env: Any, rows: Any) -> Any:
     masks = np.asarray(rows)[:, columns]
     drawn = (env.action_space.np_random.random(masks.shape) + 1.0) * masks
     digits = [part.argmax(1) for part in np.split(drawn, np.cumsum(sizes)[:-1], axis=1)]
-    return np.stack(digits, axis=1) if hasattr(space, "nvec") else digits[0]
+    return np.stack(digits, axis=1).reshape(-1, *space.shape)

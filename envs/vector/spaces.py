@@ -62,11 +62,10 @@ def named(path: Path) -> str:
 
 def categories_of(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
     """Return first value and number of choices of each digit; None: no choices."""
-    if isinstance(space, spaces.Discrete):
-        return np.array([int(space.start)]), np.array([int(space.n)])
-    if isinstance(space, spaces.MultiDiscrete):
-        return space.start.ravel().astype(np.int64), space.nvec.ravel().astype(np.int64)
-    return None
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return None
+    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    return np.array(space.start, np.int64).ravel(), np.array(sizes, np.int64).ravel()
 
 
 def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -251,7 +250,12 @@ class ActionDecoder:
         self.is_bounded = True
         parts = [space for _, space in leaves(target)]
         self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
-        digits = [_digits_of(space) for space in parts]
+        digits = [
+            categories_of(spaces.MultiDiscrete(np.full(space.shape, 2)))
+            if isinstance(space, spaces.MultiBinary)
+            else categories_of(space)
+            for space in parts
+        ]
         boxes = [space for space in parts if isinstance(space, spaces.Box)]
         if parts and all(digits):
             self.start, self.sizes = (  # [D] each
@@ -269,10 +273,10 @@ class ActionDecoder:
             self.is_bounded = bool(finite.all())
             self.low = np.where(finite, -1.0, low)
             self.high = np.where(finite, 1.0, high)
-            self.scale = np.ones_like(low)
-            self.offset = np.zeros_like(low)
-            self.scale[finite] = 0.5 * (high[finite] - low[finite])
-            self.offset[finite] = 0.5 * (high[finite] + low[finite])
+            low = np.where(finite, low, -1.0)
+            high = np.where(finite, high, 1.0)
+            self.scale = 0.5 * (high - low)
+            self.offset = 0.5 * (high + low)
             self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
         else:
             fix = "its parts must be all categories (Discrete, MultiDiscrete, MultiBinary), or all "
@@ -302,14 +306,6 @@ class ActionDecoder:
             flat = np.clip(values.astype(np.float64), self.low, self.high)
             flat = flat * self.scale + self.offset
         return _nested(self.target, iter(np.split(flat, self._ends, axis=1)))
-
-
-def _digits_of(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return first values and numbers of choices of an action; None: it has no choices."""
-    if isinstance(space, spaces.MultiBinary):
-        count = math.prod(space.shape)
-        return np.zeros(count, np.int64), np.full(count, 2, np.int64)
-    return categories_of(space)
 
 
 def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:

@@ -13,13 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from envs.vector.adapter import to_tensors
 from envs.vector.guards import GRACE_S, EnvironmentFaultError
-from envs.vector.layout import TorchEnv
+from envs.vector.tensors import TensorVectorEnv, to_tensors
 from envs.workers.host import WorkerProcess
 from envs.workers.worker import NO_ROW, STATUS, row_fields, shared_rows
 
@@ -50,7 +47,7 @@ class _Part:
     question: tuple[Any, ...] = ()  # number, name, group, arguments; (): it is answered
 
 
-class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
+class WorkerEnv(TensorVectorEnv):
     """Environments in processes, each with a contiguous part of every group.
 
     A worker does what `TorchVectorEnv` does in place, with the same numbers, seeds, guards and
@@ -62,8 +59,6 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
     fault is named; or, with restarts left for all of them, they begin again in a new process, which
     first answers the questions that the dead one left unanswered.
     """
-
-    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
         self,
@@ -111,12 +106,13 @@ class WorkerEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):
                 part.worker.parts.append(part)
             questions = [self._begin(worker) for worker in self._workers]
             for worker, question in zip(self._workers, questions, strict=True):
-                vars(self).update(self._required(worker, question))
+                layout, actions, self.spaces_json, self.can_snapshot = self._required(
+                    worker, question
+                )
         except BaseException:
             self.close()
             raise
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.set_spaces(layout, actions)
         self._rows = shared_rows(self._files[1], num_envs, row_fields(self))
         _LOGGER.info("%s in %d worker processes", env_id, num_workers)
 

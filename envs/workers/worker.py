@@ -20,8 +20,6 @@ from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 
 NO_ROW = -1
-# attributes of a worker's environments that hold for those of all workers
-FACTS = ("layout", "single_observation_space", "single_action_space", "spaces_json", "can_snapshot")
 # what a worker reports without a message: "beats" grow while its environments make progress;
 # "row" is the global number of the environment that it calls
 STATUS = [("beats", "i8"), ("row", "i8")]
@@ -90,8 +88,8 @@ class Worker:
 
     def begin(
         self, index: int, num_workers: int, num_envs: int, groups: list[slice], make: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Make the environments of this worker; return FACTS."""
+    ) -> tuple[Any, ...]:
+        """Make the environments of this worker; return facts that hold for all workers."""
         self._status = shared_rows(self._files[0], num_workers, STATUS)[index : index + 1]
         logging.getLogger().addHandler(_Forward(self))
         logging.getLogger().setLevel(logging.INFO)
@@ -109,7 +107,7 @@ class Worker:
             env = make_vector_env(**options, end=self._end, heartbeat=self._beat)
             self._groups.append((env, rows))
         self._rows = shared_rows(self._files[1], num_envs, row_fields(env))
-        return {name: getattr(env, name) for name in FACTS}
+        return env.layout, env.single_action_space, env.spaces_json, env.can_snapshot
 
     def close(self) -> None:
         """Close all environments; the process then ends."""
