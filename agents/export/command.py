@@ -89,13 +89,13 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
 def sample_rows(
     agent: LoadedAgent, decoder: ActionDecoder, generator: np.random.Generator, batch: int
 ) -> np.ndarray:
-    """Return random rows [B, F] by the training's statistics; masks allow something."""
+    """Return random rows [B, F], some beyond the clip; masks allow something."""
     policy, moments = agent.policy, agent.normalizer.moments
     rows = (generator.random((batch, policy.num_obs)) < 0.5).astype(np.float32)
     columns = policy.layout.columns("vector")
     mean, variance = (values[columns].cpu().numpy() for values in (moments.mean, moments.variance))
     noise = generator.standard_normal((batch, len(columns)))
-    rows[:, columns] = mean + 2.0 * np.sqrt(variance) * noise
+    rows[:, columns] = mean + 6.0 * np.sqrt(variance) * noise
     if policy.mask_columns:
         rows[:, np.array(policy.mask_columns)[np.cumsum(decoder.sizes) - 1]] = 1.0
     return rows

@@ -13,7 +13,7 @@ from tensorboard_readers import seen
 from train_runs import PATIENCE_S, REPO, only_error, output_in, records, start, wait_until
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
-from rl_dist.resume_check import check, compare, main, parameter_sha256, plan_of
+from rl_dist.resume_check import check, compare, differences, main, parameter_sha256, plan_of
 
 pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
 COMMAND = ["-m", "rl_dist.resume_check", "--device=cpu", "--hidden_size=8", "--num_steps=16"]
@@ -88,6 +88,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named_with_its_difference(
     assert not compare(plan, 0.0)
     expected = "different: policy/critic_head.weight: 1 of 8 numbers differ, by up to 0.25 (1 more"
     assert expected in capsys.readouterr().out
+    assert differences({"a": 1}, {"a": 1, "b": [2]}) == ["b/0 is in one of them only"]
 
 
 @pytest.mark.parametrize(
