@@ -24,9 +24,8 @@ from agents.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.evaluate import command as evaluate
 from agents.export import command as export
 from agents.pretrain import command as pretrain
-from agents.run.choice import add_run_flags
+from agents.run.choice import CHANGEABLE, add_run_flags
 from agents.run.metric_table import METRICS
-from agents.run.resumed import CHANGEABLE
 from agents.run.saved import load_agent
 from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint

@@ -12,7 +12,6 @@ import fcntl
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import time
@@ -254,7 +253,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         if not self.path.is_dir() or self.checkpoints.exists() or self.records(last=1):
             return
         if exit_code != 1:
-            shutil.rmtree(self.logs, ignore_errors=True)
+            for path in self.logs.glob("rank_*.log"):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # it holds files of the user
+                self.logs.rmdir()
         events = self.path.glob(EVENT_FILES)
         for path in (self.config_path, self.state_path, self.metrics_path, *events):
             path.unlink(missing_ok=True)

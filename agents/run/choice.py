@@ -1,36 +1,43 @@
-"""The run that a command line means: a new one, or one to go on with."""
+"""The run that a command line means: a new one, or one to continue."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gymnasium import spaces
 
 from agents.config import (
+    AUTO,
     MAIN_FLAGS,
     PRESETS,
     QUICK,
     SECTIONS,
     RunConfig,
     TrainConfig,
+    data_digest,
     probe,
     with_digest,
 )
-from agents.run.saved import load_newest, load_saved
+from agents.run.saved import check_shapes, load_newest, load_saved, spaces_of
 from agents.run.sizes import shard_sizes
 from envs import find_spec
 from envs.task import GymTask, TaskConfig
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run, latest_checkpoint
-from rl_dist.errors import UserError, did_you_mean
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run
+from rl_dist.checkpoint.trust import check_named, import_from_here
+from rl_dist.errors import UserError
 from rl_dist.flags import ParsedFlags, parse_flags
 from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
-from rl_dist.run_dir import RunDir
+from rl_dist.run_dir import RunDir, runs_below
+
+if TYPE_CHECKING:
+    from envs.trading.task import TradingTask
 
 RUNS = Path("runs")
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
@@ -63,13 +70,18 @@ OTHER_NAMES = {
     "log_dir": "run_dir",
 }
 
-
-def _kind(text: str) -> str:
-    """Parse a value of --preset."""
-    if text and text not in PRESETS:
-        fix = did_you_mean(text, PRESETS) or f"choose from {', '.join(PRESETS)}"
-        raise argparse.ArgumentTypeError(f"there is no preset {text!r}: {fix}")
-    return text
+# A resumed run may change how long and where it runs, and what it keeps and reports.
+CHANGEABLE = {
+    "num_episodes", "total_steps",
+    "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
+    "gradient_compression", "fallback", "max_restarts",
+    "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
+    "env_groups", "max_bad_steps", "loggers",
+    "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",
+    "stop_at", "callback",
+    "on_event", "sync_check_every", "monitor_every", "profile",
+}  # fmt: skip
+KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +94,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="",
         metavar="DIR",
-        help="continue the run in this directory from its newest checkpoint (a file is refused); "
-        "auto: in run_dir, else the newest, else a new run",
+        help="continue the run in this directory from its newest checkpoint; auto: in run_dir, "
+        "else the newest, else a new run",
     )
     group.add_argument(
         "--quick",
@@ -93,8 +105,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--preset",
         default="",
-        type=_kind,
-        metavar="{" + ",".join(PRESETS) + "}",
+        choices=PRESETS,
         help="defaults for a kind of task; by itself trading for StockTrading-v0, control for Box "
         "actions, small for others, memory for the memory tasks; paper: the settings of arXiv "
         "2212.02721",
@@ -136,89 +147,70 @@ class ChosenRun(NamedTuple):
     """A run to start."""
 
     config: RunConfig
-    run_dir: Path | None  # None: none was named
-    found: Found | None  # the checkpoint to go on from; None: the run begins
+    run_dir: Path | None  # None: a new one below runs/
+    found: Found | None  # the checkpoint to continue from; None: the run begins
     lock: RunDir | None  # on a directory that holds a run already
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     """Find the run to start; `held` closes its lock.
 
-    The lock is taken before the checkpoint is chosen: no other training saves one meanwhile.
+    The lock is taken before the checkpoint is chosen, so that no other training can save another.
     """
-    extra = parsed.extra
+    extra, resume = parsed.extra, parsed.extra.resume
+    run_dir = Path(extra.run_dir) if extra.run_dir else None
+    if elastic_count(MAX_RESTARTS) and not resume:
+        resume = "auto"
+    if resume == "auto" and not run_dir and elastic_count(MAX_RESTARTS):
+        raise UserError(
+            "torchrun --max-restarts needs --run_dir DIR: a restart must find its run again"
+        )
+    if resume == "auto":
+        run_dir = run_dir or find_latest_run(RUNS)
+    elif resume:
+        run_dir = Path(resume)
+        if not (run_dir / CHECKPOINT_DIR).is_dir():
+            fix = runs_below(run_dir) or "give the directory of a run"
+            raise UserError(f"--resume {resume} holds no {CHECKPOINT_DIR}/: {fix}")
+    elif run_dir and is_first() and not RunDir(run_dir).is_unused():
+        raise UserError(
+            f"run_dir {run_dir} is not empty: continue its run with --resume {run_dir}, or name "
+            "another directory"
+        )
+
     lock: RunDir | None = None
-    if elastic_count(MAX_RESTARTS) and extra.resume in ("", "auto"):
-        if not extra.run_dir:
-            raise UserError(
-                "torchrun --max-restarts needs --run_dir DIR: a restart must find its run again"
-            )
-        extra.resume = "auto"
-    named = Path(extra.run_dir) if extra.run_dir else None
-    if extra.resume:
-        if extra.resume == "auto" and named:  # it may have no checkpoint yet
-            lock = _lock_existing(named, held)
-        run_dir = _run_to_resume(extra.resume, named)
-        if run_dir is not None:
-            from agents.run.resumed import config_to_resume
-
-            lock = lock or _lock_existing(run_dir, held)
-            newest = load_newest(run_dir) if extra.resume == "auto" else None
-            found = newest or load_saved(run_dir)
-            config = config_to_resume(found, run_dir, parsed)
-            _name_idle_flags(config, parsed, resumed=True)
-            return ChosenRun(config, run_dir, found, lock)
-        if is_first():
+    found: Found | None = None
+    if resume and run_dir:
+        run = RunDir(run_dir)
+        if is_first() and (run.config_path.exists() or run.checkpoints.is_dir()):
+            lock = held.enter_context(run.hold())
+        found = load_newest(run_dir) if resume == "auto" else load_saved(run_dir)
+    if found and run_dir:
+        config = config_to_resume(found, run_dir, parsed)
+    else:
+        config = fresh_config(parsed)
+        if resume and is_first():
             print("nothing to resume: starting a fresh run")
-    config = fresh_config(parsed)
-    if named and is_first() and not extra.resume:
-        check_unused(named)
-    _name_idle_flags(config, parsed, resumed=False)
-    return ChosenRun(config, named, None, lock)
 
-
-def _name_idle_flags(config: RunConfig, parsed: ParsedFlags, *, resumed: bool) -> None:
-    """Print the given flags that have no effect on the run."""
     idle = [name for name in config.idle_flags() if name in parsed.given]
-    if resumed:  # the checkpoint decides
-        idle += [name for name in ("preset", "quick") if getattr(parsed.extra, name)]
+    if found:  # the checkpoint decides
+        names = ("preset", "quick") if resume == "auto" else ("preset", "quick", "run_dir")
+        idle += [name for name in names if getattr(extra, name)]
     if idle and is_first():
         print(f"no effect here: {', '.join(f'--{name}' for name in idle)}")
+    return ChosenRun(config, run_dir, found, lock)
 
 
-def check_unused(run_dir: Path) -> None:
-    """Refuse to begin a run where other files are."""
-    run = RunDir(run_dir)
-    if not run_dir.is_dir() or run.is_unused():
-        return
-    if not run.checkpoints.exists() and not run.metrics_path.exists():
-        raise UserError(f"run_dir {run_dir} holds other files: name a new or empty directory")
-    fix = "it has no checkpoint: remove it"
-    if latest_checkpoint(run_dir):
-        fix = f"go on with --resume {run_dir}"
-    raise UserError(f"run_dir {run_dir} holds a run already: {fix}, or name another")
-
-
-def _lock_existing(run_dir: Path, held: ExitStack) -> RunDir | None:
-    """Lock a run directory that holds a run, on the first process; else None."""
-    run = RunDir(run_dir)
-    if is_first() and (run.config_path.exists() or run.checkpoints.is_dir()):
-        return held.enter_context(run.hold())
-    return None
+# ---- a new run
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
     """Return the configuration of a new run: defaults, preset, --quick, flags."""
     given, config = parsed.given, RunConfig(**parsed.configs)
-    own = config.task.env, config.policy.core, config.train.callback
-    if any(":" in name for name in own):
-        from rl_dist.checkpoint.trust import import_from_here
-
-        import_from_here(*own)
+    import_from_here(config.task.env, config.policy.core, config.train.callback)
     kind = parsed.extra.preset or kind_of_task(config.task)
     if (kind in ("trading", "paper")) != config.task.is_trading:
-        owner = "other environments" if config.task.is_trading else "StockTrading-v0"
-        raise UserError(f"--preset {kind} belongs to {owner}: leave it out")
+        raise UserError(f"--preset {kind} does not fit --env {config.task.env}: leave it out")
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # sizes follow from those that are given
     if "bptt_steps" in given:
@@ -238,7 +230,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 def _refuse_batch_of_steps(train: TrainConfig) -> None:
     """Refuse a batch that makes an iteration longer than the whole run: it may mean steps."""
     batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
-    if not batch or train.num_envs or not total or bptt == 1 or batch % bptt:  # 0: auto
+    if batch == AUTO or train.num_envs or not total or bptt == 1 or batch % bptt:
         return
     steps = shard_sizes(train, 0, 1).global_num_envs * train.num_steps
     if steps > total >= steps // bptt:
@@ -267,30 +259,87 @@ def describe_preset(config: RunConfig) -> str:
     return f"preset {kind}: {', '.join(held) or 'all by flags'} (--preset chooses another)"
 
 
-def _run_to_resume(resume: str, named: Path | None) -> Path | None:
-    """Return the run directory that --resume means; None: there is nothing to resume."""
-    if resume == "auto":
-        if named is None:
-            return find_latest_run(RUNS)
-        if _is_in_run(named.absolute()):
-            raise UserError(f"run_dir {named} is inside a run: give --run_dir {named.parent}")
-        return named if any((named / CHECKPOINT_DIR).glob("*.pt")) else None
-    if named:
-        raise UserError(f"--run_dir does nothing with --resume {resume}: leave it out")
-    path = Path(resume)
-    folder = path.absolute().parent if path.is_file() else path.absolute()
-    in_run = _is_in_run(folder)
-    if in_run or not path.is_dir():
-        missing = "" if path.exists() else ", which does not exist"
+# ---- a run that continues
+
+
+def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
+    """Return the saved configuration with the flags that may change; refuse all others."""
+    config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), parsed.given)
+    data = config.data
+    if data.data_digest and data_digest(data) not in ("", data.data_digest):
         raise UserError(
-            f"--resume takes a run directory, whose newest checkpoint counts, got {path}{missing}"
-            + (f": give --resume {folder.parent}" if in_run else "")
+            f"--data {data.data} has changed since this run began: bring the file back, or begin a "
+            f"run with --init_from {run_dir}"
         )
-    return path
+    # own modules may lie in the current directory; a foreign run must not name others
+    task, core, callback = config.task, config.policy.core, config.train.callback
+    import_from_here(task.env, core, callback)
+    for section, saved in (
+        ("task", {"env": task.env, "env_kwargs": task.env_kwargs}),
+        ("policy", {"core": core}),
+        ("train", {"callback": callback}),
+    ):
+        check_named(run_dir, section, saved, parsed.given.get(next(iter(saved))))
+    return config
 
 
-def _is_in_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run's checkpoints."""
-    if folder.name != CHECKPOINT_DIR or (folder / "config.json").is_file():
-        return False
-    return (folder.parent / "config.json").is_file()
+def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
+    """Return a saved configuration with flags that may change; refuse all others."""
+    old, new = saved.values, RunConfig().changed(given).values
+    changes = {
+        name: new[name]
+        for name, text in given.items()
+        # the value that auto chose when the run began stays
+        if new[name] != old[name] and (name, text) not in KEPT_CHOICES
+    }
+    reset: dict[str, Any] = {}  # fields that mean nothing on other ranks or with another strategy
+    if "gpu_ids" in changes and "num_gpus" not in changes:
+        reset["num_gpus"] = -1
+    if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
+        reset["gpu_ids"] = ""
+    if "threads" not in changes and changes.keys() & {"num_gpus", "device", "gpu_ids"}:
+        reset["threads"] = 0
+    if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:
+        reset |= {"chosen_strategy": "", "chosen_on": ""}
+    config = saved.changed(reset | changes)
+    changeable = CHANGEABLE
+    if config.train.sequences_per_step == saved.train.sequences_per_step:
+        changeable = changeable | {"batch_size", "grad_accumulation"}
+    refuse_differences(
+        [f"--{n} {v} (it has {old[n]})" for n, v in changes.items() if n not in changeable],
+        "omit what differs, or start a fresh run",
+    )
+    return config.without_idle()
+
+
+def check_resumable(
+    state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int
+) -> None:
+    """Raise UserError if a checkpoint does not fit today's environments."""
+    check_shapes(state, config.policy, config.launch.dtype)
+    saved_envs = len(state["carry"]["obs"])
+    probed = probe(task)
+    policy = probed.empty_policy(config)
+    names = ("num_obs", "num_actions", "discrete", "action_sizes")
+    compared = {name: (policy.shapes()[name], state[name]) for name in names}
+    compared["observations"] = (policy.layout.kinds(), spaces_of(state)[0].kinds())
+    num_envs = shard_sizes(config.train, 0, num_ranks, saved_envs).global_num_envs
+    compared[f"environments on {num_ranks} rank(s)"] = (num_envs, saved_envs)
+    if state["environments"] is not None:
+        compared["snapshots of environments"] = (probed.can_snapshot, True)
+    refuse_differences(
+        [
+            f"{name} {now} (it has {before})"
+            for name, (now, before) in compared.items()
+            if now != before
+        ],
+        "use the environment, sizes and version it was trained with",
+    )
+
+
+def refuse_differences(differing: list[str], fix: str) -> None:
+    """Raise UserError if something differs from the run to resume."""
+    if differing:
+        raise UserError(
+            f"this differs from the run to resume: {', '.join(sorted(differing))}; {fix}"
+        )

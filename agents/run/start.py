@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from agents.config import AUTO, RunConfig, TrainConfig, forget_probed, probe, with_threads
+from agents.config import AUTO, RunConfig, TrainConfig, forget_probed, with_threads
 from agents.ppo import PPOConfig, learning_rate
-from agents.run.choice import RUNS, choose_run, describe_preset, is_first, parse_training
-from agents.run.limits import check_rollouts
+from agents.run.choice import (
+    RUNS,
+    check_resumable,
+    choose_run,
+    describe_preset,
+    is_first,
+    parse_training,
+)
 from agents.run.saved import check_initial
 from agents.run.sizes import Sizes, in_ranks, shard_sizes
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
@@ -86,52 +88,39 @@ def prepare(
         if parsed.extra.interactive:
             from agents.run.interactive import ask_user
 
-            asked = ask_user(parsed, words)
-            if isinstance(asked, int):
-                return asked
-            parsed = parse_training(asked)
+            answered = ask_user(parsed, words)
+            if isinstance(answered, int):
+                return answered
+            parsed = parse_training(answered)
         if parsed.extra.seeds and several_seeds:
             return several_seeds(parsed)
         config, run_dir, found, lock = choose_run(parsed, held)
         launch, resolved = _resolve(with_threads(config).launch)
-        config = dataclasses.replace(
-            config, launch=dataclasses.replace(launch, threads=resolved.threads)
-        )
+        config = replace(config, launch=replace(launch, threads=resolved.threads))
         is_new = not found and (run_dir is None or RunDir(run_dir).is_unused())
+        directory = lock or RunDir(run_dir or RUNS)
         if is_first():
             announce(config, resolved, found)
-            run_dir = run_dir or RunDir.fresh(RUNS).path
-            lock = lock or held.enter_context(RunDir(run_dir).hold_new())
-            again = _is_restart(run_dir)
-            _record(config, resolved, run_dir, found, parsed.extra)
+            if not lock:
+                directory = RunDir(run_dir) if run_dir else RunDir.fresh(RUNS)
+                held.enter_context(directory.hold_new())
+            run_dir = directory.path
+            events.configure(config.launch.on_event, run_dir)
+            _notify_restart(directory, found)
+            _record(directory, config, resolved, found)
+            if parsed.extra.quick:
+                print("--quick shows the whole path; it is too short to learn anything", flush=True)
     except (ValueError, OSError) as error:
         return _refuse(error, config, run_dir)
-    run = Run(
-        directory=lock or RunDir(run_dir or RUNS),
+    report(run_dir=str(directory.path), on_event=config.launch.on_event)
+    report_to_caller(run_dir=str(directory.path))
+    return Run(
+        directory=directory,
         config=config,
         resolved=resolved,
         resume_from=str(found.path) if found else "",
         is_new=is_new,
     )
-    report(run_dir=str(run.path), on_event=config.launch.on_event)
-    report_to_caller(run_dir=str(run.path))
-    if is_first():
-        events.configure(config.launch.on_event, run.path)
-        if again:  # by torchrun; our own launcher sends this event itself
-            where, count = run.resume_from or "the beginning", restart_count()
-            number = f"restart {count}, " if count else ""  # 0: a host came or went
-            events.notify("restarted", f"{number}going on from {where}", restart=count)
-    return run
-
-
-def _is_restart(run_dir: Path) -> bool:
-    """Return True if torchrun starts ranks again, also for a host that came or went."""
-    if restart_count() or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return restart_count() > 0
-    with suppress(OSError, UserError):
-        state = RunDir(run_dir).state()
-        return state is not None and state.phase not in ENDED
-    return False
 
 
 def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
@@ -146,36 +135,34 @@ def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
     return launch, resolved
 
 
+def _notify_restart(directory: RunDir, found: Found | None) -> None:
+    """Send the event of a restart by torchrun, also for a host that came or left.
+
+    Our own launcher sends this event itself.
+    """
+    count = restart_count()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    with suppress(OSError, UserError):
+        state = directory.state()
+        if count or (state is not None and state.phase not in ENDED):
+            where = found.path if found else "the beginning"
+            events.notify("restarted", f"continuing from {where}", restart=count)
+
+
 def _record(
-    config: RunConfig,
-    resolved: ResolvedLaunch,
-    run_dir: Path,
-    found: Found | None,
-    extra: argparse.Namespace,
+    directory: RunDir, config: RunConfig, resolved: ResolvedLaunch, found: Found | None
 ) -> None:
-    """Write the configuration, cut the metrics back to the checkpoint, and say where they are."""
-    if not os.access(run_dir, os.W_OK):
-        raise UserError(f"{run_dir}: Permission denied")
-    RunDir(run_dir).write_config(config.to_dict())
-    RunDir(run_dir).cut_records(found.state["iteration"] if found else 0)
-    start_state(run_dir, config, resolved, found)
-    going_on = f", going on from {found.path}" if found else ""
-    print(f"run directory: {run_dir}{going_on}", flush=True)
-    if extra.quick:
-        print("--quick shows the whole path; it is too short to learn anything", flush=True)
-
-
-def start_state(
-    run_dir: Path, config: RunConfig, resolved: ResolvedLaunch, found: Found | None
-) -> None:
-    """Write state.json of a run whose ranks are about to start."""
+    """Write configuration and state, and cut the metrics back to the checkpoint."""
+    directory.write_config(config.to_dict())
     train = config.train
     values: dict[str, Any] = {}
     if found:
         values = {name: found.state[name] for name in ("iteration", "global_step", "episodes")}
         path = f"{CHECKPOINT_DIR}/{found.path.name}"
         values["checkpoint"] = SavedCheckpoint(path=path, iteration=values["iteration"])
-    RunDir(run_dir).begin_state(
+    directory.cut_records(values.get("iteration", 0))
+    directory.begin_state(
         num_ranks=resolved.num_ranks,
         strategy=config.launch.strategy_config.mode,
         precision=config.launch.precision.replace("auto", "fp32"),
@@ -183,6 +170,8 @@ def start_state(
         unit="steps" if train.total_steps else "episodes",
         **values,
     )
+    continuing = f", continuing from {found.path}" if found else ""
+    print(f"run directory: {directory.path}{continuing}", flush=True)
 
 
 def _refuse(error: ValueError | OSError, config: RunConfig | None, run_dir: Path | None) -> int:
@@ -207,65 +196,25 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     if train.batch_size != AUTO:  # else the ranks measure it, and then print the table
         saved_num_envs = len(found.state["carry"]["obs"]) if found else 0
         sizes = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)
-        if resolved.device_type == "cpu":  # a GPU's memory is known to its rank
-            check_rollouts(config, torch.device("cpu"), resolved.num_ranks)
-    task: Any = config.prepare_task()
-    check_own_parts(config, task)
-    if not found:
-        check_initial(config, task)
+    task = config.prepare_task()
     if found:
-        from agents.run.resumed import check_resumable
-
         check_resumable(found.state, config, task, resolved.num_ranks)
-        _announce_end(train, found)
+    else:
+        check_initial(config, task)
     print(resolved.message)
     print(task.describe())
     if train.chosen_preset and not found:
         print(describe_preset(config))
     if sizes:
         print(sizes_table(train, sizes, resolved.num_ranks, config.ppo))
-        _warn_of_budget(train, sizes)
-
-
-def check_own_parts(config: RunConfig, task: Any) -> None:
-    """Refuse spaces, a core or a callback that ranks would refuse later."""
-    core, sizes = config.policy.core, (config.policy.hidden_size, config.policy.num_layers)
-    if core or not config.task.is_trading:
-        width = probe(task).empty_policy(config).feature_encoder.num_outputs
-        if core:
-            from agents.network.own_core import make_core, try_core
-
-            try_core(core, make_core(core, width, *sizes), width, sizes[0])
-    if config.train.callback:
-        from rl_dist.checkpoint.trust import import_own
-
-        import_own("callback", config.train.callback)
-
-
-def _warn_of_budget(train: TrainConfig, sizes: Sizes) -> None:
-    """Warn of an iteration that is longer than the whole run shall be."""
-    steps = sizes.global_num_envs * train.num_steps
-    if 0 < train.total_steps < steps:
-        print(
-            f"warning: one iteration is {steps:,} steps, more than --total_steps "
-            f"{train.total_steps:,}: --batch_size {train.batch_size} counts sequences of "
-            f"{train.bptt_steps} steps, not steps; a smaller --batch_size without --num_envs makes "
-            "shorter iterations",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _announce_end(train: TrainConfig, found: Found) -> None:
-    """Print it where a run to resume has reached its budget already."""
-    budget = "total_steps" if train.total_steps else "num_episodes"
-    done = found.state["global_step" if train.total_steps else "episodes"]
-    wanted = getattr(train, budget)
-    if done >= wanted:
-        print(
-            f"trained to its end already, {done:,} of --{budget} {wanted:,}: nothing is trained, "
-            f"it is evaluated again; --{budget} above {done:,} trains on"
-        )
+    if found:
+        budget = "total_steps" if train.total_steps else "num_episodes"
+        done = found.state["global_step" if train.total_steps else "episodes"]
+        if done >= getattr(train, budget):
+            print(
+                f"this run already reached --{budget} and is only evaluated: pass a value above "
+                f"{done:,} to continue training"
+            )
 
 
 def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfig) -> str:
@@ -288,17 +237,19 @@ def sizes_table(config: TrainConfig, sizes: Sizes, num_ranks: int, ppo: PPOConfi
 
 
 def _describe_rate(config: TrainConfig, sizes: Sizes, ppo: PPOConfig) -> str:
-    """Return the learning rate in words: scaled, rising, falling."""
-    words = f"{ppo.learning_rate:g}"
+    """Describe the learning rate: its scaling, its rise and its fall."""
+    text = f"{ppo.learning_rate:g}"
     if config.lr_scaling != "none":
-        growth = sizes.global_batch_size // config.sequences_per_step
         factor = sizes.learning_rate_factor
         peak = learning_rate(ppo, max(ppo.warmup, 1), 1.0, factor)
-        words += f" x {factor:.4g} ({config.lr_scaling} of a {growth}-fold batch) = {peak:.4g}"
+        text += f" x {factor:.4g} ({config.lr_scaling}) = {peak:.4g}"
     if ppo.warmup:
-        words += f", rising over the first {ppo.warmup} iterations"
-    if ppo.anneal_lr and config.total_steps:
-        words += f", falling to 0 over {config.total_steps} steps"
-    elif ppo.anneal_lr:
-        words += f", falling to 0 over {config.num_episodes} episodes"
-    return words
+        text += f", rising over the first {ppo.warmup} iterations"
+    if ppo.anneal_lr:
+        budget = (
+            f"{config.total_steps} steps"
+            if config.total_steps
+            else f"{config.num_episodes} episodes"
+        )
+        text += f", falling to 0 over {budget}"
+    return text

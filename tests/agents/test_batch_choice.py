@@ -163,15 +163,6 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
     assert proposed(error) == ["--batch_size", "512", "--grad_accumulation", "2"]
 
 
-def test_rollouts_that_cannot_fit_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("agents.run.start.launch", lambda *_, **__: fail())
-    flags = ["--env", "CartPole-v1", "--num_envs", 10_000_000, "--run_dir", tmp_path / "run"]
-    assert train_here(monkeypatch, *flags) == 2
-    error = only_error(capsys.readouterr().err)
-    assert re.search(r"needs at least [\d.]+ GiB on each rank.* --num_envs", error)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(("ranks", "refused"), [(1, False), (4, True)])
 def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refused, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -15,7 +15,7 @@ ADVISERS = (
     "agents.pretrain",
     "agents.run.interactive",
     "agents.run.auto",
-    "agents.run.resumed",
+    "agents.run.choice",
     "envs.trading.",
     "envs.memory_tasks",
     "rl_dist.launch.bench",

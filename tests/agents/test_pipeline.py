@@ -11,8 +11,7 @@ from train_runs import SMALL, records, start_training
 
 from agents.config import RunConfig
 from agents.pipeline import StageStrategy, stage_of
-from agents.run.choice import parse_training
-from agents.run.resumed import resumed_config
+from agents.run.choice import parse_training, resumed_config
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch

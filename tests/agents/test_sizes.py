@@ -9,8 +9,7 @@ from agents.config import AUTO, RunConfig, TrainConfig, with_threads
 from agents.network.noise import sequence_orders, stratum_size
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
-from agents.run.choice import parse_training
-from agents.run.resumed import resumed_config
+from agents.run.choice import parse_training, resumed_config
 from agents.run.sizes import Sizes, shard_sizes
 from agents.run.start import sizes_table
 from rl_dist.launch.config import LaunchConfig
@@ -169,7 +168,7 @@ def test_the_table_says_what_each_rank_and_all_ranks_do_and_how_the_rate_is_scal
     config = TrainConfig(**sizes, scaling="weak", lr_scaling="sqrt", total_steps=4096)
     ppo = PPOConfig(learning_rate=1e-3, warmup=5)
     rate = sizes_table(config, shard_sizes(config, 0, 4), 4, ppo).splitlines()[-1]
-    assert "0.001 x 2 (sqrt of a 4-fold batch) = 0.002, rising over the first 5 it" in rate
+    assert "0.001 x 2 (sqrt) = 0.002, rising over the first 5 it" in rate
     assert rate.endswith("falling to 0 over 4096 steps")
 
 

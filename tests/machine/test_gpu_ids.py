@@ -6,8 +6,7 @@ from fake_gpus import pretend_gpus
 from train_runs import only_error, train_here
 
 from agents.config import RunConfig
-from agents.run.choice import parse_training
-from agents.run.resumed import resumed_config
+from agents.run.choice import parse_training, resumed_config
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.process_group import world

@@ -105,7 +105,7 @@ def test_an_environment_of_another_size_is_refused_before_anything_is_written(
     monkeypatch.setattr(resume_envs, "SIZE", 3)
     monkeypatch.setattr(resume_envs.Forgetful, "action_space", actions)
     line = only_error(refusal(killed))
-    assert "actions 5 discrete (it has 2 discrete), observation size 3 (it has 2)" in line
+    assert "num_actions 5 (it has 2), num_obs 3 (it has 2)" in line
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ from train_runs import SIZES, only_error, records, train_here
 from agents.config import RunConfig, TrainConfig
 from agents.run import auto
 from agents.run.auto import choose
-from agents.run.choice import parse_training
-from agents.run.resumed import resumed_config
+from agents.run.choice import parse_training, resumed_config
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.launch import fallback
