@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agents.config import AUTO, RunConfig, TrainConfig, forget_probed, with_threads
+from agents.config import AUTO, RunConfig, TrainConfig, forget_probed, probe, with_threads
 from agents.ppo import PPOConfig, learning_rate
 from agents.run.choice import (
     RUNS,
@@ -201,6 +201,12 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
         check_resumable(found.state, config, task, resolved.num_ranks)
     else:
         check_initial(config, task)
+    if core := config.policy.core:
+        from agents.network.own_core import make_core, try_core
+
+        hidden_size, num_layers = config.policy.hidden_size, config.policy.num_layers
+        width = probe(task).empty_policy(config).feature_encoder.num_outputs
+        try_core(core, make_core(core, width, hidden_size, num_layers), width, hidden_size)
     print(resolved.message)
     print(task.describe())
     if train.chosen_preset and not found:
