@@ -263,7 +263,7 @@ def describe_preset(config: RunConfig) -> str:
 
 
 def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
-    """Return the saved configuration with the flags that may change; refuse all others."""
+    """Return the saved configuration with the flags that may change."""
     config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), parsed.given)
     data = config.data
     if data.data_digest and data_digest(data) not in ("", data.data_digest):
