@@ -1,7 +1,7 @@
-"""Two slow environments, and the gain from workers and groups on them.
+"""Two slow environments, and what workers and groups gain on them.
 
-SlowSteps-v0 computes for about a millisecond a step; Waiting-v0 waits for two. From the checkout:
-`--env benchmarks.slow_env:SlowSteps-v0`; `python -m benchmarks.slow_env` measures both.
+SlowSteps-v0 computes for about a millisecond a step, more or less; Waiting-v0 waits for two. From
+the checkout: `--env benchmarks.slow_env:SlowSteps-v0`; `python -m benchmarks.slow_env` measures.
 """
 
 from __future__ import annotations
@@ -14,52 +14,49 @@ import numpy as np
 
 ROUNDS = 14_000  # of plain Python, about a millisecond
 WAIT_S = 2e-3
-EPISODE_STEPS = 50
-NUM_ENVS, NUM_STEPS, TURNS = 64, 16, 5
 WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # workers and groups
 
 
 class SlowSteps(gymnasium.Env):
     """Rewards an action near the last observation; every step computes for 0.5 to 1.5 ms."""
 
-    def __init__(self) -> None:
-        self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
-        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None
     ) -> tuple[np.ndarray, dict]:
-        """Start an episode."""
+        """Begin an episode of 50 steps."""
         super().reset(seed=seed)
-        self.age = 0
-        return self._observe(), {}
-
-    def _observe(self) -> np.ndarray:
-        self.obs = self.np_random.uniform(-1, 1, 4).astype(np.float32)
-        return self.obs
-
-    def _work(self) -> None:
-        for number in range(int(ROUNDS * self.np_random.uniform(0.5, 1.5))):
-            number * number
+        self._steps = 0
+        self._seen = self.np_random.uniform(-1, 1, 4).astype(np.float32)
+        return self._seen, {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Work, then return the next observation."""
-        self._work()
-        reward = -abs(float(action[0]) - float(self.obs[0]))
-        self.age += 1
-        return self._observe(), reward, False, self.age >= EPISODE_STEPS, {}
+        """Work, then draw the next observation."""
+        self.work()
+        reward = -abs(float(action[0]) - float(self._seen[0]))
+        self._seen = self.np_random.uniform(-1, 1, 4).astype(np.float32)
+        self._steps += 1
+        return self._seen, reward, False, self._steps >= 50, {}
+
+    def work(self) -> None:
+        """Compute."""
+        total = 0
+        for number in range(int(ROUNDS * self.np_random.uniform(0.5, 1.5))):
+            total += number * number
 
 
 class Waiting(SlowSteps):
-    """The same, but every step waits for 2 ms, like a simulator behind a socket."""
+    """The same, but every step waits for 2 ms, as for a simulator behind a socket."""
 
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Wait."""
         time.sleep(WAIT_S)
 
 
-def measure(env_id: str) -> None:
-    """Print steps/s of rollouts for each way: medians of turns."""
-    # start-up: environment workers import this file, and need no torch (2 s)
+def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
+    """Print steps/s of rollouts in all ways: medians of rounds in which they take turns."""
     import torch
 
     from agents.network.inputs import Normalizer
@@ -69,29 +66,26 @@ def measure(env_id: str) -> None:
     from envs.workers.env import WorkerEnv
 
     torch.set_num_threads(1)
-    envs: dict[tuple[int, int], Any] = {
-        (workers, groups): WorkerEnv(env_id, NUM_ENVS, workers, groups)
-        if workers
-        else make_vector_env(env_id, NUM_ENVS)
-        for workers, groups in WAYS
-    }
-    space, num_obs = envs[0, 1].single_action_space, envs[0, 1].single_observation_space.shape[0]
-    policy, normalizer = Policy(PolicyConfig(), num_obs, space), Normalizer(num_obs)
-    noise = torch.randn(NUM_STEPS, NUM_ENVS, *space.shape)
+    policy = Policy(PolicyConfig(), 4, SlowSteps.action_space)
+    noise = torch.randn(num_steps, num_envs, 1)
+    envs: dict[tuple[int, int], Any] = {(0, 1): make_vector_env(env_id, num_envs)}
+    for workers, groups in WAYS[1:]:
+        envs[workers, groups] = WorkerEnv(env_id, num_envs, workers, groups)
     carries = {way: fresh_carry(policy, env.reset()[0]) for way, env in envs.items()}
     rates: dict[tuple[int, int], list[float]] = {way: [] for way in WAYS}
-    for _ in range(TURNS):
+    for _ in range(rounds):
         for way, env in envs.items():
             started_s = time.perf_counter()
-            collect(policy, normalizer, env, carries[way], noise, NUM_STEPS, gamma=0.99)
-            rates[way].append(NUM_ENVS * NUM_STEPS / (time.perf_counter() - started_s))
-    print(f"{env_id}, {NUM_ENVS} environments, {NUM_STEPS} steps, medians of {TURNS} turns")
-    for (workers, groups), env in envs.items():
-        env.close()
-        low, middle, high = np.quantile(rates[workers, groups], (0.0, 0.5, 1.0))
+            collect(policy, Normalizer(4), env, carries[way], noise, num_steps, gamma=0.99)
+            rates[way].append(num_envs * num_steps / (time.perf_counter() - started_s))
+    print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rounds")
+    for (workers, groups), of_way in rates.items():
+        low, middle, high = np.quantile(of_way, (0.0, 0.5, 1.0))
         gain = middle / np.median(rates[0, 1])
-        figures = f"{middle:8,.0f} steps/s ({low:,.0f}-{high:,.0f})  {gain:5.2f}x"
-        print(f"{workers} workers, {groups} groups {figures}", flush=True)
+        spread = f"{middle:8,.0f} steps/s ({low:,.0f}-{high:,.0f})"
+        print(f"{workers} workers, {groups} groups {spread}  {gain:5.2f}x", flush=True)
+    for env in envs.values():
+        env.close()
 
 
 gymnasium.register("SlowSteps-v0", f"{__name__}:SlowSteps")
@@ -99,4 +93,4 @@ gymnasium.register("Waiting-v0", f"{__name__}:Waiting")
 
 if __name__ == "__main__":
     for name in ("Waiting-v0", "SlowSteps-v0"):
-        measure(f"benchmarks.slow_env:{name}")
+        measure(f"benchmarks.slow_env:{name}", num_envs=64, num_steps=16, rounds=5)

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any directory
 
-from machine import describe
+from turns import describe
 
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import as_flags, measure_short_runs

@@ -5,11 +5,10 @@
 The environment of --python holds sb3-contrib, whose settings are those its authors tuned for this
 task; ours are the defaults. Solved: the mean return of the last 100 training episodes is at least
 475, the threshold that Gymnasium registers for CartPole-v1, and stays so for 100 more episodes. A
-run's time is when it came to the first of these means, on a clock that begins with the command, so
-start-up counts. Both train in turns of some seconds, one thread each; whoever has no turn is halted
-and so is its clock. A run that ends before it is solved has no time: its row says how long it
-trained, and the ratios are bounds, which the medians leave out. CPU time says what the seconds
-would say on a machine that does nothing else.
+run's time is when it reached the first of these means, on a clock that begins with the command, so
+start-up counts. Both train in turns of some seconds, one thread each; a run without a turn is
+halted and so is its clock. A run that ends before it is solved has no time: its row says how long
+it trained, and the medians leave it out. CPU time is what the seconds would be on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from statistics import median
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-PEER = ROOT / "benchmarks" / "peers" / "sb3_solve.py"
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The mean of so many episodes that has to be reached and kept."""
+    """A mean return over some episodes that has to be reached and kept."""
 
     mean: float
     episodes: int
@@ -45,7 +43,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Moment:
-    """An iteration's end, and its episodes."""
+    """The end of an iteration, and its episodes."""
 
     seconds: float  # of this run's turns
     cpu_s: float
@@ -55,78 +53,54 @@ class Moment:
 
 
 class Run:
-    """A training that is halted but in its turns, as its metrics.jsonl shows it."""
+    """A training that is halted between its turns, as its metrics.jsonl shows it."""
 
-    def __init__(self, held: ExitStack, command: Sequence[str | Path], metrics: Path) -> None:
+    def __init__(self, stack: ExitStack, command: Sequence[str | Path], metrics: Path) -> None:
         self.metrics = metrics
         self.moments: list[Moment] = []
         self.seconds = 0.0
-        self.errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # held
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=self.errors, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         self._signal(signal.SIGSTOP)
-        held.callback(self.end)
+        stack.callback(self.process.wait)
+        stack.callback(self._signal, signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # it has ended
             os.killpg(self.process.pid, number)
 
-    def end(self) -> None:
-        """End it and its ranks."""
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it ended by itself."""
-        return self.process.poll() is not None
-
-    def turn(self, length_s: float) -> None:
-        """Let it train so long, or to its end, and read what it wrote."""
+    def turn(self, length_s: float) -> bool:
+        """Let it train for some seconds, or to its end; return whether it has ended."""
         began_s = time.monotonic()
         self._signal(signal.SIGCONT)
-        while not self.ended and time.monotonic() < began_s + length_s:
+        while (code := self.process.poll()) is None and time.monotonic() < began_s + length_s:
             time.sleep(POLL_S)
             self._read(self.seconds + time.monotonic() - began_s)
         self._signal(signal.SIGSTOP)
         self.seconds += time.monotonic() - began_s
         self._read(self.seconds)  # its last lines, if it has ended
+        if code:
+            raise SystemExit(f"error: {self.process.args!r} ended with code {code}")
+        return code is not None
 
     def _read(self, seconds: float) -> None:
         text = self.metrics.read_text() if self.metrics.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()[len(self.moments) :]
         cpu_s = self._cpu_s() if lines else 0.0
         for record in map(json.loads, lines):
-            episodes = record["episode/return"], record["episode/count"]
-            self.moments.append(Moment(seconds, cpu_s, record["global_step"], *episodes))
+            episodes = {"mean": record["episode/return"], "count": record["episode/count"]}
+            self.moments.append(Moment(seconds, cpu_s, record["global_step"], **episodes))
 
     def _cpu_s(self) -> float:
-        """Seconds of CPU of all its processes; what was read last if they have ended."""
-        used = self.moments[-1].cpu_s if self.moments else 0.0
+        """Return the seconds of CPU of its processes; the last known ones if they have ended."""
         with suppress(psutil.Error):
             process = psutil.Process(self.process.pid)
-            used = max(used, sum(map(cpu_of, [process, *process.children(recursive=True)])))
-        return used
-
-    def failure(self) -> str:
-        """Return its last words if it failed."""
-        if not self.ended or not self.process.returncode:
-            return ""
-        self.errors.seek(0)
-        last = [line for line in self.errors.read().splitlines() if line.strip()][-1:]
-        return " ".join(last) or f"exit code {self.process.returncode}"
-
-
-def cpu_of(process: psutil.Process) -> float:
-    """Seconds of CPU of a process and of those it waited for."""
-    with suppress(psutil.NoSuchProcess):
-        return sum(process.cpu_times()[:4])  # user, system, and both of ended children
-    return 0.0
+            processes = [process, *process.children(recursive=True)]
+            return sum(sum(each.cpu_times()[:4]) for each in processes)  # with ended children
+        return self.moments[-1].cpu_s if self.moments else 0.0
 
 
 def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
-    """Return the mean return of so many last episodes or a few more; None: too few so far."""
+    """Return the mean return of at least so many last episodes; None: too few so far."""
     total, count = 0.0, 0
     for moment in reversed(moments):
         if moment.mean is not None:
@@ -138,68 +112,47 @@ def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return when the mean came to the goal to stay there for as many episodes again."""
-    found: Moment | None = None
-    after = 0  # episodes since
+    """Return when the mean reached the goal, if it stays there for that many more episodes."""
+    first: Moment | None = None
+    episodes_since = 0
     for number, moment in enumerate(moments):
         mean = mean_of_last(moments[: number + 1], goal.episodes)
         if mean is None or mean < goal.mean:
-            found = None
-        elif found is None:
-            found, after = moment, 0
+            first = None
+        elif first is None:
+            first, episodes_since = moment, 0
         else:
-            after += moment.count
-            if after >= goal.episodes:
-                return found
+            episodes_since += moment.count
+            if episodes_since >= goal.episodes:
+                return first
     return None
 
 
-def commands(seed: int, args: argparse.Namespace, folder: str) -> list[tuple[list[str], Path]]:
-    """Return what to run, and the file in which it writes its episodes: ours, then the peer's."""
-    words = f"--seed {seed} --total_steps {args.total_steps}"
-    ours = f"--env CartPolePositions-v1 --device cpu --threads 1 --validate_every 0 {words}"
-    script = [sys.executable, str(ROOT / "train_distributed.py"), "--run_dir", f"{folder}/run"]
-    peer = [args.python, str(PEER), "--metrics", f"{folder}/peer.jsonl", *words.split()]
-    return [
-        (script + ours.split(), Path(folder, "run", "metrics.jsonl")),
-        (peer, Path(folder, "peer.jsonl")),
-    ]
-
-
-def race(seed: int, goal: Goal, args: argparse.Namespace) -> list[tuple[Run, Moment | None]]:
-    """Train with both in turns until both are solved or have ended; ours comes first."""
-    with ExitStack() as held:
-        folder = held.enter_context(tempfile.TemporaryDirectory())
-        runs = [Run(held, *each) for each in commands(seed, args, folder)]
+def race(seed: int, goal: Goal, args: argparse.Namespace) -> list[tuple[Moment, bool]]:
+    """Train with both in turns until both are solved or have ended; ours is the first result."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        flags = ["--seed", str(seed), "--total_steps", str(args.total_steps), "--threads", "1"]
+        script, place = ROOT / "train_distributed.py", folder / "run"
+        ours: list[str | Path] = [sys.executable, script, *flags, "--run_dir", place]
+        ours += ["--env", "CartPolePositions-v1", "--device", "cpu", "--validate_every", "0"]
+        peer = [args.python, ROOT / "benchmarks" / "peers.py", "sb3_solve", *flags]
+        peer += ["--metrics", folder / "peer.jsonl"]
+        runs = [Run(stack, ours, folder / "run" / "metrics.jsonl")]
+        runs += [Run(stack, peer, folder / "peer.jsonl")]
         waiting = runs if seed % 2 else runs[::-1]
         while waiting:
-            for run in waiting:
-                run.turn(args.turn_s)
-            waiting = [run for run in waiting if not (run.ended or solved_at(run.moments, goal))]
-        for run in runs:
-            if words := run.failure():
-                raise SystemExit(f"error: {Path(run.process.args[1]).name} failed: {words}")  # type: ignore[index,arg-type]
-        return [(run, solved_at(run.moments, goal)) for run in runs]
-
-
-def cells(run: Run, solved: Moment | None) -> str:
-    """A run's part of a row."""
-    if solved:
-        return f"{solved.seconds:.1f} | {solved.cpu_s:.1f} | {solved.steps:,}"
-    last = run.moments[-1]
-    return f"not in {last.seconds:.0f} | {last.cpu_s:.0f} | {last.steps:,}"
-
-
-def ratios_of(results: list[tuple[Run, Moment | None]]) -> tuple[str, list[float]]:
-    """The peer's seconds over ours, and its CPU time over ours: in words, and if both solved it."""
-    ours, peer = (solved or run.moments[-1] for run, solved in results)
-    ratios = [peer.seconds / ours.seconds, peer.cpu_s / ours.cpu_s]
-    words = {(True, True): "", (True, False): "more than ", (False, True): "less than "}
-    solved = (bool(results[0][1]), bool(results[1][1]))
-    if not any(solved):
-        return "- | -", []
-    shown = " | ".join(f"{words[solved]}{ratio:.2f}" for ratio in ratios)
-    return shown, ratios if all(solved) else []
+            ended = [run.turn(args.turn_s) for run in waiting]
+            waiting = [
+                run
+                for run, over in zip(waiting, ended, strict=True)
+                if not over and solved_at(run.moments, goal) is None
+            ]
+        solved = [solved_at(run.moments, goal) for run in runs]
+        return [
+            (moment or run.moments[-1], moment is not None)
+            for run, moment in zip(runs, solved, strict=True)
+        ]
 
 
 def main() -> None:
@@ -216,17 +169,26 @@ def main() -> None:
     args = parser.parse_args()
     print("| seed | ours, s | CPU, s | steps | sb3-contrib, s | CPU, s | steps | ratio | by CPU |")
     print("|" + "---|" * 9)
-    solved, ratios = [0, 0], list[list[float]]()
+    counts = [0, 0]
+    ratios: list[tuple[float, float]] = []
     for seed in args.seeds:
         results = race(seed, Goal(args.mean, args.episodes), args)
-        words, found = ratios_of(results)
-        print(f"| {seed} | {' | '.join(cells(*each) for each in results)} | {words} |", flush=True)
-        solved = [before + bool(now) for before, (_, now) in zip(solved, results, strict=True)]
-        ratios += [found] if found else []
-    print(f"\nSolved: ours {solved[0]}, sb3-contrib {solved[1]} of {len(args.seeds)} seeds.")
+        cells = [str(seed)]
+        for index, (moment, is_solved) in enumerate(results):
+            counts[index] += is_solved
+            seconds = f"{moment.seconds:.1f}" if is_solved else f"not in {moment.seconds:.0f}"
+            cells += [seconds, f"{moment.cpu_s:.1f}", f"{moment.steps:,}"]
+        (ours, we_solved), (peer, they_solved) = results
+        if we_solved and they_solved:
+            ratios.append((peer.seconds / ours.seconds, peer.cpu_s / ours.cpu_s))
+            cells += [f"{ratio:.2f}" for ratio in ratios[-1]]
+        else:
+            cells += ["-", "-"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"\nSolved: ours {counts[0]}, sb3-contrib {counts[1]} of {len(args.seeds)} seeds.")
     if ratios:
-        middle, by_cpu = (median(column) for column in zip(*ratios, strict=True))
-        print(f"Medians of the {len(ratios)} that both solved: {middle:.2f}, by CPU {by_cpu:.2f}.")
+        seconds_ratio, cpu_ratio = (median(column) for column in zip(*ratios, strict=True))
+        print(f"Medians of {len(ratios)} seeds: {seconds_ratio:.2f}, by CPU time {cpu_ratio:.2f}.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,400 @@
+"""Train with one of several programs, in turns with others; against_peers.py starts it.
+
+    python benchmarks/peers.py DRIVER [TASK] [--threads 2] [--ranks 1]
+
+A driver imports its trainer itself: no environment holds all of them. `sb3_solve` takes no turns;
+time_to_solve.py watches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from plain_trainers import clean, ours
+from torch import Tensor, nn
+from turns import (
+    BPTT_STEPS,
+    CLIP,
+    ENT_COEF,
+    EPOCHS,
+    GAE_LAMBDA,
+    GAMMA,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    MINIBATCH_STEPS,
+    MINIBATCHES,
+    NUM_ENVS,
+    NUM_STEPS,
+    TASKS,
+    VF_COEF,
+    StockLikeVectorEnv,
+    Task,
+    Turns,
+    vector_env,
+)
+
+
+def turns_of(trainer: str) -> Turns:
+    """Return the turns of a trainer in this process."""
+    return Turns(trainer=trainer, torch=torch.__version__)
+
+
+def batched_env(task: Task) -> Any:
+    """Return environments for a trainer that cannot step 64 of Gymnasium's one by one."""
+    if task.discrete:
+        return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode="vector_entry_point")
+    return StockLikeVectorEnv(NUM_ENVS)
+
+
+# ---- rl_games
+
+
+def rl_games(task: Task, args: argparse.Namespace) -> None:
+    """Train with its LSTM actor-critic; its environments are a batch, as it cannot make 64."""
+    import rl_games.common.a2c_common as a2c
+    from rl_games.common import env_configurations, vecenv
+    from rl_games.torch_runner import Runner
+
+    turns, env = turns_of(f"rl_games {version('rl-games')}"), batched_env(task)
+
+    class Batch(vecenv.IVecEnv):
+        def reset(self) -> Any:
+            return env.reset()[0]
+
+        def step(self, actions: Any) -> Any:
+            obs, rewards, terminated, truncated, _ = env.step(actions)
+            return obs, rewards.astype("float32"), terminated | truncated, {}
+
+        def get_env_info(self) -> dict[str, Any]:
+            space = {"observation_space": env.single_observation_space, "agents": 1}
+            return space | {"action_space": env.single_action_space}
+
+    vecenv.register("BATCH", lambda *_, **__: Batch())
+    env_configurations.register("batch", {"vecenv_type": "BATCH", "env_creator": lambda **_: None})
+    for base in (a2c.DiscreteA2CBase, a2c.ContinuousA2CBase):
+
+        def train_epoch(agent: Any, plain: Any = base.train_epoch) -> Any:
+            results = plain(agent)
+            length = agent.game_lengths.get_mean() if agent.game_lengths.current_size else None
+            length = None if length is None else float(length)
+            turns.next(collect_s=results[1], update_s=results[2], episode_length=length)
+            return results
+
+        base.train_epoch = train_epoch
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner()
+        runner.load({"params": rl_games_parameters(task, args.threads, folder)})
+        runner.run({"train": True, "play": False})
+
+
+def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]:
+    """Return what rl_games reads from a YAML file."""
+    default = {"name": "default"}
+    gaussian = {
+        "mu_activation": "None",
+        "sigma_activation": "None",
+        "mu_init": default,
+        "sigma_init": {"name": "const_initializer", "val": 0},
+        "fixed_sigma": True,
+    }
+    mlp = {"units": [task.hidden_size], "activation": "tanh", "initializer": default}
+    rnn = {"name": "lstm", "units": task.hidden_size, "layers": 1, "before_mlp": True}
+    config = {
+        "name": "comparison",
+        "env_name": "batch",
+        "train_dir": folder,
+        "reward_shaper": {"scale_value": 1.0},
+        "normalize_advantage": True,
+        "normalize_input": False,
+        "normalize_value": False,
+        "gamma": GAMMA,
+        "tau": GAE_LAMBDA,
+        "learning_rate": LEARNING_RATE,
+        "lr_schedule": None,
+        "score_to_win": 1e9,
+        "truncate_grads": True,
+        "grad_norm": MAX_GRAD_NORM,
+        "entropy_coef": ENT_COEF,
+        "critic_coef": VF_COEF,
+        "e_clip": CLIP,
+        "clip_value": False,
+        "bounds_loss_coef": 0.0,
+        "num_actors": NUM_ENVS,
+        "horizon_length": NUM_STEPS,
+        "minibatch_size": MINIBATCH_STEPS,
+        "mini_epochs": EPOCHS,
+        "seq_length": BPTT_STEPS,
+        "device": "cpu",
+        "device_name": "cpu",
+        "ppo": True,
+        "max_epochs": 10**9,
+        "save_frequency": 0,
+        "save_best_after": 10**9,
+        "print_stats": False,
+    }
+    return {
+        "seed": 1,
+        "torch_threads": threads,
+        "algo": {"name": "a2c_discrete" if task.discrete else "a2c_continuous"},
+        "model": {"name": "discrete_a2c" if task.discrete else "continuous_a2c_logstd"},
+        "network": {
+            "name": "actor_critic",
+            "separate": False,
+            "space": {"discrete": None} if task.discrete else {"continuous": gaussian},
+            "mlp": mlp | {"regularizer": {"name": "None"}},
+            "rnn": rnn | {"concat_input": False, "layer_norm": False},
+        },
+        "config": config,
+    }
+
+
+# ---- sb3-contrib
+
+
+def sb3(task: Task, args: argparse.Namespace) -> None:
+    """Train with RecurrentPPO, with one LSTM for actor and critic."""
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+    turns = turns_of(f"sb3-contrib {version('sb3-contrib')}")
+
+    class Batch(DummyVecEnv):
+        def __init__(self, env: Any) -> None:
+            self.env, self.envs = env, [env] * NUM_ENVS
+            VecEnv.__init__(self, NUM_ENVS, env.single_observation_space, env.single_action_space)
+
+        def reset(self) -> Any:
+            return self.env.reset(seed=1)[0]
+
+        def step_wait(self) -> Any:
+            obs, rewards, terminated, truncated, info = self.env.step(self.actions)
+            infos: list[dict[str, Any]] = [{} for _ in range(NUM_ENVS)]
+            for row in np.flatnonzero(terminated | truncated):
+                infos[row]["terminal_observation"] = info["final_obs"][row]
+            return obs, rewards.astype(np.float32), terminated | truncated, infos
+
+    class Iterations(BaseCallback):
+        """Takes turns where a rollout begins, because an iteration ends there."""
+
+        marks: tuple[float, ...] = ()
+
+        def _on_rollout_start(self) -> None:
+            measured: dict[str, float | None] = {}
+            if self.marks:
+                began, collected = self.marks
+                lengths = [episode["l"] for episode in self.model.ep_info_buffer or ()]
+                measured["collect_s"] = collected - began
+                measured["update_s"] = time.perf_counter() - collected
+                measured["episode_length"] = float(np.mean(lengths)) if lengths else None
+            turns.next(**measured)
+            self.marks = (time.perf_counter(),)
+
+        def _on_rollout_end(self) -> None:
+            self.marks = (self.marks[0], time.perf_counter())
+
+        def _on_step(self) -> bool:
+            return True
+
+    env: Any = Batch(StockLikeVectorEnv(NUM_ENVS)) if not task.discrete else None
+    heads = [task.hidden_size]  # the tanh layer: one of each head
+    network = {"lstm_hidden_size": task.hidden_size, "shared_lstm": True}
+    model = RecurrentPPO(
+        "MlpLstmPolicy",
+        env or make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=1),
+        n_steps=NUM_STEPS,
+        batch_size=MINIBATCH_STEPS,
+        n_epochs=EPOCHS,
+        learning_rate=LEARNING_RATE,
+        gamma=GAMMA,
+        gae_lambda=GAE_LAMBDA,
+        clip_range=CLIP,
+        ent_coef=ENT_COEF,
+        vf_coef=VF_COEF,
+        max_grad_norm=MAX_GRAD_NORM,
+        policy_kwargs=network
+        | {"enable_critic_lstm": False, "net_arch": {"pi": heads, "vf": heads}},
+        device="cpu",
+        seed=1,
+    )
+    model.learn(total_timesteps=10**9, callback=Iterations())
+
+
+def sb3_solve(task: Task, args: argparse.Namespace) -> None:
+    """Train RecurrentPPO on CartPole without velocities, as its authors tuned it.
+
+    Writes a line of JSON after each rollout, with our trainer's keys. The settings are those of
+    CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
+    """
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    returns: list[float] = []
+
+    class Episodes(BaseCallback):
+        def _on_step(self) -> bool:
+            infos = self.locals["infos"]
+            returns.extend(info["episode"]["r"] for info in infos if "episode" in info)
+            return True
+
+        def _on_rollout_end(self) -> None:
+            mean = float(np.mean(returns)) if returns else None
+            record = {"global_step": self.num_timesteps, "episode/return": mean}
+            print(json.dumps(record | {"episode/count": len(returns)}), file=file, flush=True)
+            returns.clear()
+
+    def positions(env: gymnasium.Env) -> gymnasium.Env:
+        assert isinstance(env.observation_space, gymnasium.spaces.Box)
+        low, high = env.observation_space.low[::2], env.observation_space.high[::2]
+        space = gymnasium.spaces.Box(low, high)
+        return gymnasium.wrappers.TransformObservation(env, lambda obs: obs[::2], space)
+
+    env = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed, wrapper_class=positions)
+    network = {"lstm_hidden_size": 64, "enable_critic_lstm": True, "ortho_init": False}
+    model = RecurrentPPO(
+        "MlpLstmPolicy",
+        VecNormalize(env, norm_reward=False),
+        n_steps=32,
+        batch_size=256,
+        gae_lambda=0.8,
+        gamma=0.98,
+        n_epochs=20,
+        ent_coef=0.0,
+        learning_rate=lambda left: left * 0.001,
+        clip_range=lambda left: left * 0.2,
+        policy_kwargs=network
+        | {"activation_fn": torch.nn.ReLU, "net_arch": {"pi": [64], "vf": [64]}},
+        seed=args.seed,
+        device="cpu",
+    )
+    with args.metrics.open("w") as file:
+        model.learn(args.total_steps, callback=Episodes())
+
+
+# ---- skrl
+
+
+def skrl(task: Task, args: argparse.Namespace) -> None:
+    """Train with PPO_RNN; the model follows the LSTM example of its documentation."""
+    from skrl.agents.torch.ppo import PPO_CFG, PPO_RNN
+    from skrl.envs.wrappers.torch import wrap_env
+    from skrl.memories.torch import RandomMemory
+    from skrl.models.torch import CategoricalMixin, DeterministicMixin, GaussianMixin, Model
+    from skrl.trainers.torch import SequentialTrainer
+    from skrl.utils import set_seed
+
+    turns = turns_of(f"skrl {version('skrl')}")
+    set_seed(1)
+    env = wrap_env(vector_env(task), wrapper="gymnasium")
+    mixin: Any = CategoricalMixin if task.discrete else GaussianMixin
+    size = task.hidden_size
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+
+    class Shared(mixin, DeterministicMixin, Model):
+        """A model for both roles, whose LSTM runs once for the two of them."""
+
+        def __init__(self) -> None:
+            Model.__init__(self, **spaces, device=torch.device("cpu"))
+            mixin.__init__(self, role="policy")
+            DeterministicMixin.__init__(self, role="value")
+            self.lstm = nn.LSTM(task.num_obs, size, batch_first=True)
+            self.layer = nn.Sequential(nn.Linear(size, size), nn.Tanh())
+            self.heads = nn.ModuleDict(
+                {"policy": nn.Linear(size, task.num_actions), "value": nn.Linear(size, 1)}
+            )
+            self.log_std = nn.Parameter(torch.zeros(task.num_actions))
+            self.kept: Any = None  # what the policy's pass leaves for the value's
+
+        def get_specification(self) -> dict[str, Any]:
+            sizes = [(1, NUM_ENVS, size)] * 2
+            return {"rnn": {"sequence_length": BPTT_STEPS, "sizes": sizes}}
+
+        def act(self, inputs: dict[str, Any], *, role: str) -> Any:
+            return (mixin if role == "policy" else DeterministicMixin).act(self, inputs, role=role)
+
+        def compute(self, inputs: dict[str, Any], role: str = "") -> Any:
+            features, state = self.kept or self.features(inputs)
+            self.kept = (features, state) if role == "policy" else None
+            others = {"rnn": state}
+            if role == "policy" and not task.discrete:
+                others["log_std"] = self.log_std
+            return self.heads[role](features), others
+
+        def features(self, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+            """Run the LSTM; in training from the first state of each sequence, cut at ends."""
+            state, obs = inputs["rnn"], inputs["observations"]
+            if not self.training:
+                outputs, after = self.lstm(obs[:, None], (state[0], state[1]))
+                return self.layer(outputs.flatten(0, 1)), list(after)
+            steps = obs.unflatten(0, (-1, BPTT_STEPS))  # [sequences, L, F]
+            first = [part.unflatten(1, (-1, BPTT_STEPS))[:, :, 0] for part in state]
+            hidden, cell = (part.contiguous() for part in first)
+            ended = (inputs["terminated"] | inputs["truncated"]).view(-1, BPTT_STEPS)
+            cuts = ended[:, :-1].any(0).nonzero()[:, 0] + 1
+            bounds = [0, *cuts.tolist(), BPTT_STEPS]
+            pieces = []
+            for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+                piece, (hidden, cell) = self.lstm(steps[:, begin:end], (hidden, cell))
+                pieces.append(piece)
+                keep = ~ended[:, end - 1, None]
+                hidden, cell = hidden * keep, cell * keep
+            return self.layer(torch.cat(pieces, 1).flatten(0, 1)), [hidden, cell]
+
+    model = Shared()
+    config = PPO_CFG()
+    config.rollouts, config.learning_epochs, config.mini_batches = NUM_STEPS, EPOCHS, MINIBATCHES
+    config.learning_rate, config.discount_factor = LEARNING_RATE, GAMMA
+    config.gae_lambda, config.grad_norm_clip, config.ratio_clip = GAE_LAMBDA, MAX_GRAD_NORM, CLIP
+    config.entropy_loss_scale, config.value_loss_scale = ENT_COEF, VF_COEF
+    config.experiment.write_interval = config.experiment.checkpoint_interval = 0
+    agent = PPO_RNN(
+        models={"policy": model, "value": model},
+        memory=RandomMemory(memory_size=NUM_STEPS, num_envs=NUM_ENVS, device="cpu"),
+        cfg=config,
+        **spaces,
+        device="cpu",
+    )
+    plain, ended = agent.update, [time.perf_counter()]
+
+    def update(**kwargs: Any) -> None:
+        began = time.perf_counter()
+        plain(**kwargs)
+        turns.next(collect_s=began - ended[0], update_s=time.perf_counter() - began)
+        ended[0] = time.perf_counter()
+
+    agent.update = update
+    steps = {"timesteps": 10**9, "headless": True, "disable_progressbar": True}
+    SequentialTrainer(env=env, agents=agent, cfg=steps).train()
+
+
+DRIVERS = {run.__name__: run for run in (ours, clean, rl_games, sb3, sb3_solve, skrl)}
+
+
+def main() -> None:
+    """Train until the turns end."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("driver", choices=DRIVERS)
+    parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
+    for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--metrics", type=Path, help="of sb3_solve: the file that it writes")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    DRIVERS[args.driver](TASKS[args.task], args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Train with this project, or with a plain loop in the manner of CleanRL's ppo_atari_lstm.py.
+
+peers.py runs these drivers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal
+from turns import (
+    BPTT_STEPS,
+    CLIP,
+    ENT_COEF,
+    EPOCHS,
+    GAE_LAMBDA,
+    GAMMA,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    MINIBATCH_STEPS,
+    MINIBATCHES,
+    NUM_ENVS,
+    NUM_STEPS,
+    STEPS,
+    VF_COEF,
+    Task,
+    Turns,
+    silence,
+    vector_env,
+)
+
+DRIVER = "BENCHMARK_DRIVER"  # for ranks: the process that takes the turns, where it reports
+
+
+@functools.cache
+def our_turns() -> Turns:
+    """Take the turns of the process that was started, also in a rank that it has started."""
+    import psutil
+
+    number, reports = map(int, os.environ[DRIVER].split())
+    about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
+    if number == os.getpid():
+        return Turns(reports=os.fdopen(reports, "w", buffering=1), **about)
+    driver = psutil.Process(number)
+
+    def cpu_s() -> float:
+        times = [process.cpu_times() for process in driver.children(recursive=True)]
+        return sum(each.user + each.system for each in times)
+
+    files = Path(f"/proc/{number}/fd")
+    orders, answers = (files / "0").open(), (files / str(reports)).open("w", buffering=1)
+    return Turns(orders, answers, cpu_s, **about)
+
+
+def end_of_iteration(moment: Any) -> None:
+    """Report, and wait for the next turn; other ranks wait for the first one."""
+    metrics = moment.metrics
+    if moment.is_main_process:
+        our_turns().next(
+            collect_s=metrics["time/collect_s"],
+            update_s=metrics["time/update_s"],
+            episode_length=metrics["episode/length"],
+        )
+
+
+def ours(task: Task, args: argparse.Namespace) -> None:
+    """Train by the Python function; with --ranks N that many processes share work and threads.
+
+    VECTORIZATION=sync in the environment steps CartPole one by one, as most peers do.
+    """
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+    from agents import train
+
+    settings: dict[str, Any] = {"num_stocks": 30}
+    if not task.cascade:
+        settings = {
+            "env": "CartPole-v1" if task.discrete else "turns:StockLike-v0",
+            "vectorization": os.environ.get("VECTORIZATION", "auto"),
+            "policy": "lstm",
+            "hidden_size": task.hidden_size,
+            "num_envs": NUM_ENVS,
+            "num_steps": NUM_STEPS,
+            "bptt_steps": BPTT_STEPS,
+            "batch_size": MINIBATCH_STEPS // BPTT_STEPS,
+            "update_epochs": EPOCHS,
+            "learning_rate": LEARNING_RATE,
+            "anneal_lr": False,
+            "gamma": GAMMA,
+            "gae_lambda": GAE_LAMBDA,
+            "clip_coef": CLIP,
+            "ent_coef": ENT_COEF,
+            "vf_coef": VF_COEF,
+            "max_grad_norm": MAX_GRAD_NORM,
+        }
+    os.environ[DRIVER] = f"{os.getpid()} {silence()}"
+    with tempfile.TemporaryDirectory() as folder:
+        train(
+            on_iteration=end_of_iteration,
+            run_dir=Path(folder, "run"),
+            threads=args.threads // args.ranks,
+            device="cpu",
+            num_gpus=args.ranks,
+            total_steps=10**9,
+            validate_every=0,
+            checkpoint_every=10**9,
+            collective_timeout=80_000,  # ranks wait for their turns
+            **settings,
+        )
+
+
+# ---- a loop in the manner of CleanRL's ppo_atari_lstm.py
+
+
+class PlainAgent(nn.Module):
+    """LSTM, tanh layer, two heads."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        size = task.hidden_size
+        self.discrete = task.discrete
+        self.lstm = nn.LSTM(task.num_obs, size)
+        self.layer = nn.Sequential(nn.Linear(size, size), nn.Tanh())
+        self.actor, self.critic = nn.Linear(size, task.num_actions), nn.Linear(size, 1)
+        self.log_std = nn.Parameter(torch.zeros(task.num_actions))
+
+    def forward(
+        self, obs: Tensor, state: Any, starts: Tensor, actions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
+        """Go step by step over [T * B] rows, resetting the state [1, B, H] at episode starts.
+
+        Returns actions, their log probabilities, entropies, values and the state after.
+        """
+        num_envs = state[0].shape[1]
+        outputs = []
+        steps = obs.unflatten(0, (-1, num_envs)), starts.unflatten(0, (-1, num_envs))
+        for row, start in zip(*steps, strict=True):
+            keep = (1.0 - start)[None, :, None]
+            output, state = self.lstm(row[None], (keep * state[0], keep * state[1]))
+            outputs.append(output)
+        features = self.layer(torch.cat(outputs).flatten(0, 1))
+        actor = self.actor(features)
+        if self.discrete:
+            distribution: Any = Categorical(logits=actor)
+        else:
+            distribution = Independent(Normal(actor, self.log_std.exp().expand_as(actor)), 1)
+        actions = distribution.sample() if actions is None else actions
+        values = self.critic(features)[:, 0]
+        return actions, distribution.log_prob(actions), distribution.entropy(), values, state
+
+
+@torch.no_grad()
+def plain_collect(agent: PlainAgent, envs: Any, carry: dict[str, Any]) -> dict[str, Tensor]:
+    """Return one rollout, each [T, B, ...], with advantages and returns."""
+    steps: dict[str, list[Tensor]] = {}
+    obs, starts, state = carry["obs"], carry["starts"], carry["state"]
+    for _ in range(NUM_STEPS):
+        actions, logprobs, _, values, state = agent(obs, state, starts)
+        step = {"obs": obs, "starts": starts, "actions": actions, "logprobs": logprobs}
+        raw_obs, rewards, terminated, truncated, _ = envs.step(actions.numpy())
+        step |= {"values": values, "rewards": torch.tensor(rewards, dtype=torch.float32)}
+        for name, value in step.items():
+            steps.setdefault(name, []).append(value)
+        obs = torch.as_tensor(raw_obs)
+        starts = torch.as_tensor(np.logical_or(terminated, truncated), dtype=torch.float32)
+    rollout = {name: torch.stack(values) for name, values in steps.items()}
+    next_value = agent(obs, state, starts)[3]
+    carry.update(obs=obs, starts=starts, state=state)
+
+    values = torch.cat([rollout["values"], next_value[None]])
+    keep = 1.0 - torch.cat([rollout["starts"], starts[None]])
+    advantages, last = torch.zeros_like(rollout["values"]), torch.zeros(NUM_ENVS)
+    for t in reversed(range(NUM_STEPS)):
+        delta = rollout["rewards"][t] + GAMMA * values[t + 1] * keep[t + 1] - values[t]
+        advantages[t] = last = delta + GAMMA * GAE_LAMBDA * keep[t + 1] * last
+    return rollout | {"advantages": advantages, "returns": advantages + rollout["values"]}
+
+
+def plain_update(
+    agent: PlainAgent, optimizer: torch.optim.Optimizer, rollout: dict[str, Tensor], state: Any
+) -> None:
+    """Run the epochs over minibatches of whole environments."""
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(NUM_ENVS).chunk(MINIBATCHES):
+            batch = {name: values[:, rows].flatten(0, 1) for name, values in rollout.items()}
+            before = state[0][:, rows], state[1][:, rows]
+            _, logprobs, entropy, values, _ = agent(
+                batch["obs"], before, batch["starts"], batch["actions"]
+            )
+            ratio = (logprobs - batch["logprobs"]).exp()
+            advantages = batch["advantages"]
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            clipped = ratio.clamp(1.0 - CLIP, 1.0 + CLIP)
+            policy_loss = -torch.min(advantages * ratio, advantages * clipped).mean()
+            value_loss = 0.5 * (values - batch["returns"]).square().mean()
+            loss = policy_loss - ENT_COEF * entropy.mean() + VF_COEF * value_loss
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+
+
+def clean(task: Task, args: argparse.Namespace) -> None:
+    """Train with the plain loop."""
+    turns = Turns(trainer="CleanRL-style loop", torch=torch.__version__)
+    envs, agent = vector_env(task), PlainAgent(task)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+    zeros = torch.zeros(1, NUM_ENVS, task.hidden_size)
+    obs = torch.as_tensor(envs.reset(seed=1)[0])
+    carry: dict[str, Any] = {"obs": obs, "starts": torch.ones(NUM_ENVS), "state": (zeros, zeros)}
+    while True:
+        began, state = time.perf_counter(), carry["state"]
+        rollout = plain_collect(agent, envs, carry)
+        collected = time.perf_counter()
+        plain_update(agent, optimizer, rollout, state)
+        updated = time.perf_counter()
+        length = STEPS / max(float(rollout["starts"].sum()), 1.0)
+        turns.next(collect_s=collected - began, update_s=updated - collected, episode_length=length)

@@ -1,0 +1,219 @@
+"""Share flags, tasks and turns among the trainers of the comparison (peers.py).
+
+Before each iteration a trainer calls `Turns.next`, which reports the iteration before it and waits
+for a line on standard input; the end of the input ends the process. So several trainers take turns
+on one machine, an iteration each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES, BPTT_STEPS = 64, 128, 4, 4, 32
+STEPS = NUM_ENVS * NUM_STEPS  # of an iteration
+MINIBATCH_STEPS = STEPS // MINIBATCHES
+LEARNING_RATE = 1e-9  # keeps the lengths of episodes, on which speed depends, the same for all
+GAMMA, GAE_LAMBDA, CLIP, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5
+ENT_COEF, VF_COEF = 0.01, 0.5
+
+KIND = ("cpu", "instructions", "torch", "threads")  # figures compare where these are the same
+SIDE, PRODUCTS = 1024, 8  # of a fixed product of matrices
+
+NUM_STOCKS, NUM_DAYS, EPISODE_STEPS = 30, 3000, 252
+NUM_OBS = 1 + 6 * NUM_STOCKS
+LARGEST_ORDER, CASH, FEE = 100.0, 1e6, 0.001
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work: an LSTM reads the observations, a tanh layer and two heads follow it.
+
+    The main job is a cascade of three LSTMs with the same number of steps; peers do not train it.
+    """
+
+    name: str
+    hidden_size: int
+    num_obs: int
+    num_actions: int
+    discrete: bool
+    cascade: bool = False
+
+    @property
+    def train_flops(self) -> float:
+        """Floating-point operations of an iteration: acting, then EPOCHS forward and backward."""
+        size = self.hidden_size
+        lstms = 2 * 4 * size * (self.num_obs + size) + self.cascade * 2 * 2 * 4 * size * 2 * size
+        layers = 2 * size * size + 2 * size * (self.num_actions + 1)
+        return STEPS * (lstms + layers) * (1 + 3 * EPOCHS)
+
+
+TASKS = {
+    "cartpole": Task("cartpole", 128, 4, 2, True),
+    "stocks": Task("stocks", 256, NUM_OBS, NUM_STOCKS, False),
+    "main": Task("main", 128, 241, 30, False, cascade=True),
+}
+
+
+class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
+    """StockLike-v0: shapes and arithmetic of trading on random numbers, to be stepped, not learned.
+
+    All environments are one batch; first episodes begin at a random age.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs: int = 1) -> None:
+        rng = np.random.default_rng(0)
+        walk = rng.normal(0.0002, 0.01, (NUM_DAYS, NUM_STOCKS)).cumsum(0)
+        self.prices = (50.0 * np.exp(walk)).astype(np.float32)  # [days, stocks]
+        self.indicators = rng.standard_normal((NUM_DAYS, 4 * NUM_STOCKS), np.float32)
+        self.num_envs = num_envs
+        self.single_observation_space = spaces.Box(-np.inf, np.inf, (NUM_OBS,), np.float32)
+        self.single_action_space = spaces.Box(-1.0, 1.0, (NUM_STOCKS,), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin new episodes everywhere."""
+        seeds = seed if isinstance(seed, list) else range(self.num_envs)
+        self.rngs = [np.random.default_rng(each) for each in seeds]
+        self.day, self.age = np.zeros((2, self.num_envs), np.int64)
+        self.cash = np.zeros(self.num_envs, np.float32)
+        self.shares = np.zeros((self.num_envs, NUM_STOCKS), np.float32)
+        self._begin(np.arange(self.num_envs))
+        self.age = np.array([rng.integers(EPISODE_STEPS) for rng in self.rngs])
+        return self._observe(), {}
+
+    def _begin(self, rows: np.ndarray) -> None:
+        last = NUM_DAYS - EPISODE_STEPS - 1
+        self.day[rows] = [self.rngs[row].integers(last) for row in rows]
+        self.age[rows], self.cash[rows], self.shares[rows] = 0, CASH, 0.0
+
+    def _observe(self) -> np.ndarray:
+        parts = [self.cash[:, None] / CASH, self.prices[self.day] * 0.01, self.shares * 0.01]
+        return np.concatenate([*parts, self.indicators[self.day]], axis=1, dtype=np.float32)
+
+    def step(
+        self, actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Sell, then buy as much of the orders as the cash allows."""
+        price = self.prices[self.day]  # [B, stocks]
+        before = self.cash + (self.shares * price).sum(1)
+        orders = np.clip(actions, -1.0, 1.0) * LARGEST_ORDER
+        sold = np.minimum(np.maximum(-orders, 0.0), self.shares)
+        cash = self.cash + (sold * price).sum(1) * (1.0 - FEE)
+        wanted = np.maximum(orders, 0.0)
+        cost = (wanted * price).sum(1) * (1.0 + FEE)
+        part = np.minimum(1.0, cash / np.maximum(cost, 1e-6))  # [B]
+        self.shares = (self.shares - sold + wanted * part[:, None]).astype(np.float32)
+        self.cash = (cash - cost * part).astype(np.float32)
+        self.day, self.age = self.day + 1, self.age + 1
+        after = self.cash + (self.shares * self.prices[self.day]).sum(1)
+        terminated = self.age >= EPISODE_STEPS
+        final_obs = self._observe()
+        self._begin(np.flatnonzero(terminated))
+        info = {"final_obs": final_obs, "_final_obs": terminated} if terminated.any() else {}
+        rewards = (after - before) * 1e-4
+        return self._observe(), rewards, terminated, np.zeros(self.num_envs, bool), info
+
+
+if "StockLike-v0" not in gymnasium.registry:
+    gymnasium.register("StockLike-v0", vector_entry_point="turns:StockLikeVectorEnv")
+
+
+def vector_env(task: Task) -> VectorEnv[Any, Any, Any]:
+    """Return the environments of a trainer that steps Gymnasium's vector environments."""
+    if not task.discrete:
+        return StockLikeVectorEnv(NUM_ENVS)
+    makers = [lambda: gymnasium.make("CartPole-v1")] * NUM_ENVS
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+class Turns:
+    """A trainer's side of the turns; everything else that it prints goes to standard error.
+
+    Args:
+        orders, reports: files that it reads and writes; None: standard input and output.
+        cpu_s: returns the seconds of CPU that the trainer has used.
+        about: is sent once, with the first report.
+    """
+
+    def __init__(
+        self,
+        orders: TextIO | None = None,
+        reports: TextIO | None = None,
+        cpu_s: Callable[[], float] = time.process_time,
+        **about: Any,
+    ) -> None:
+        self._orders = orders or sys.stdin
+        self._reports = reports or os.fdopen(silence(), "w", buffering=1)
+        self._cpu_s = cpu_s
+        self._about = about
+        self._began = self._cpu_began = 0.0
+
+    def next(self, **measured: Any) -> None:
+        """Report the iteration that ended, if there was one, and wait for the next turn."""
+        ended = time.perf_counter()
+        if self._began:
+            measured["seconds"] = ended - self._began
+            measured["cpu_s"] = self._cpu_s() - self._cpu_began
+        print(json.dumps(measured | self._about), file=self._reports)
+        self._about = {}
+        if not self._orders.readline():
+            os._exit(0)  # whatever the trainer would still do
+        self._cpu_began, self._began = self._cpu_s(), time.perf_counter()
+
+
+def silence() -> int:
+    """Send what this process prints to standard error; return what was standard output."""
+    reports = os.dup(1)
+    os.dup2(2, 1)
+    return reports
+
+
+# ---- the machine
+
+
+def cpu_name() -> str:
+    """Return the model of the processor; Python knows only its architecture on Linux."""
+    match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return match[1] if match else platform.processor()
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Return what speed depends on, and how busy the machine is."""
+    return {
+        "cpu": cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": threads,
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def product_gflops() -> float:
+    """Return GFLOP/s of a fixed product of matrices right now: the best of a few."""
+    left = torch.ones(SIDE, SIDE)
+    best_s = float("inf")
+    for _ in range(PRODUCTS):
+        began = time.perf_counter()
+        left @ left
+        best_s = min(best_s, time.perf_counter() - began)
+    return 2.0 * SIDE**3 / best_s / 1e9
