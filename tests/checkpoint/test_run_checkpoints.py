@@ -85,14 +85,6 @@ def test_the_best_is_kept(case, world, tmp_path):
     assert best_of(tmp_path) == (iteration, {"valid/score": best})  # the first of equals
 
 
-def test_an_improvement_saves_at_once_and_is_a_copy_of_its_own(world, tmp_path):
-    run(world, tmp_path, [2.0, 1.0, 5.0, 4.0], keep_best="valid/score")
-    folder = tmp_path / "checkpoints"
-    assert names(tmp_path) == ["best.pt", *(f"iteration_0000000{at}.pt" for at in (1, 3, 4))]
-    best, third = folder / "best.pt", folder / "iteration_00000003.pt"
-    assert best.read_bytes() == third.read_bytes() and not best.samefile(third)
-
-
 def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
     """Killed after best.pt was written and before the checkpoint beside it was."""
     run(world, tmp_path, [1.0, 9.0], keep_best="valid/score", checkpoint_every=1)
@@ -160,17 +152,6 @@ def test_training_ends_when_its_directory_is_no_longer_there_and_touches_no_othe
     assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
     assert [path.name for path in tmp_path.glob("run/*")] == ["metrics.jsonl"] * replaced
     assert not replaced or (run_dir / "metrics.jsonl").read_text() == "of another run"
-
-
-def test_training_ends_when_its_lock_is_gone_alone(world, tmp_path):
-    with RunDir(tmp_path).hold() as held:
-        writer = open_writer(held, world, total=6, unit="episodes")
-        writer.write({"iteration": 1, "global_step": 1}, done=1)
-        held.config_path.unlink()
-        with pytest.raises(UserError, match="deleted or replaced"):
-            writer.write({"iteration": 2, "global_step": 2}, done=2)
-        writer.close()
-    assert [line["iteration"] for line in records(tmp_path)] == [1]
 
 
 # ---- disks that refuse

@@ -20,11 +20,9 @@ from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.profiler import (
     GRADIENTS,
     WAITING,
-    WHOLE,
     WINDOW,
     Profiler,
     SectionTimes,
-    section_table,
 )
 
 TIMES = ("time/", "cpu/", "ram/")
@@ -164,15 +162,6 @@ def test_sections_add_up_by_path_and_cost_nothing_unheard():
         listen(None)
     assert set(times.seconds) == {"outer", "outer/inner", "failing", "after"}
     assert 0.02 <= times.seconds["outer/inner"] <= times.seconds["outer"]
-
-
-def test_a_table_shows_sections_by_path_then_the_whole_and_the_waiting():
-    rows = rows_of(section_table(SECONDS | {WHOLE: 10.0}))
-    assert [name for name, *_ in rows] == [
-        *("collect", "collect/environment", "collect/policy", "update", "update/backward"),
-        *(GRADIENTS, WHOLE),
-    ]
-    assert rows[0][1:] == ["3.5000", "35.0%"] and rows[-1][1:] == ["10.0000", "100.0%"]
 
 
 @pytest.mark.parametrize(
