@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,6 @@ class GpuInfo:
 
     gpus: tuple[Gpu, ...]
     error: str  # why there is none; "": there are some
-    # pairs of torch's numbers: the first GPU cannot read the memory of the second
-    no_peer_access: tuple[tuple[int, int], ...]
 
 
 def read_gpu(index: int) -> Gpu:
@@ -132,11 +129,8 @@ def get_gpu_info() -> GpuInfo:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver or GPU, or torch has no CUDA
-        return GpuInfo((), " ".join(str(error).split()), ())
-    gpus = tuple(get_multi_gpu_status())
-    reads = torch.cuda.can_device_access_peer
-    pairs = permutations(range(len(gpus)), 2)
-    return GpuInfo(gpus, "", tuple(pair for pair in pairs if not reads(*pair)))
+        return GpuInfo((), " ".join(str(error).split()))
+    return GpuInfo(tuple(get_multi_gpu_status()), "")
 
 
 def print_gpu_info() -> None:

@@ -163,8 +163,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Take the lock, which makes config.json if it is missing.
 
         Raises:
-            UserError: another process still holds it after `patience_s`; or the directory cannot be
-                written, or something else lies in the place of one of the run's files.
+            UserError: it is still held after `patience_s`, or a file cannot be written.
         """
         check_layout(self.path)
         in_use = f"{self.path} is in use by another training"
@@ -270,11 +269,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.config_path)
 
     def flags(self) -> dict[str, str]:
-        """Return the values of the flags that make the run's configuration, by name.
-
-        Raises:
-            UserError: config.json is no configuration of a run.
-        """
+        """Return the values of the flags that make the run's configuration, by name."""
         sections = self.config().values()
         if not all(isinstance(section, dict) for section in sections):
             raise UserError(f"{self.config_path} is no configuration of a run: give flags instead")
@@ -300,10 +295,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     # ---- metrics.jsonl
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return the records of metrics.jsonl, or the `last` ones; []: it cannot be read.
-
-        Lines that are torn or foreign are skipped; see `rl_dist.files.parse_record`.
-        """
+        """Return the valid records of metrics.jsonl, or the `last` ones."""
         most = TAIL_BYTES if last else None
         try:
             lines = read_tail(self.metrics_path, most).splitlines()
@@ -317,9 +309,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def cut_records(self, iteration: int) -> int:
         """Remove later iterations and torn lines; return the number of records that stay.
 
-        Raises:
-            UserError: it cannot be written, and stays as it was.
-            OSError: it cannot be read.
+        Raises UserError if the file cannot be written and stays as it was.
         """
         if not self.metrics_path.exists():
             return 0
@@ -342,9 +332,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def state(self) -> JobState | None:
         """Return the content of state.json, or None without the file.
 
-        Raises:
-            UserError: the file is torn, foreign or of a newer version.
-            OSError: it cannot be read.
+        Raises UserError if it is torn or foreign, OSError if it cannot be read.
         """
         try:
             return _STATE.validate_json(read_plain(self.state_path), strict=True)
@@ -375,10 +363,8 @@ class RunDir(AbstractContextManager["RunDir"]):
     ) -> None:
         """Write how a run ended, unless that is known; its ranks are gone. Never fails.
 
-        Args:
-            pid: the launcher's.
-            signum: the signal that ended it, if the code is not 128 and its number.
-            may_restart: torchrun ended the ranks, and may start them again.
+        `pid` is the launcher's. `signum` ended it, if the code is not 128 and its number. With
+        `may_restart`, torchrun ended the ranks and may start them again.
         """
         with suppress(OSError, UserError):
             state = self.state()
@@ -403,7 +389,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 
 def launcher_pid() -> int:
-    """Return the process that starts the ranks, seen from that of the command."""
+    """Return the process that starts the ranks."""
     return os.getppid() if "RANK" in os.environ else os.getpid()
 
 

@@ -186,9 +186,6 @@ def _check_gpus(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         names = {gpu.name for gpu in info.gpus}
         fix = "expect the pace of the slowest, or choose equal ones with --gpu_ids"
         yield check("models", ", ".join(names), (len(names) > 1, WARNING, fix))
-        apart = ", ".join(f"{first}-{second}" for first, second in info.no_peer_access)
-        fix = "copies go through the host: see nvidia-smi topo -p2p r, and ACS in the BIOS"
-        yield check("links", f"no peer access: {apart or 'none'}", (apart, WARNING, fix))
         free = f"{facts.shm_free_gib:.3g} GiB free; NCCL wants {SHM_GIB:.2g} for each rank"
         fix = "start the container with --shm-size=1g or --ipc=host"
         yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, WARNING, fix))

@@ -26,7 +26,6 @@ def pretend_gpus(monkeypatch, count=2, **answers):
         "is_available": count > 0,
         "is_initialized": True,
         "init": None,
-        "can_device_access_peer": True,
     } | answers
 
     def answering(value):

@@ -14,6 +14,7 @@ from statistics import fmean
 import psutil
 import torch
 
+from rl_dist.files import log_once
 from rl_dist.machine import GIB, host_memory, read_gpu
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,7 @@ def sources_of(device: torch.device) -> Sources:
         return {f"gpu/{name}": getattr(gpu, name) for name in SAMPLED}
 
     # get_num_threads answers for the thread that asks
-    core_wait = CoreWait(torch.get_num_threads())
-    sources = {HOST: read_host, (CORE_WAIT,): core_wait.read}
+    sources = {HOST: read_host, (CORE_WAIT,): CoreWait(torch.get_num_threads()).read}
     return sources | ({GPU: read_device} if device.type == "cuda" else {})
 
 
@@ -104,12 +104,12 @@ class CoreWait:
     """
 
     def __init__(self, threads: int, path: Path = SCHEDSTAT) -> None:
-        self._threads = threads
-        self._path = path
-        self._ran_ns = self._waited_ns = self._in_a_row = 0
+        self._threads, self._path = threads, path
+        self._ran_ns = self._waited_ns = 0
+        self._high = 0  # samples in a row with a long wait
 
     def read(self) -> Values:
-        """Return its share since the last call; warn once if fewer threads would help.
+        """Return its share since the last call; warn once if fewer threads may help.
 
         Raises:
             OSError: this kernel does not count it.
@@ -118,12 +118,10 @@ class CoreWait:
         waited = waited_ns - self._waited_ns
         percent = 100.0 * waited / max(1, waited + ran_ns - self._ran_ns)
         self._ran_ns, self._waited_ns = ran_ns, waited_ns
-        self._in_a_row = self._in_a_row + 1 if percent > MOST_WAIT_PERCENT else 0
-        if self._in_a_row == IN_A_ROW and self._threads > 1:
-            self._threads = 1  # no second warning
-            logger.warning(
-                "other programs share this rank's cores, and it waits %.0f %% of the time for one: "
-                "fewer --threads may be faster",
-                percent,
+        self._high = self._high + 1 if percent > MOST_WAIT_PERCENT else 0
+        if self._high == IN_A_ROW and self._threads > 1:
+            log_once(
+                "other programs share this machine's cores, and the first rank waits for one much "
+                "of the time: fewer --threads may be faster"
             )
         return {CORE_WAIT: percent}

@@ -34,7 +34,7 @@ from rl_dist.setup_check import check_facts, check_figures, figures_of
 SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
 CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
 CUDA = ResolvedLaunch(num_ranks=2, device_type="cuda", message="")
-NO_GPU = GpuInfo((), "no driver", ())
+NO_GPU = GpuInfo((), "no driver")
 FACTS = Facts(
     software={"torch": "2.13.0+cpu"}, gpu=NO_GPU, nvidia_gpus=0, cores=8, load=0.1,
     memory_total_gib=64, shm_free_gib=1, folder="/data", disk_free_gib=100,
@@ -85,7 +85,6 @@ OTHER = SimpleNamespace(**vars(CARD) | {"name": "Old 1"})
         ("", ONE, {"utilization": [0, 60]}),  # not needed
         ("GPU 1", SECOND, {"utilization": [60, 60]}),
         ("", CPU, {"utilization": [60, 60]}),
-        ("links", CUDA, {"can_device_access_peer": [False, True]}),
         ("models", CUDA, {"get_device_properties": [CARD, OTHER]}),
     ],
 )
