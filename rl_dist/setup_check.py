@@ -121,7 +121,6 @@ def check_setup(
         (records,) = measure_short_runs(
             [*flags, "--monitor_every=0.2"],
             num_gpus=None,
-            warm_up=0,
             timeout_s=SHORT_RUN_S,
             enough_s=ENOUGH_S,
             steady=True,

@@ -1,9 +1,8 @@
 """The ranks of the fault tests."""
 
 import functools
-import os
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,7 @@ from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
 from rl_dist.errors import UserError
-from rl_dist.process_group.collectives import (
-    DesyncError,
-    all_reduce_max,
-)
+from rl_dist.process_group.collectives import all_reduce_max
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
 
@@ -38,14 +34,15 @@ class Keeping(NullWriter):
         self.records.append(record)
 
 
-def run(job, world, kind=Recording):
-    """Train; the training, its records and the error that ended it."""
-    training, writer = kind(job, world), Keeping()
-    try:
-        train(training, writer, StopFlag())
-    except (UserError, DesyncError) as error:
-        return training, writer.records, str(error)
-    return training, writer.records, ""
+def run(job, world, loss=ppo_loss, **hooks):
+    """Train, with other functions than Training's; the training, its records and its error."""
+    training, writer, error = type("Odd", (Recording,), hooks)(job, world), Keeping(), ""
+    with mock.patch.object(agents.ppo, "ppo_loss", loss):
+        try:
+            train(training, writer, StopFlag())
+        except UserError as raised:
+            error = str(raised)
+    return training, writer.records, error
 
 
 def restart_job(run_dir, env_id="Misbehaving-v0", at=20, env_restarts=1, iterations=3):
@@ -63,163 +60,119 @@ def restart_job(run_dir, env_id="Misbehaving-v0", at=20, env_restarts=1, iterati
 def restarts(world, folder):
     """Environments misbehave and begin again."""
     training, records, error = run(restart_job(folder), world)
-    counts = [record["env/restarts"] for record in records]
     rollout = training.rollouts[2]  # the first only fills the normalisers
     ends = {"truncated": rollout.truncated, "terminated": rollout.terminated}
     ends["plain rewards"] = rollout.rewards
+    counts = [record["env/restarts"] for record in records]
     return training.record() | ends | {"error": error, "counts": counts}
 
 
-def poisoned(world, bad_from, bad_to):
-    """`ppo_loss` that is NaN on rank 1 from one call to another."""
-    calls = [0]
+def bad_steps(world, folder, bad_from=6, bad_to=7, kl=None, **options):
+    """The loss of rank 1 is NaN from one gradient step to another."""
+    calls = []
 
     def loss(*args):
-        calls[0] += 1
+        calls.append(1)
         parts = ppo_loss(*args)
-        bad = world.rank == 1 and bad_from <= calls[0] < bad_to
+        if kl:  # every estimate is above the target, not half of them
+            parts = parts._replace(approx_kl=torch.full_like(parts.approx_kl, kl))
+        bad = world.rank == 1 and bad_from <= len(calls) < bad_to
         return parts._replace(total=parts.total * torch.nan) if bad else parts
 
-    return mock.patch.object(agents.ppo, "ppo_loss", loss)
-
-
-def one_bad_step(world, folder):
-    """The second of four steps of iteration 2 is bad, on one rank."""
-    with poisoned(world, 6, 7):
-        training, records, error = run(make_job(JOB, folder, iterations=3), world)
-    skipped = [record["optim/skipped_steps"] for record in records]
-    finite = all(torch.isfinite(torch.tensor(record["loss/policy"])) for record in records)
-    return {"skipped": skipped, "finite": finite, "hashes": training.hashes, "error": error}
-
-
-def bad_steps(world, folder):
-    """From the third of the four steps of iteration 2 on, all are bad."""
-    ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
-    with poisoned(world, 7, 1000):
-        job = make_job(JOB, folder, iterations=5, ppo=ppo, checkpoint_every=1)
-        training, records, error = run(job, world)
-    last = training.parameters[-1]
-    return {"error": error, "records": len(records), "last": last, "hashes": training.hashes}
-
-
-def moved(training, what):
-    """What changes on rank 1."""
-    weight = training.policy.critic_head.weight
-    tensors = {"mean": training.normalizers.obs.moments.mean, "parameter": weight.data[0]}
-    return tensors[what] if what in tensors else training.ppo.optimizer.state[weight][what][0]
+    training, records, error = run(make_job(JOB, folder, **options), world, loss)
+    return {
+        "error": error,
+        "steps": [int(record["optim/steps"]) for record in records],
+        "skipped": [record["optim/skipped_steps"] for record in records],
+        "finite": all(torch.tensor(r["loss/policy"]).isfinite() for r in records),
+        "hashes": training.hashes,
+        "last": training.parameters[-1],
+    }
 
 
 def drift(world, folder, what="parameter", **options):
     """Something changes on rank 1, by a hair, in iteration 1."""
 
-    class Drifting(Recording):
-        def update(self, rollout):
-            losses = super().update(rollout)
-            if self.world.rank == 1 and self.iteration == 1:
-                moved(self, what)[1] += 1e-12
-            return losses
+    def update(training, rollout):
+        losses = Recording.update(training, rollout)
+        if world.rank == 1 and training.iteration == 1:
+            weight = training.policy.critic_head.weight
+            tensors = {"mean": training.normalizers.obs.moments.mean, "parameter": weight.data[0]}
+            state = training.ppo.optimizer.state[weight]
+            (tensors[what] if what in tensors else state[what][0])[1] += 1e-12
+        return losses
 
-    training, _, error = run(make_job(JOB, folder, iterations=6, **options), world, Drifting)
+    training, _, error = run(make_job(JOB, folder, iterations=6, **options), world, update=update)
     return {"error": error, "iteration": training.iteration}
 
 
-def kl_stop(world, folder):
-    """The second step of six is bad on one rank; every estimate is above the target, not half."""
-    with poisoned(world, 2, 3):
-        poisoned_loss = agents.ppo.ppo_loss
-
-        def loss(*args):
-            parts = poisoned_loss(*args)
-            return parts._replace(approx_kl=torch.full_like(parts.approx_kl, 0.03))
-
-        with mock.patch.object(agents.ppo, "ppo_loss", loss):
-            ppo = PPOConfig(update_epochs=3, target_kl=0.02)
-            job = make_job(JOB, folder, iterations=2, ppo=ppo)
-            training, records, error = run(job, world)
-    steps = [record["optim/steps"] for record in records]
-    return {"error": error, "steps": steps, "hashes": training.hashes}
-
-
-@contextmanager
-def clock_of_its_own():
-    """By which this rank measures how long its work takes; `clock[0] += 10` puts it forward."""
+def slow(world, folder, phase, victim):
+    """A rank takes 10 s longer to collect, or for its part of a gradient step, by its clock."""
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
-    with (
-        mock.patch("agents.recorder.time", clock),
-        mock.patch("rl_dist.process_group.clock.time", clock),
-    ):
-        yield ahead_s
 
+    def collect(training, lifetime_step):
+        ahead_s[0] += 10.0 * (world.rank == victim and phase == "collect")
+        return Recording.collect(training, lifetime_step)
 
-def slow_collect(world, folder):
-    """Rank 1 takes 10 s longer to collect."""
-    with clock_of_its_own() as ahead_s:
+    def loss(*args):
+        ahead_s[0] += 10.0 * (world.rank == victim and phase == "update")
+        return ppo_loss(*args)
 
-        class Slow(Recording):
-            def collect(self, lifetime_step):
-                ahead_s[0] += 10.0 * (world.rank == 1)
-                return super().collect(lifetime_step)
-
-        return {"error": run(make_job(JOB, folder, iterations=4), world, Slow)[2]}
-
-
-def slow_update(world, folder):
-    """Rank 0 takes 10 s longer for its part of a step; both wait for the reduction."""
-    with clock_of_its_own() as ahead_s:
-
-        def loss(*args):
-            ahead_s[0] += 10.0 * (world.rank == 0)
-            return ppo_loss(*args)
-
-        job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
-        with mock.patch.object(agents.ppo, "ppo_loss", loss):
-            return {"error": run(job, world)[2]}
+    job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
+    with ExitStack() as held:
+        for module in ("agents.recorder", "rl_dist.process_group.clock"):
+            held.enter_context(mock.patch(f"{module}.time", clock))
+        return {"error": run(job, world, loss, collect=collect)[2]}
 
 
 def other_call(world, folder, before="update"):
     """Rank 1 makes one more collective call in iteration 2: before the update, or within it."""
+    calls = []
 
-    class Other(Recording):
-        def update(self, rollout):
-            if before == "update" and world.rank == 1 and self.iteration == 2:
-                all_reduce_max(0, world)
-            return super().update(rollout)
-
-    calls = [0]
+    def update(training, rollout):
+        if before == "update" and world.rank == 1 and training.iteration == 2:
+            all_reduce_max(0, world)
+        return Recording.update(training, rollout)
 
     def loss(*args):
-        calls[0] += 1
-        if before == "step" and world.rank == 1 and calls[0] == 7:
+        calls.append(1)
+        if before == "step" and world.rank == 1 and len(calls) == 7:
             all_reduce_max(0, world)
         return ppo_loss(*args)
 
-    with mock.patch.object(agents.ppo, "ppo_loss", loss):
-        error = run(make_job(JOB, folder, iterations=5), world, Other)[2]
-    world.doing.calls = 0  # the ranks go on together
+    error = run(make_job(JOB, folder, iterations=5), world, loss, update=update)[2]
+    world.doing.calls = 0  # the ranks continue together
     return {"error": error}
 
 
+MANY = {"bad_from": 7, "bad_to": 1000, "iterations": 5, "checkpoint_every": 1}
+STOPPED = {"bad_from": 2, "bad_to": 3, "kl": 0.03, "iterations": 2}
 SCENARIOS = {
     "restarts": restarts,
-    "one_bad_step": one_bad_step,
-    "bad_steps": bad_steps,
+    # the second of four steps of iteration 2; then all from the third of iteration 2 on
+    "one_bad_step": functools.partial(bad_steps, iterations=3),
+    "bad_steps": functools.partial(
+        bad_steps, ppo=PPOConfig(update_epochs=2, max_bad_steps=3), **MANY
+    ),
+    "kl_stop": functools.partial(
+        bad_steps, ppo=PPOConfig(update_epochs=3, target_kl=0.02), **STOPPED
+    ),
     "drift": functools.partial(drift, sync_check_every=4),
     "drift_saved": functools.partial(drift, sync_check_every=0, checkpoint_every=3),
     "drift_optimizer": functools.partial(drift, what="exp_avg", sync_check_every=1),
     "drift_normalizer": functools.partial(drift, what="mean", sync_check_every=4),
-    "kl_stop": kl_stop,
-    "slow_collect": slow_collect,
-    "slow_update": slow_update,
+    "slow_collect": functools.partial(slow, phase="collect", victim=1),
+    "slow_update": functools.partial(slow, phase="update", victim=0),
     "other_call": other_call,
     "other_call_in_step": functools.partial(other_call, before="step"),
 }
 
 
 def survived(out_dir):
-    """All faults after which this process goes on, one after the other."""
+    """All faults after which this process continues, one after the other."""
     world = open_world("cpu", timeout_s=60)
-    results = {"pid": os.getpid()}
+    results = {}
     for name, scenario in SCENARIOS.items():
         setup_logging(Path(out_dir, name), world.rank)
         results[name] = scenario(world, Path(out_dir, name))

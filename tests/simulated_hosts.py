@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
+from train_runs import lives
 
 REPO = Path(__file__).parents[1]
 UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --uts --pid --fork --kill-child"
@@ -86,21 +88,13 @@ class Host:
         self.unshare.kill()
         self.unshare.communicate()
         deadline_s = time.monotonic() + 60
-        while alive(self.pid):
+        while lives(self.pid):
             assert time.monotonic() < deadline_s, f"host {self.name} does not end"
             time.sleep(0.01)
 
     def link(self, state):
         """Cut the cable ("down") or mend it ("up")."""
         self.network.switch.run("ip", "link", "set", f"port{self.number}", state)
-
-
-def alive(pid):
-    """False also for a process that has ended and that its parent has not asked for yet."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def core(number):
@@ -166,16 +160,15 @@ class Network:
 
 
 @contextmanager
-def connected(folder, *names):
-    """A network on which all hosts have started.
-
-    Raises:
-        OSError: this user or system may not.
-    """
-    network = Network(folder, names)
+def connected_or_skip(folder, *names):
+    """A network on which all hosts have started; the test is skipped where this user may not."""
     try:
+        network = Network(folder, names)
         for name in names:
             network.start(name)
+    except OSError as error:
+        pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+    try:
         yield network
     finally:
         network.close()

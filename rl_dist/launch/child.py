@@ -73,16 +73,14 @@ class Child:
         name: str = "child",
         *,
         variables: Mapping[str, str] | None = None,
-        own_session: bool = True,
         echo: bool = False,
     ) -> None:
-        """Start this Python in a new process group, without stdin.
+        """Start this Python in a new session, without stdin.
 
         Args:
             arguments: of the interpreter.
             folder: where the child leaves its stderr and its report.
             variables: of its environment, beside ours without those that make a process a rank.
-            own_session: Linux shares out cores by session; without it, the child counts as ours.
             echo: it prints where this process prints.
         """
         self._stderr = folder / f"{name}.err"
@@ -103,8 +101,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=None if echo else subprocess.DEVNULL,
                 stderr=None if echo else stderr,
-                start_new_session=own_session,
-                process_group=None if own_session else 0,
+                start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
@@ -219,43 +216,6 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
 # ---- short runs
 
 
-class ShortRun(Child):
-    """A training that is measured for some iterations, then killed."""
-
-    def __init__(self, flags: Sequence[str], folder: Path, number: int, **options: Any) -> None:
-        """Start it; seeds differ, so that the episodes of several copies do not end together."""
-        self._run = RunDir(folder / f"copy_{number}")
-        words = [SCRIPT, *flags, f"--seed={number + 1}", "--run_dir", self._run.path]
-        # the ranks of a training have one session, too
-        super().__init__(words, folder, self._run.path.name, own_session=False, **options)
-
-    def records(self) -> list[Record]:
-        """Return the metrics of its iterations so far."""
-        return self._run.records()
-
-    def config(self) -> dict[str, Any]:
-        """Return its configuration by section; {}: it has not written all of it yet."""
-        try:
-            return json.loads((self._run.path / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-
-    def gradient_bytes(self) -> int:
-        """Return the bytes of its gradient; it has ended an iteration."""
-        state = self._run.state()
-        assert state is not None
-        return state.gradient_bytes
-
-    def memory_bytes(self) -> int:
-        """Return the resident memory of its processes that they do not share; 0: unknown."""
-        try:
-            supervisor = psutil.Process(self.job.pid)
-            processes = [supervisor, *supervisor.children(recursive=True)]
-            return sum(int(process.memory_full_info().uss) for process in processes)
-        except psutil.Error:
-            return 0
-
-
 @dataclass(frozen=True)
 class ShortRuns:
     """The measurements of copies while all of them trained."""
@@ -275,7 +235,6 @@ def measure_short_runs(
     *,
     num_gpus: int | None = 1,
     device_type: str = "cpu",
-    warm_up: int = 2,
     timeout_s: float = 600.0,
     enough_s: float = math.inf,
     steady: bool = False,
@@ -293,53 +252,66 @@ def measure_short_runs(
         iterations: measured of the slowest copy; others may have a few more or less.
         num_gpus: ranks of each copy; None: the ranks and devices that the flags mean.
         device_type: "cuda": each copy has its own GPU.
-        warm_up: iterations before the measured ones, beside the first.
         timeout_s: for everything.
-        enough_s: of training, after which two iterations are enough, the first included.
-        steady: measure for ROUNDS seconds at least, and again if the rates of rounds differ.
+        enough_s: after which two iterations are enough, the first included.
+        steady: measure for ROUNDS seconds at least, and again if the rates of rounds differ;
+            without it, three iterations only warm up.
 
     Raises:
         UserError: the script refuses the flags; its own words.
         ChildError: a copy failed in another way, or time is up (ChildTimeoutError).
     """
     words = _short_run_flags(flags, threads, num_gpus, device_type)
-    deadline_s = time.monotonic() + timeout_s
+    started_s = time.monotonic()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
-        running = []
-        for number in range(copies):
+        runs = [RunDir(folder / f"copy_{number}") for number in range(copies)]
+        children = []
+        for number, run in enumerate(runs):
+            # seeds differ, so that the episodes of copies do not end together
+            arguments = [SCRIPT, *words, f"--seed={number + 1}", "--run_dir", run.path]
             on_gpu = device_type == "cuda" and num_gpus is not None
             variables = {"CUDA_VISIBLE_DEVICES": _gpu(number)} if on_gpu else {}
-            running.append(ShortRun(words, folder, number, variables=variables))
-            held.callback(running[-1].kill)
+            children.append(Child(arguments, folder, run.path.name, variables=variables))
+            held.callback(children[-1].kill)
         begun: list[int] = []  # iterations of each copy before the measurement
-        began_s = ready_s = math.inf  # ready: all copies have their configuration
+        began_s = math.inf
+        is_second_try = not steady
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
-            records = [copy.records() for copy in running]
+            records = [run.records() for run in runs]
             ended = [len(copy_records) for copy_records in records]
-            if not begun and min(ended) > warm_up:
+            if not begun and min(ended) >= (1 if steady else 3):
                 begun, began_s = ended, now_s
-            if ready_s == math.inf and all(copy.config() for copy in running):
-                ready_s = now_s
             measured = [r[skip:] for r, skip in zip(records, begun or ended, strict=True)]
-            is_late = now_s - ready_s > enough_s and min(ended) >= 2
-            if is_late:
+            if now_s - started_s > enough_s and min(ended) >= 2:
                 measured = records
+                break
             waited = not steady or now_s - began_s >= ROUNDS * ROUND_S
-            if is_late or (waited and min(map(len, measured)) >= iterations):
-                if is_late or not steady or is_steady(round_rates(measured[0])):
+            if waited and min(map(len, measured)) >= iterations:
+                if is_second_try or is_steady(round_rates(measured[0])):
                     break
-                steady, begun, began_s = False, ended, now_s  # a second try
-            for copy in running:
-                if copy.job.poll() is not None:
-                    raise copy.error()
-            if now_s > deadline_s:
-                problem = f"a short run took too long for {iterations} iterations"
-                raise ChildTimeoutError(f"{problem}: try smaller sizes")
-        first = running[0]
-        return ShortRuns(measured, first.config(), first.gradient_bytes(), first.memory_bytes())
+                begun, began_s, is_second_try = ended, now_s, True
+            for child in children:
+                if child.job.poll() is not None:
+                    raise child.error()
+            if now_s - started_s > timeout_s:
+                raise ChildTimeoutError("a short run took too long: try smaller sizes")
+        state = runs[0].state()
+        config = json.loads((runs[0].path / "config.json").read_text(encoding="utf-8"))
+        gradient_bytes = state.gradient_bytes if state else 0
+        return ShortRuns(measured, config, gradient_bytes, _own_memory_bytes(children[0]))
+
+
+def _own_memory_bytes(child: Child) -> int:
+    """Return the resident memory of a child's processes that they do not share; 0: unknown."""
+    try:
+        supervisor = psutil.Process(child.job.pid)
+        processes = [supervisor, *supervisor.children(recursive=True)]
+        return sum(int(process.memory_full_info().uss) for process in processes)
+    except psutil.Error:
+        return 0
 
 
 def _short_run_flags(
@@ -347,7 +319,7 @@ def _short_run_flags(
 ) -> list[str]:
     if without(flags, ["resume"]) != list(flags):
         raise UserError("--resume: short runs start at the beginning; give the flags of the run")
-    chosen, dropped = dict(SHORT_RUN_FLAGS), [*DROPPED_FLAGS]
+    dropped, chosen = [*DROPPED_FLAGS], dict(SHORT_RUN_FLAGS)
     if num_gpus is not None:
         dropped.append("gpu_ids")
         chosen |= {"num_gpus": str(num_gpus), "device": device_type}

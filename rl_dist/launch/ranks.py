@@ -16,30 +16,28 @@ rank that ends without a report, by a signal or `os._exit`, has failed, whatever
 from __future__ import annotations
 
 import atexit
-import logging
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.errors import (
-    one_line,
-    outlive_readers,
     print_error_once,
     report_to_caller,
     restarts_refused,
 )
+from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_as_rank, run_guarded
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.join import (
     ADDRESS_VARIABLES,
@@ -57,14 +55,12 @@ from rl_dist.process_group.process_ends import (
     ReportPage,
     StopFlag,
     how_it_ended,
-    leave_with_parent,
     stopped_in_evaluation,
     unnamed_file,
 )
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.process_group.world import (
     close_any_world,
-    connection_broke,
     leave_world,
     stop_flag,
     threads_per_rank,
@@ -72,88 +68,10 @@ from rl_dist.process_group.world import (
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
 
-# for the log files only: `launch` prints to the console, once
-logger = logging.getLogger(__name__)
-logger.addHandler(logging.NullHandler())
-# characters, of up to six bytes each in a page
-LONGEST_TRACEBACK = 50_000
-LONGEST_SUMMARY = 5_000
 AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
 PREFIX = "rl_dist_"  # of a job directory, which only this user may enter
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
-RankFunction = Callable[..., int | None]
-
-
-@dataclass
-class RankReport:
-    """How one rank, or a group of them, ended."""
-
-    exit_code: int
-    rank: int = 0
-    failed: bool = False  # it raised or died, instead of returning an exit code
-    summary: str = ""  # for the user, in one line
-    traceback: str = ""  # unless the user made a mistake
-    by_user: bool = False  # a restart would not help
-    # 0: it is the cause; 1: it names another rank as the cause; 2: it only lost a connection
-    consequence: int = 0
-
-
-# ---- in a rank
-
-
-def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
-    """Run `fn(*args)` and report how it ended."""
-    rank = int(os.environ.get("RANK", 0))
-    try:
-        return RankReport(int(fn(*args) or 0), rank)
-    except BaseException as error:  # SystemExit too: it may come from the user's code
-        logger.exception("rank %d failed", rank)
-        failure = RankReport(1, rank, failed=True, consequence=2 * connection_broke(error))
-        if isinstance(error, ValueError):
-            failure.summary = one_line(error, LONGEST_SUMMARY, named=False)
-            failure.exit_code = getattr(error, "exit_code", 2)
-            failure.by_user = failure.exit_code == 2
-        else:
-            failure.summary = f"rank {rank} failed with {one_line(error, LONGEST_SUMMARY)}"
-            failure.traceback = traceback.format_exc()[-LONGEST_TRACEBACK:]
-        return failure
-
-
-def run_as_rank(
-    fn: RankFunction,
-    args: tuple[Any, ...],
-    variables: Mapping[str, str],
-    page: ReportPage,
-    launcher_pid: int,
-) -> None:
-    """Run `fn` as this rank's process; stop signals are blocked until `install`."""
-    for name in ADDRESS_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-    outlive_readers()
-    # A spawned process would spawn its own children, such as a DataLoader's workers: seconds each,
-    # and only for what can be pickled. They must start as they do without ranks.
-    multiprocessing.set_start_method(None, force=True)
-    stop_flag.install()  # a second signal ends nothing here: the launcher counts Ctrl-C
-    # Python restores their deadly defaults while it shuts down
-    atexit.register(stop_flag.replace, signal.SIG_IGN)
-    leave_with_parent(launcher_pid)
-    process_ends.report_to(page)
-    report = run_guarded(fn, args)
-    process_ends.report(**vars(report))
-    events.close()
-    if report.failed:  # without teardown, which could wait for the other ranks forever
-        flush_and_exit(report.exit_code or 1)
-    close_any_world()
-
-
-def flush_and_exit(code: int) -> NoReturn:
-    """Flush output and logs, and end this process without teardown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
-    os._exit(code)
 
 
 def restart_count() -> int:
@@ -161,92 +79,80 @@ def restart_count() -> int:
     return elastic_count(RESTART_COUNT)
 
 
-# ---- in the launcher
-
-
 @dataclass
-class RankGroup:
-    """Ranks on this machine, each a new process.
+class Ranks:
+    """The ranks of one start on this machine, each a new process.
 
     A rank leaves a report before it ends; one that ends without has failed, whatever its exit code.
-    Stop signals are blocked while processes start, so that none meets a rank before its handlers
-    are set; `run` passes them on.
     """
 
-    fn: RankFunction
-    args: tuple[Any, ...]
-    num_ranks: int
-    max_restarts: int = 0
-    run_dir: Path | None = None
-    threads: int = 0  # of each rank; 0: the cores, shared by the ranks
-    restarts: int = 0
-    signals: StopFlag = field(default_factory=StopFlag)
-    job_dir: str = ""
+    stop: StopFlag  # of the launcher
     processes: list[BaseProcess] = field(default_factory=list)  # in rank order
     pages: list[ReportPage] = field(default_factory=list)  # in rank order
     # ranks that had ended when the first failure was seen
     first_dead: list[int] = field(default_factory=list)
 
-    def run(self) -> RankReport:
-        """Start the ranks, again while that may help; return how the last ones ended."""
-        with tempfile.TemporaryDirectory(prefix=PREFIX) as self.job_dir:
-            self.signals.install()
-            try:
-                while self._may_restart(report := self._run_once()):
-                    pass
-                return report
-            finally:
-                self.signals.uninstall()
-
-    def _run_once(self) -> RankReport:
-        """Start all ranks once and wait for their end."""
-        self.processes, self.pages, self.first_dead = [], [], []
-        try:
-            with store_in_memory(f"{self.job_dir}/store_{self.restarts}"):
-                self._start()
-                self._wait()
-        except OSError as error:  # no memory, no more processes or descriptors
-            problem = f"the ranks cannot be started: {error}"
-            return RankReport(1, failed=True, summary=problem, by_user=True)
-        finally:
-            self._kill(signal.SIGKILL)
-            for process in self.processes:
-                process.join()
-        return self._outcome()
-
-    def _start(self) -> None:
+    def start(
+        self, fn: RankFunction, args: tuple[Any, ...], num_ranks: int, variables: dict[str, str]
+    ) -> None:
+        """Start all ranks with these variables and their numbers."""
         spawn = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # its start unblocks signals
-        with _prepared_for_starts(self.threads or threads_per_rank(self.num_ranks)):
-            for rank in range(self.num_ranks):
-                page = ReportPage()
-                args = self.fn, self.args, self._variables(rank), page, os.getpid()
-                process = spawn.Process(target=run_as_rank, args=args, name=f"rank {rank}")
-                process.start()
-                self.processes.append(process)
-                self.pages.append(page)
+        for rank in range(num_ranks):
+            numbered = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            page = ReportPage()
+            process = spawn.Process(
+                target=run_as_rank,
+                args=(fn, args, numbered, page, os.getpid()),
+                name=f"rank {rank}",
+            )
+            process.start()
+            self.processes.append(process)
+            self.pages.append(page)
 
-    def _variables(self, rank: int) -> dict[str, str]:
-        """Return the environment of a rank, under torchrun's names."""
-        variables = {JOB_DIR_VARIABLE: self.job_dir, RESTART_COUNT: str(self.restarts)}
-        variables |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
-        address = map(str, requested_address() or ())  # none: they meet in `job_dir`
-        return variables | dict(zip(ADDRESS_VARIABLES, address, strict=False))
-
-    def _wait(self) -> None:
-        """Wait for all ranks; pass a stop signal on, and kill those that a failure left behind."""
+    def wait(self) -> None:
+        """Wait for all ranks; pass stop signals on, kill those that a failure left."""
         passed_on = False
-        deadline_s: float | None = None
-        while len(self._ended()) < self.num_ranks:
+        deadline_s = math.inf
+        while len(self._ended()) < len(self.processes):
             time.sleep(POLL_S)
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
-                self._kill(signum)
-            if deadline_s is None and (grace_s := self._grace_s()) is not None:
-                deadline_s = time.monotonic() + grace_s
-            if self.signals.insists or (deadline_s is not None and time.monotonic() > deadline_s):
-                self._kill(signal.SIGKILL)
+                self.kill(signum)
+            if deadline_s == math.inf:
+                deadline_s = time.monotonic() + self._grace_s()
+            if self.stop.insists or time.monotonic() > deadline_s:
+                self.kill(signal.SIGKILL)
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the ranks that run."""
+        for process in self.processes:
+            if process.exitcode is None:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid or 0, signum)
+
+    def outcome(self, run_dir: Path | None) -> RankReport:
+        """Return the report of all ranks together.
+
+        A rank that died without a report is the cause; other ranks' connection errors follow from
+        it.
+        """
+        reports = self._reports()
+        signum = self._stop_signal()
+        if self.stop.insists:
+            summary = "stopped immediately, nothing saved since the last checkpoint"
+            return RankReport(128 + signum, summary=summary)
+        if signum and any(process.exitcode == -signum for process in self.processes):
+            return RankReport(128 + signum, summary=stopped_in_evaluation(signum, run_dir))
+        failed = [report for report in reports.values() if report.failed]
+        failed.sort(key=lambda report: report.consequence)
+        silent = [rank for rank in self.first_dead if rank not in reports]
+        if silent and not (failed and failed[0].consequence == 0):
+            process = self.processes[silent[0]]
+            code = process.exitcode or 0
+            summary = f"rank {silent[0]} (process {process.pid}) {how_it_ended(code)}"
+            return RankReport(1 + (code == SCRIPT_RAN_AGAIN), silent[0], True, summary)
+        codes = [report.exit_code for report in reports.values() if report.exit_code]
+        return failed[0] if failed else RankReport(codes[0] if codes else 0)
 
     def _stop_signal(self) -> int:
         """Return the first stop signal to the launcher or to a rank that it ended; 0: none came.
@@ -254,17 +160,16 @@ class RankGroup:
         A rank handles stop signals until all is saved. The final evaluation is simply ended by one.
         """
         codes = {-process.exitcode for process in self.processes if process.exitcode}
-        return self.signals.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
+        return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
 
-    def _grace_s(self) -> float | None:
-        """Return how long ranks may still run; None: without a limit."""
-        reports = self._reports()
-        ended = self._ended()
+    def _grace_s(self) -> float:
+        """Return how long ranks may still run."""
+        reports, ended = self._reports(), self._ended()
         if any(rank not in reports or reports[rank].failed for rank in ended):
             self.first_dead = ended
             return DEATH_GRACE_S
-        if len(reports) < self.num_ranks:
-            return None
+        if len(reports) < len(self.processes):
+            return math.inf
         return FAILED_GRACE_S if any(r.failed for r in reports.values()) else EXIT_GRACE_S
 
     def _reports(self) -> dict[int, RankReport]:
@@ -274,59 +179,69 @@ class RankGroup:
     def _ended(self) -> list[int]:
         return [rank for rank, p in enumerate(self.processes) if p.exitcode is not None]
 
-    def _kill(self, signum: int) -> None:
-        for process in self.processes:
-            if process.exitcode is None:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process.pid or 0, signum)
 
-    def _outcome(self) -> RankReport:
-        """Return the report of the group.
+def _run_ranks(
+    fn: RankFunction,
+    args: tuple[Any, ...],
+    num_ranks: int,
+    threads: int,
+    max_restarts: int,
+    run_dir: Path | None,
+) -> tuple[RankReport, int]:
+    """Start ranks, again while that may help; return the last report and restarts."""
+    restarts = 0
+    stop = StopFlag()
+    stop.install()
+    variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    # without an address they meet in `job_dir`
+    variables |= dict(zip(ADDRESS_VARIABLES, map(str, requested_address() or ()), strict=False))
+    try:
+        while True:
+            with tempfile.TemporaryDirectory(prefix=PREFIX) as job_dir:
+                variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
+                ranks = Ranks(stop)
+                try:
+                    with store_in_memory(f"{job_dir}/store_{restarts}"):
+                        with _prepared_for_starts(threads or threads_per_rank(num_ranks)):
+                            ranks.start(fn, args, num_ranks, variables)
+                        ranks.wait()
+                    report = ranks.outcome(run_dir)
+                except OSError as error:  # no memory, no more processes or descriptors
+                    problem = f"the ranks cannot be started: {error}"
+                    return RankReport(1, failed=True, summary=problem), restarts
+                finally:
+                    ranks.kill(signal.SIGKILL)
+                    for process in ranks.processes:
+                        process.join()
+            hopeless = not report.failed or report.exit_code == 2 or stop.signum
+            if hopeless or restarts >= max_restarts:
+                return report, restarts
+            restarts += 1
+            _announce_restart(report, f"{restarts} of {max_restarts}", restarts, run_dir)
+    finally:
+        stop.uninstall()
 
-        A rank that died without a report is the cause; other ranks' connection errors follow from
-        it.
-        """
-        reports = self._reports()
-        signum = self._stop_signal()
-        if self.signals.insists:
-            summary = "stopped immediately, nothing saved since the last checkpoint"
-            return RankReport(128 + signum, summary=summary)
-        if signum and any(process.exitcode == -signum for process in self.processes):
-            return RankReport(128 + signum, summary=stopped_in_evaluation(signum, self.run_dir))
-        failed = [report for report in reports.values() if report.failed]
-        failed.sort(key=lambda report: report.consequence)
-        silent = [rank for rank in self.first_dead if rank not in reports]
-        if silent and not (failed and failed[0].consequence == 0):
-            process = self.processes[silent[0]]
-            code = process.exitcode or 0
-            summary = f"rank {silent[0]} (process {process.pid}) {how_it_ended(code)}"
-            again = code == SCRIPT_RAN_AGAIN
-            return RankReport(1 + again, silent[0], failed=True, summary=summary, by_user=again)
-        if failed:
-            return failed[0]
-        return RankReport(next((r.exit_code for r in reports.values() if r.exit_code), 0))
 
-    def _may_restart(self, report: RankReport) -> bool:
-        """Decide to start all ranks again or not; print why and from where."""
-        hopeless = not report.failed or report.by_user or self.signals.signum
-        if hopeless or self.restarts >= self.max_restarts:
-            return False
-        self.restarts += 1
-        message = f"{report.summary}: restart {self.restarts} of {self.max_restarts}"
-        facts = {"restart": self.restarts, "rank": report.rank}
-        if self.run_dir is not None:
-            newest = latest_checkpoint(self.run_dir)
-            facts["iteration"] = iteration_in_name(newest) if newest else 0
-            message += f", going on from iteration {facts['iteration']}"
-            RunDir(self.run_dir).update_state(phase="restarting", restarts=self.restarts)
-        print(message, file=sys.stderr, flush=True)
-        events.notify("restarted", message, **facts)
-        return True
+def _announce_restart(report: RankReport, number: str, restarts: int, run_dir: Path | None) -> None:
+    """Print why all ranks start again and from where, and send the event."""
+    message = f"{report.summary}: restart {number}"
+    facts = {"restart": restarts, "rank": report.rank}
+    if run_dir is not None:
+        newest = latest_checkpoint(run_dir)
+        facts["iteration"] = iteration_in_name(newest) if newest else 0
+        message += f", going on from iteration {facts['iteration']}"
+        RunDir(run_dir).update_state(phase="restarting", restarts=restarts)
+    print(message, file=sys.stderr, flush=True)
+    events.notify("restarted", message, **facts)
 
 
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
-    """Block stop signals, and set the variable that OpenMP of a new process reads first."""
+    """Block stop signals, and set the variable that OpenMP of a new process reads first.
+
+    A signal could meet a rank before its handlers are set; later the launcher passes it on.
+    """
+    resource_tracker.ensure_running()  # its start unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -388,8 +303,7 @@ def launch(
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
     else:
-        group = RankGroup(fn, args, num_ranks, max_restarts, run_dir, threads)
-        report, restarts = group.run(), group.restarts
+        report, restarts = _run_ranks(fn, args, num_ranks, threads, max_restarts, run_dir)
     line = f"error: {report.summary}" if report.failed else report.summary
     if report.traceback:  # of one rank only: no other rank prints it
         sys.stderr.write(f"{report.traceback}{line}\n")

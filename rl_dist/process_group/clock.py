@@ -64,7 +64,6 @@ class StepClock:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
         self._waited: list[Sequence[tuple[Mark, Mark]]] = []  # by step
-        self._last_own_s: list[float] = []  # by step of the last reading
 
     def start(self) -> None:
         """Forget earlier marks, and begin the first phase."""
@@ -87,8 +86,7 @@ class StepClock:
         Returns:
             time/forward_s, time/backward_s, time/optimizer_s without waiting; time/gradient_wait_s;
             time/reduction_s: the shortest wait, that of a step to which this rank came last;
-            time/step_spread_s: the standard deviation of one step's own seconds, without what
-            repeats from one reading to the next (such as a slow first step).
+            time/step_spread_s: the standard deviation of one step's own seconds.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
@@ -101,17 +99,12 @@ class StepClock:
                 steps.append(0.0)
         waits = [sum(between(*marks) for marks in step) for step in self._waited]
         own_s = [step - wait for step, wait in zip(steps, waits, strict=False)]
-        changes = own_s
-        if len(self._last_own_s) == len(own_s):
-            pairs = zip(own_s, self._last_own_s, strict=True)
-            changes = [(now - then) / 2**0.5 for now, then in pairs]
-        self._last_own_s = own_s
         totals["backward"] = max(0.0, totals["backward"] - sum(waits))
         return {
             **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
             "time/gradient_wait_s": sum(waits),
             "time/reduction_s": min(waits, default=0.0),
-            "time/step_spread_s": stdev(changes) if len(changes) > 1 else 0.0,
+            "time/step_spread_s": stdev(own_s) if len(own_s) > 1 else 0.0,
         }
 
 

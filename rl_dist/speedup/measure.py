@@ -150,7 +150,6 @@ def _measure_whole_job(
         [*flags, "--strategy=default"],
         copies=1,
         threads=0,
-        warm_up=0,
         enough_s=ENOUGH_S,
         steady=True,
     )

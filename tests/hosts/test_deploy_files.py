@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from simulated_hosts import REPO, connected
+from simulated_hosts import REPO, connected_or_skip
 from train_runs import RECALL
 
 yaml = pytest.importorskip("yaml")
@@ -90,13 +89,9 @@ def test_the_command_trains_over_two_pods_and_goes_on_with_a_new_one(trainer, na
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment |= {"PET_NPROC_PER_NODE": "1", "PATH": programs}
     command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
-    with ExitStack() as held:
-        try:
-            # pods have such names by the service
-            pods = [f"{name}.clstm-ppo {name}" for name in names]
-            network = held.enter_context(connected(tmp_path, *pods))
-        except OSError as error:
-            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+    # pods have such names by the service
+    pods = [f"{name}.clstm-ppo {name}" for name in names]
+    with connected_or_skip(tmp_path, *pods) as network:
 
         def start(number):
             flags = [*command, *RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]

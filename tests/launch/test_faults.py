@@ -89,30 +89,27 @@ def test_restarts_are_counted_once_from_the_warm_up_on_and_not_again_after_a_res
         _, found, error = faults_ranks.run(job(2), world)
         # the warm-up, then as many
         assert error == "" and [record["env/restarts"] for record in found] == [5 + 5, 0]
-        resumed = Training(job(3), world)
-        writer = faults_ranks.Keeping()
+        resumed, writer = Training(job(3), world), faults_ranks.Keeping()
         resumed.restore(load_checkpoint(latest_checkpoint(tmp_path)))
         assert sum(resumed.env.restarts) == 10
         train(resumed, writer, StopFlag())
     assert [record["env/restarts"] for record in writer.records] == [0]
 
 
-def test_a_bad_step_of_one_rank_is_skipped_and_counted_by_all(ranks, ranks_folder):
-    for rank, own in enumerate(rank["one_bad_step"] for rank in ranks):
-        assert own["error"] == "" and own["skipped"] == [0, 1, 0] and own["finite"]
-        assert len(own["hashes"]) == len(set(own["hashes"])) == 3 * 4 - 1  # the optimizer's steps
-        assert log(ranks_folder, "one_bad_step", rank).count("step skipped") == 1
-    assert ranks[0]["one_bad_step"]["hashes"] == ranks[1]["one_bad_step"]["hashes"]
-    assert "loss of this rank: nan" in log(ranks_folder, "one_bad_step", 1)
-
-
-def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ranks, ranks_folder):
+def test_bad_steps_of_one_rank_are_skipped_by_all_and_too_many_end_the_run(ranks, ranks_folder):
     path = latest_checkpoint(ranks_folder / "bad_steps")
     assert path.name == "iteration_00000002.pt"
-    for own in (rank["bad_steps"] for rank in ranks):
-        assert "in 4 steps in a row, more than --max_bad_steps 3" in own["error"]
-        assert own["error"].endswith(f"the last good checkpoint is {path}")
-        assert own["records"] == 2 and len(own["hashes"]) == 4 + 2
+    for rank, found in enumerate(ranks):
+        one, many, stopped = (found[name] for name in ("one_bad_step", "bad_steps", "kl_stop"))
+        assert one["error"] == "" and one["skipped"] == [0, 1, 0] and one["finite"]
+        assert len(one["hashes"]) == len(set(one["hashes"])) == 3 * 4 - 1  # the optimizer's steps
+        assert log(ranks_folder, "one_bad_step", rank).count("step skipped") == 1
+        assert "--max_bad_steps 3" in many["error"] and str(path) in many["error"]
+        assert len(many["steps"]) == 2 and len(many["hashes"]) == 4 + 2
+        # all stop at the KL of the steps they took
+        assert stopped["error"] == "" and stopped["steps"] == [1, 2]
+    for name in ("one_bad_step", "kl_stop"):
+        assert ranks[0][name]["hashes"] == ranks[1][name]["hashes"]
     saved = torch.cat([value.flatten() for value in load_checkpoint(path)["policy"].values()])
     assert torch.equal(saved, ranks[0]["bad_steps"]["last"])  # of iteration 2
 
@@ -129,47 +126,28 @@ def test_too_many_bad_steps_stop_all_ranks_and_leave_the_last_good_checkpoint(ra
 def test_whatever_drifts_is_found_at_the_next_check_by_rank_and_name(
     ranks, ranks_folder, scenario, iteration, what
 ):
-    for own in (rank[scenario] for rank in ranks):
-        assert own["iteration"] == iteration
-        assert f"drifted apart: rank 1 in {what} (against rank 0)" in own["error"]
+    for found in (rank[scenario] for rank in ranks):
+        assert found["iteration"] == iteration and f"rank 1 in {what} (" in found["error"]
     assert not (ranks_folder / scenario / "checkpoints").exists()
 
 
-def test_all_ranks_stop_at_the_kl_of_the_steps_they_took(ranks):
-    for own in (rank["kl_stop"] for rank in ranks):
-        assert own["error"] == "" and own["steps"] == [1, 2]
-    assert ranks[0]["kl_stop"]["hashes"] == ranks[1]["kl_stop"]["hashes"]
-
-
-def test_a_slow_rank_is_named_once_with_the_phase(ranks, ranks_folder):
-    for scenario, rank, phase in (("slow_collect", 1, "collect"), ("slow_update", 0, "update")):
-        assert ranks[0][scenario]["error"] == ""
-        assert (
-            log(ranks_folder, scenario).count(f"straggler: rank {rank} is slow in {phase}: ") == 1
-        )
+@pytest.mark.parametrize(("phase", "rank"), [("collect", 1), ("update", 0)])
+def test_a_slow_rank_is_named_once_with_the_phase(ranks, ranks_folder, phase, rank):
+    assert ranks[0][f"slow_{phase}"]["error"] == ""
+    line = f"straggler: rank {rank} is slow in {phase}: "
+    assert log(ranks_folder, f"slow_{phase}").count(line) == 1
 
 
 @pytest.mark.parametrize(
-    ("scenario", "place"),
-    [
-        ("other_call", "sum of "),
-        ("other_call_in_step", "gradient reduction"),
-    ],
+    ("scenario", "place"), [("other_call", "sum of "), ("other_call_in_step", "gradient reduction")]
 )
-def test_a_rank_that_makes_another_collective_call_is_found_at_once_by_all(ranks, scenario, place):
-    expected = f"the ranks made different collective calls: rank 0 in '{place}"
+def test_a_rank_that_makes_another_collective_call_is_found_by_all(ranks, scenario, place):
     for error in (rank[scenario]["error"] for rank in ranks):
-        assert error.startswith(expected)
+        assert f"rank 0 in '{place}" in error
         assert "rank 1 in 'agreement on a number' (collective " in error
 
 
 # ---- faults that end a job
-
-
-PROBLEMS = {"hang": "did not come back within 1 s", "nan": "observation is nan at position 0"}
-IN_C = "did not come back within 1 s (--env_timeout) and cannot be interrupted"
-SEVERE = PROBLEMS | {"hang in C": IN_C, "interrupt": "raised KeyboardInterrupt"}
-CLOSES = ("close descriptors", "closed files and connections that are not its own")
 
 
 def misbehaving(run_dir, misdeeds, at, *flags, stream="environment", ranks=2):
@@ -179,23 +157,34 @@ def misbehaving(run_dir, misdeeds, at, *flags, stream="environment", ranks=2):
     return [*env, "--run_dir", run_dir, *SMALL, "--num_gpus", ranks, *flags]
 
 
+TRAINED, EVALUATED = ("environment", 20), ("evaluation", 5)  # stream, step
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("misdeed", "problem"),
-    [CLOSES, *SEVERE.items()],
+    ("misdeed", "when", "problem"),
+    [
+        ("close descriptors", TRAINED, "closed files and connections that are not its own"),
+        ("hang", TRAINED, "did not come back within 1 s"),
+        ("nan", TRAINED, "observation is nan at position 0"),
+        ("hang in C", TRAINED, "within 1 s (--env_timeout) and cannot be interrupted"),
+        ("interrupt", TRAINED, "raised KeyboardInterrupt"),
+        ("hang", EVALUATED, "did not come back within 1 s"),
+        ("nan", EVALUATED, "observation is nan at position 0"),
+    ],
 )
 def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
-    misdeed, problem, tmp_path
+    misdeed, when, problem, tmp_path
 ):
-    run_dir = tmp_path / "run"
-    flags = ["--env_timeout", 1, "--total_steps", 100_000, "--validate_every", 0]
-    code, _, err = finish(start_training(*misbehaving(run_dir, {3: misdeed}, 20, *flags)))
-    assert code == 1
+    run_dir, (stream, at) = tmp_path / "run", when
+    flags = ["--env_timeout", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2]
+    words = misbehaving(run_dir, {3: misdeed}, at, *flags, stream=stream)
+    code, _, err = finish(start_training(*words))
     line = error_line(err)
-    where = "rank 1: environment misbehaving_envs:Misbehaving-v0 number 3 at its step 20: "
+    where = f"rank 1: environment misbehaving_envs:Misbehaving-v0 number 3 at its step {at}: "
     # its thread may end the process first
     by_gloo = misdeed == "close descriptors" and "rank 1 (process" in line
-    assert by_gloo or (where in line and problem in line), line
+    assert code == 1 and (by_gloo or (where in line and problem in line)), line
     assert [record["iteration"] for record in records(run_dir)] == [1]
     if misdeed == "hang in C":
         assert "in step\n" in (run_dir / "logs" / "rank_1.log").read_text()
@@ -219,7 +208,7 @@ def test_an_environment_that_closes_the_output_costs_lines_but_no_training(
 
 
 @pytest.mark.slow
-def test_with_env_restarts_a_run_goes_on_even_if_many_hang_longer_than_a_rank_is_waited_for(
+def test_with_env_restarts_a_run_continues_even_if_many_hang_longer_than_a_rank_is_waited_for(
     tmp_path,
 ):
     run_dir = tmp_path / "run"
@@ -232,20 +221,6 @@ def test_with_env_restarts_a_run_goes_on_even_if_many_hang_longer_than_a_rank_is
     logs = "".join((run_dir / "logs" / f"rank_{rank}.log").read_text() for rank in range(2))
     for number in misdeeds:
         assert logs.count(f"Misbehaving-v0 number {number} at its step 20: ") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("misdeed", "problem"), PROBLEMS.items())
-def test_a_fault_of_an_evaluated_environment_is_named_like_one_in_training(
-    misdeed, problem, tmp_path
-):
-    flags = ["--env_timeout", 1, "--total_steps", 4 * 4 * 16, "--validate_every", 2]
-    words = misbehaving(tmp_path / "run", {3: misdeed}, 5, *flags, stream="evaluation")
-    code, _, err = finish(start_training(*words))
-    line = error_line(err)
-    assert code == 1 and line.startswith("error: rank 1: ") and problem in line
-    assert "environment misbehaving_envs:Misbehaving-v0 number 3 at its step 5: " in line
-    assert [record["iteration"] for record in records(tmp_path / "run")] == [1]
 
 
 @pytest.mark.slow
@@ -263,7 +238,6 @@ def test_with_env_restarts_evaluated_episodes_are_whole_and_their_restarts_count
     assert [line["valid/length"] for line in found[1::2]] == [7, 7]
     figures = json.loads((run_dir / "summary.json").read_text())["test"]
     assert (figures["env_restarts"], figures["length"], figures["return"]) == (4, 7, 7)
-    assert "mean length 7.0" in out and ", 4 restarts of environments" in out
 
 
 @pytest.mark.parametrize(
@@ -297,20 +271,12 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
 # ---- a callback, core or logger of the user's that leaves or hangs
 
 
-def run_odd_code(monkeypatch, odd, run_dir, *flags):
-    """Exit code and error line of a run in which code of the user's does something odd."""
-    monkeypatch.setenv("ODD", odd)
-    own = {
-        "callback": ["--callback", "odd_code:call"],
-        "core": ["--policy", "own", "--core", "odd_code:Core"],
-        "logger": ["--loggers", "wandb"],
-    }[odd.split()[0]]
-    words = [*THREE_ITERATIONS, "--run_dir", run_dir, "--eval_episodes", 2, *own, *flags]
-    code, _, err = finish(start(REPO / "tests" / "odd_code.py", *RECALL, *words))
-    assert (code == 0) == (run_dir / "summary.json").exists(), err
-    return code, err
-
-
+ODD = {
+    "callback": ["--callback", "odd_code:call"],
+    "core": ["--policy", "own", "--core", "odd_code:Core"],
+    "logger": ["--loggers", "wandb"],
+}
+ON_2 = ["--num_gpus", 2, "--max_restarts", 1]
 ON_3 = ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6]
 
 
@@ -318,26 +284,27 @@ ON_3 = ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6]
     ("odd", "flags", "says"),
     [
         ("callback exit -1", [], "callback 'odd_code:call' raised SystemExit: 0"),
-        ("core exit 0", ["--num_gpus", 2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
+        ("core exit 0", ON_2, "rank 0 failed with SystemExit: 0"),
+        ("logger exit -1", [], ""),  # it costs its record only
         ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
         ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
-        ("core hang -1", ["--num_gpus", 2], "made no progress for 3 s in update"),
+        ("core hang -1", ON_2[:2], "made no progress for 3 s in update"),
         pytest.param("core hang 2", ON_3, "rank 2", marks=pytest.mark.slow),
     ],
 )
 def test_code_of_the_user_that_leaves_or_hangs_ends_the_job_as_a_failure_and_is_named(
     odd, flags, says, tmp_path, monkeypatch
 ):
-    flags = [*flags, "--collective_timeout", 3, "--on_event", f"echo $RL_EVENT > {tmp_path}/event"]
-    code, err = run_odd_code(monkeypatch, odd, tmp_path / "run", *flags)
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 1 and says in line
-    assert (tmp_path / "event").read_text() == "failed\n"
-
-
-def test_a_logger_that_leaves_costs_its_record_only(tmp_path, monkeypatch):
-    code, err = run_odd_code(monkeypatch, "logger exit -1", tmp_path / "run")
-    assert code == 0 and "wandb's record ends here: SystemExit" in err
+    monkeypatch.setenv("ODD", odd)
+    words = [*RECALL, *THREE_ITERATIONS, "--run_dir", tmp_path / "run", "--eval_episodes", 2]
+    words += ["--collective_timeout", 3, "--on_event", f"echo $RL_EVENT > {tmp_path}/event"]
+    words += [*ODD[odd.split()[0]], *flags]
+    code, _, err = finish(start(REPO / "tests" / "odd_code.py", *words))
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == bool(says) == len(lines), err
+    assert says in lines[0] if says else "wandb" in err
+    assert (tmp_path / "run/summary.json").exists() != bool(says)
+    assert (tmp_path / "event").read_text() == ("failed\n" if says else "finished\n")
 
 
 # ---- ranks that were started differently

@@ -13,7 +13,6 @@ from train_runs import (
     RECALL,
     REPO,
     assert_nobody_left,
-    only_error,
     records,
     session,
     start,
@@ -27,7 +26,7 @@ from rl_dist.resume_check import differences, result_of
 
 SIZES = [*RECALL, "--eval_episodes", "2", "--validate_every", "0", "--num_gpus", "2"]
 SIX = [*SIZES, "--total_steps", 6 * 64, "--checkpoint_every", "2", "--keep_checkpoints", "100"]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
 DYING = REPO / "tests/dying_training.py"
 PATIENCE_S = 300  # whole runs on a busy machine
 pytestmark = [
@@ -36,25 +35,23 @@ pytestmark = [
 ]
 
 
-def without_progress(stderr):
-    lines = stderr.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("iteration "))
-
-
-def succeed(job):
-    """The stdout and stderr of a job that ends well and leaves nobody behind."""
+def end_of(job, code=0):
+    """The stderr of a job that ends with this code and leaves nobody behind."""
     out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 0, err
+    assert job.returncode == code, out + err
     assert_nobody_left(job.pid)
-    return out, err
+    return err
 
 
 def dying(monkeypatch, die, *flags, before=(), folder=None):
-    """Start a training in which a rank ends."""
+    """Start a training in which a rank ends; with a folder it says `here` and waits for `go`."""
     monkeypatch.setenv("DIE", die)
     if folder:
         monkeypatch.setenv("DIE_FOLDER", str(folder))
-    return start(*before, DYING, *flags)
+    job = start(*before, DYING, *flags)
+    if folder:
+        wait_until((folder / "here").exists, job, PATIENCE_S)
+    return job
 
 
 @pytest.fixture(scope="module")
@@ -66,87 +63,55 @@ def reference(tmp_path_factory):
     return run_dir
 
 
-@pytest.fixture(scope="module")
-def restarted(tmp_path_factory):
-    """A run whose rank 1 was killed in its third update; and what was seen just before."""
-    folder = tmp_path_factory.mktemp("restarted")
-    note = f"cat >> {folder}/events; echo $RL_EVENT >> {folder}/names"
-    flags = [*SIX, "--run_dir", folder / "run", "--max_restarts", "2", "--on_event", note]
-    flags += ["--precision", "auto"]
-    (folder / "tmp").mkdir()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
-        job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=folder)
-    wait_until((folder / "here").exists, job, PATIENCE_S)
-    looked = {"listening": listening(session(job.pid)), "modes": modes(folder / "tmp")}
-    (folder / "go").touch()
-    return folder, succeed(job)[1], looked
-
-
-def listening(processes):
-    """How many processes, and the addresses where they listen: IPv4 and IPv6, TCP and UDP."""
-    sockets = [one for process in processes for one in process.net_connections("inet")]
-    return len(processes), [one.laddr.ip for one in sockets if one.laddr and not one.raddr]
-
-
-def modes(folder):
-    """Name and permissions of what the job has put among the temporary files."""
-    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-
-
 def assert_as_if_nothing_had_happened(run_dir, reference):
     assert differences(result_of(run_dir), result_of(reference)) == []
-    summaries = [json.loads((one / "summary.json").read_text()) for one in (run_dir, reference)]
-    for summary in summaries:
-        del summary["scaling"]  # of times
-    assert summaries[0] == summaries[1]
-    folders = [run_dir / "checkpoints", reference / "checkpoints"]
-    names = [{path.name for path in folder.iterdir()} for folder in folders]
-    assert names[0] == names[1]
-    states = [load_checkpoint(latest_checkpoint(one)) for one in (run_dir, reference)]
-    configs = [json.loads(state["config"]) for state in states]
-    for config in configs:
-        del config["launch"], config["train"]["collective_timeout"]
-    assert configs[0] == configs[1]
-    for tag in ("loss/policy", "rank_1/episode/count"):
-        assert seen(run_dir, tag) == seen(reference, tag) and len(seen(run_dir, tag)) == 6
+    found = []
+    for folder in (run_dir, reference):
+        summary = json.loads((folder / "summary.json").read_text())
+        config = json.loads(load_checkpoint(latest_checkpoint(folder))["config"])
+        del summary["scaling"], config["launch"]  # of times; and what may differ
+        names = {path.name for path in (folder / "checkpoints").iterdir()}
+        tags = [seen(folder, tag) for tag in ("loss/policy", "rank_1/episode/count")]
+        found.append((summary, config, names, tags))
+    assert found[0] == found[1] and [len(steps) for steps in found[0][3]] == [6, 6]
 
 
-def test_after_a_restart_a_run_ends_bit_for_bit_as_if_nothing_had_happened(restarted, reference):
-    assert_as_if_nothing_had_happened(restarted[0] / "run", reference)
-    config = json.loads(load_checkpoint(latest_checkpoint(restarted[0] / "run"))["config"])
-    assert config["launch"]["precision"] == "fp32"  # what auto came to before the restart
-
-
-def test_one_line_and_one_event_say_who_died_of_what_and_where_the_restart_goes_on(restarted):
-    folder, err, _ = restarted
+def test_a_rank_that_is_killed_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for_bit(
+    tmp_path, monkeypatch, reference
+):
+    run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
+    flags = [*SIX, "--run_dir", run_dir, "--max_restarts", "2", "--on_event", note]
+    flags += ["--precision", "auto"]
+    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
+    # while two ranks train, nobody listens beyond loopback, nor can anybody else join them
+    processes = session(job.pid)
+    sockets = [one for process in processes for one in process.net_connections("inet")]
+    addresses = {one.laddr.ip for one in sockets if one.laddr and not one.raddr}
+    assert len(processes) >= 3 and addresses and addresses <= {"127.0.0.1", "::1"}
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in temporary.glob("rl_dist_*")]
+    assert modes == [0o700]
+    (tmp_path / "go").touch()
+    err = end_of(job)
+    assert not list(temporary.glob("rl_dist_*"))
     died = r"rank 1 \(process \d+\) was ended by SIGKILL: restart 1 of 2, going on from iteration 2"
     assert len(re.findall(f"^{died}$", err, re.MULTILINE)) == 1, err
     assert "Traceback" not in err and "error" not in err, err
-    assert (folder / "names").read_text() == "restarted\nfinished\n"
-    first, end = json.JSONDecoder().raw_decode((folder / "events").read_text())
-    assert (first["restart"], first["rank"], first["iteration"]) == (1, 1, 2)
-    assert "SIGKILL" in first["message"] and first["run_dir"] == str(folder / "run")
-    last = json.loads((folder / "events").read_text()[end:])
-    assert (last["exit_code"], last["restarts"]) == (0, 1)
-
-
-def test_while_two_ranks_train_nobody_listens_beyond_loopback(restarted):
-    processes, addresses = restarted[2]["listening"]
-    assert processes >= 3 and addresses  # the launcher and two ranks, over gloo
-    assert set(addresses) <= {"127.0.0.1", "::1"}
-
-
-def test_the_ranks_meet_in_a_directory_that_nobody_else_may_enter(restarted):
-    folder, _, looked = restarted
-    modes = looked["modes"].items()
-    assert [mode for name, mode in modes if name.startswith("rl_dist_")] == [0o700]
-    assert not [path for path in (folder / "tmp").iterdir() if path.name.startswith("rl_dist_")]
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().split("\n") if line]
+    assert [event["event"] for event in events] == ["restarted", "finished"]
+    assert [events[0][name] for name in ("restart", "rank", "iteration")] == [1, 1, 2]
+    assert "SIGKILL" in events[0]["message"] and events[0]["run_dir"] == str(run_dir)
+    assert (events[1]["exit_code"], events[1]["restarts"]) == (0, 1)
+    assert_as_if_nothing_had_happened(run_dir, reference)
+    config = json.loads(load_checkpoint(latest_checkpoint(run_dir))["config"])
+    assert config["launch"]["precision"] == "fp32"  # what auto came to before the restart
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("die", "expected"),
+    ("die", "says"),
     [
         ("rollout 0 3 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
         ("update 0 5 SIGSEGV", "SIGSEGV: restart 1 of 1, going on from iteration 4"),
@@ -154,60 +119,47 @@ def test_the_ranks_meet_in_a_directory_that_nobody_else_may_enter(restarted):
         ("checkpoint 1 4 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
         ("update 1 1 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 0"),
         ("update 1 3 error", "RuntimeError: the roof .*1 of 1, going on from iteration 2"),
+        ("update 1 3 SIGKILL", ""),  # torchrun restarts it
     ],
 )
-def test_wherever_a_rank_dies_the_end_is_the_same(die, expected, tmp_path, monkeypatch, reference):
-    job = dying(monkeypatch, die, *SIX, "--run_dir", tmp_path / "run", "--max_restarts", "1")
-    _, err = succeed(job)
-    assert len(re.findall(rf"^rank {die.split()[1]} .*{expected}", err, re.MULTILINE)) == 1, err
+def test_wherever_a_rank_dies_the_end_is_the_same(die, says, tmp_path, monkeypatch, reference):
+    flags = [*SIX, "--run_dir", tmp_path / "run", *(["--max_restarts", "1"] if says else [])]
+    err = end_of(dying(monkeypatch, die, *flags, before=() if says else TORCHRUN))
+    if says:
+        line = rf"^rank {die.split()[1]} .*{says}"
+        assert len(re.findall(line, err, re.MULTILINE)) == 1, err
     assert_as_if_nothing_had_happened(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
 def test_on_more_ranks_a_restart_ends_the_same_too(tmp_path, monkeypatch):
     sizes = ["--num_gpus", "3", "--num_envs", "12", "--batch_size", "12"]
-    sizes += ["--total_steps", 6 * 12 * 16]
-    straight = start_training(*SIX, *sizes, "--run_dir", tmp_path / "straight")
-    flags = [*SIX, *sizes, "--run_dir", tmp_path / "run", "--max_restarts", "1"]
-    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags)
-    succeed(straight)
-    _, err = succeed(job)
-    assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in err
+    flags = [*SIX, *sizes, "--total_steps", 6 * 12 * 16]
+    straight = start_training(*flags, "--run_dir", tmp_path / "straight")
+    again = ["--run_dir", tmp_path / "run", "--max_restarts", "1"]
+    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, *again)
+    end_of(straight)
+    assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in end_of(job)
     assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "straight")
 
 
 @pytest.mark.slow
-def test_without_restarts_a_death_ends_the_job_soon_and_names_the_rank(tmp_path, monkeypatch):
-    flags = [*SIX, "--run_dir", tmp_path / "run", "--on_event", f"cat >> {tmp_path}/events"]
-    job = dying(monkeypatch, "checkpoint 1 2 SIGKILL", *flags, folder=tmp_path)
-    wait_until((tmp_path / "here").exists, job, PATIENCE_S)
-    (tmp_path / "go").touch()
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == 1
-    died = r"error: rank 1 \(process \d+\) was ended by SIGKILL"
-    assert re.search(died, only_error(without_progress(err)))
-    assert_nobody_left(job.pid)
+@pytest.mark.parametrize(
+    ("die", "restarts", "code", "says"),
+    [
+        ("checkpoint 1 2 SIGKILL", 0, 1, r"rank 1 \(process \d+\) was ended by SIGKILL"),
+        ("update 1 3 mistake", 3, 2, "num_envs must be at least 1, got 0"),  # never restarted
+    ],
+)
+def test_what_is_not_restarted_ends_the_job_with_one_line_and_event(
+    die, restarts, code, says, tmp_path, monkeypatch
+):
+    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", restarts]
+    err = end_of(dying(monkeypatch, die, *flags, "--on_event", f"cat >> {tmp_path}/events"), code)
+    (line,) = [line for line in err.splitlines() if not line.startswith("iteration ")]
+    assert re.search(f"^error: {says}", line)
     event = json.loads((tmp_path / "events").read_text())
-    assert (event["event"], event["exit_code"], event["rank"]) == ("failed", 1, 1)
-
-
-@pytest.mark.slow
-def test_a_users_mistake_is_never_restarted(tmp_path, monkeypatch):
-    flags = [*SIX, "--run_dir", tmp_path / "run", "--max_restarts", "3"]
-    job = dying(monkeypatch, "update 1 3 mistake", *flags)
-    _, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 2
-    assert only_error(without_progress(err)) == "error: num_envs must be at least 1, got 0"
-    assert_nobody_left(job.pid)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_alike(tmp_path, monkeypatch, reference):
-    flags = [*SIX, "--run_dir", tmp_path / "run"]
-    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, before=(*TORCHRUN, "--max-restarts=1"))
-    out, _ = succeed(job)
-    assert out.count("going on from") == 1 and "iteration_00000002.pt" in out
-    assert_as_if_nothing_had_happened(tmp_path / "run", reference)
+    assert [event[name] for name in ("event", "exit_code", "rank")] == ["failed", code, 1]
 
 
 @pytest.mark.slow
@@ -217,14 +169,14 @@ def test_a_killed_launcher_leaves_no_orphan_and_resume_auto_goes_on(
 ):
     run_dir = tmp_path / "run"
     flags = [*SIZES, "--total_steps", 10**9, "--checkpoint_every", "1", "--run_dir", run_dir]
-    job = dying(monkeypatch, f"update 1 {4 if hanging else 0} SIGKILL", *flags, folder=tmp_path)
-    saved = run_dir / "checkpoints" / "iteration_00000004.pt"
-    wait_until((tmp_path / "here" if hanging else saved).exists, job, PATIENCE_S)
+    if hanging:
+        job = dying(monkeypatch, "update 1 4 SIGKILL", *flags, folder=tmp_path)
+    else:
+        job = start_training(*flags)
+        wait_until((run_dir / "checkpoints/iteration_00000004.pt").exists, job, PATIENCE_S)
     assert len(session(job.pid)) >= 3
     os.kill(job.pid, signal.SIGKILL)
-    job.wait()
-    assert_nobody_left(job.pid)
-    job.communicate()
+    end_of(job, -signal.SIGKILL)
     saved = load_checkpoint(latest_checkpoint(run_dir))["iteration"]
     assert saved == 3 if hanging else saved >= 4
     more = [*flags, "--resume", "auto", "--num_gpus", "1", "--total_steps", (saved + 2) * 64]

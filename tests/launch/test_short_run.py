@@ -70,13 +70,13 @@ def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     taken = []
 
-    class Refusing(child.ShortRun):
-        def __init__(self, *args, variables):
+    class Failing(child.Child):
+        def __init__(self, arguments, folder, name, variables):
             taken.append(variables["CUDA_VISIBLE_DEVICES"])
-            super().__init__(["--frobnicate"], *args[1:], variables=variables)
+            super().__init__(["-c", "1 / 0"], folder, name)
 
-    monkeypatch.setattr(child, "ShortRun", Refusing)
-    with pytest.raises(UserError):
+    monkeypatch.setattr(child, "Child", Failing)
+    with pytest.raises(ChildError, match="ZeroDivisionError"):
         measure_short_runs(TINY, copies=2, device_type="cuda")
     assert taken == gpus
 

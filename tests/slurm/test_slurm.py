@@ -10,11 +10,10 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from simulated_hosts import REPO, connected
+from simulated_hosts import REPO, connected_or_skip
 from train_runs import RECALL, records, start_training
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
@@ -95,11 +94,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path, packages):
-    with ExitStack() as held:
-        try:
-            network = held.enter_context(connected(tmp_path, "control", "node1", "node2"))
-        except OSError as error:
-            pytest.skip(f"needs root and Linux, for network namespaces as hosts: {error}")
+    with connected_or_skip(tmp_path, "control", "node1", "node2") as network:
         yield Cluster(network, tmp_path, packages)
 
 

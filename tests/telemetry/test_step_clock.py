@@ -38,19 +38,6 @@ def test_phases_add_up_without_waiting(monkeypatch):
     }
 
 
-def test_spread_leaves_out_what_repeats(monkeypatch):
-    # steps of 9 and 1, then 9 and 3
-    ticking(monkeypatch, [0, 9, 9, 9, 10, 10, 10, 20, 29, 29, 29, 32, 32, 32])
-    clock = StepClock(torch.device("cpu"))
-    spreads = []
-    for _ in range(2):
-        clock.start()
-        take_step(clock, 0.0)
-        take_step(clock, 0.0)
-        spreads.append(clock.read()["time/step_spread_s"])
-    assert spreads == pytest.approx([4.0 * 2**0.5, 1.0])
-
-
 def test_events_of_a_gpu_are_read_in_seconds(monkeypatch):
     ticks_ms = itertools.count(step=500.0)
 
