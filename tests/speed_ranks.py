@@ -1,12 +1,12 @@
 """What two ranks do for the tests of precision, speed and accumulation; must be importable."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from agents_ranks import Recording, make_job
 
 import agents.ppo
@@ -18,29 +18,6 @@ from rl_dist.telemetry.metrics import NullWriter
 
 SINGLE = torch.float32
 NAME = "brief, clstm"  # actions in a box, episodes shorter than slots
-
-
-def job_of(
-    name=NAME,
-    *,
-    precision="auto",
-    compression="none",
-    **options,
-):
-    """A small job of `agents_ranks`, two iterations long by default."""
-    job = make_job(name, **{"iterations": 2} | options)
-    return replace(
-        job, strategy=StrategyConfig(precision=precision, gradient_compression=compression)
-    )
-
-
-def trained(world, *args, **options):
-    """The training after its end."""
-    training = Recording(job_of(*args, **options), world)
-    train(training, NullWriter(), StopFlag())
-    return training
-
-
 CASES = {
     "one batch": {"batch_size": 16},
     "two parts": {"batch_size": 8, "grad_accumulation": 2},
@@ -53,17 +30,28 @@ CASES = {
 }
 
 
-def overflowing_once(rank):
-    """On rank 1 the third loss of the run overflows."""
-    calls = [0]
+def job_of(name=NAME, *, precision="auto", compression="none", **options):
+    """A small job of `agents_ranks`, two iterations long by default."""
+    job = make_job(name, **{"iterations": 2} | options)
+    strategy = StrategyConfig(precision=precision, gradient_compression=compression)
+    return replace(job, strategy=strategy)
+
+
+def trained(world, *args, **options):
+    """The training after its end."""
+    training = Recording(job_of(*args, **options), world)
+    train(training, NullWriter(), StopFlag())
+    return training
+
+
+def changed_losses(factor_of):
+    """Multiply the total of each loss by a factor of its number, from 1."""
+    numbers, original = itertools.count(1), agents.ppo.ppo_loss
 
     def loss(*args):
-        calls[0] += 1
         parts = original(*args)
-        factor = torch.inf if rank == 1 and calls[0] == 3 else 1.0
-        return parts._replace(total=parts.total * factor)
+        return parts._replace(total=parts.total * factor_of(next(numbers)))
 
-    original = agents.ppo.ppo_loss
     return mock.patch("agents.ppo.ppo_loss", loss)
 
 
@@ -74,14 +62,17 @@ def exercise(out_dir):
     found = {}
     for name, options in CASES.items():
         sent = Counter()  # bytes and calls of gradient reductions: the only asynchronous ones
-        original = dist.all_reduce
+        original = torch.distributed.all_reduce
 
         def counted(tensor, *args, sent=sent, original=original, **kwargs):
             if kwargs.get("async_op"):
                 sent.update({"calls": 1, "bytes": tensor.nbytes, str(tensor.dtype): 1})
             return original(tensor, *args, **kwargs)
 
-        failing = overflowing_once(world.rank if "overflow" in name else 0)
+        overflows = world.rank == 1 and "overflow" in name  # its third loss
+        failing = changed_losses(
+            lambda number, bad=overflows: torch.inf if bad and number == 3 else 1
+        )
         with mock.patch("torch.distributed.all_reduce", counted), failing:
             training = trained(world, **options)
         check_in_sync(training.replicated(), world)

@@ -1,10 +1,13 @@
+"""Counter-based numbers, their distributions and seeds; running statistics."""
+
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
 import agents.network.noise
-from agents.network.noise import MASK, action_noise, philox, random_words
+from agents.network.inputs import Normalizer, RunningMoments
+from agents.network.noise import MASK, action_noise, philox, random_words, sequence_orders
 from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
 
 
@@ -12,7 +15,13 @@ def box(num_actions):
     return spaces.Box(-1.0, 1.0, (num_actions,), np.float32)
 
 
-SPACES = [box(1), box(2), box(9), spaces.Discrete(2), spaces.Discrete(7)]
+KINDS = {  # space and colour
+    "one number": (box(1), 0.0),
+    "nine numbers": (box(9), 0.0),
+    "pink": (box(3), 1.0),
+    "two choices": (spaces.Discrete(2), 0.0),
+    "seven choices": (spaces.Discrete(7), 1.0),
+}
 
 
 def test_words_are_those_of_the_known_answers():
@@ -37,39 +46,41 @@ def test_every_bit_of_the_words_is_fair_and_no_word_comes_twice():
     assert (ones - 0.5).abs().max() < 4.5 * 0.5 / whole.numel() ** 0.5
 
 
-@pytest.mark.parametrize("space", SPACES, ids=str)
-def test_noise_does_not_depend_on_how_environments_are_grouped_into_ranks(space):
-    together = action_noise(space, 3, 0, 8, 32, 16)
-    for num_ranks in (2, 4, 8):
-        size = 8 // num_ranks
-        parts = [action_noise(space, 3, rank * size, size, 32, 16) for rank in range(num_ranks)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
+    space, color = KINDS[kind]
+    together = action_noise(space, 3, 0, 8, 32, 16, color=color)
+    for size in (1, 2, 4):
+        parts = [action_noise(space, 3, i, size, 32, 16, color=color) for i in range(0, 8, size)]
         assert torch.equal(torch.cat(parts, dim=1), together)
+    white = action_noise(space, 3, 0, 8, 32, 16)
+    for length in (8, 1, 3):
+        starts = range(0, 16, length)
+        parts = [action_noise(space, 3, 0, 8, 32 + t, min(length, 16 - t)) for t in starts]
+        assert torch.equal(torch.cat(parts), white)
+    assert torch.equal(together, white) == (kind != "pink")  # choices keep their noise
+    assert torch.equal(action_noise(space, 3, 0, 8, 32, 1, color=color), white[:1])
 
 
-@pytest.mark.parametrize("space", SPACES, ids=str)
-def test_noise_does_not_depend_on_how_steps_are_cut_into_rollouts(space):
-    at_once = action_noise(space, 3, 5, 2, 0, 256)
-    for length in (128, 1, 3):
-        starts = range(0, 256, length)
-        parts = [action_noise(space, 3, 5, 2, start, min(length, 256 - start)) for start in starts]
-        assert torch.equal(torch.cat(parts), at_once)
-
-
-def test_noise_of_boxes_is_standard_normal():
-    noise = action_noise(box(5), 11, 0, 40, 0, 1000).numpy()  # 200,000 numbers
-    assert abs(noise.mean()) < 0.01
-    assert abs(noise.var() - 1.0) < 0.02
-    assert abs((noise**3).mean()) < 0.05
-    assert abs((noise**4).mean() - 3.0) < 0.1
-    for bound, share in ((1.0, 0.3173), (1.96, 0.0500), (3.0, 0.0027)):
-        assert abs((np.abs(noise) > bound).mean() - share) < 0.004
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
+def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent):
+    noise = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
+    variances = noise.reshape(64, -1).var(axis=1)
+    assert abs(variances - 1.0).max() < 0.12  # 4000 numbers each: a deviation of 0.022
+    assert abs(noise.mean()) < 0.03 and abs((noise**4).mean() - 3.0) < 0.3
+    power = (abs(np.fft.rfft(noise, axis=0)) ** 2).mean(axis=(1, 2))[1:-1]  # of frequencies
+    slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
+    assert slope == pytest.approx(-exponent, abs=0.05)
+    if not exponent:
+        for bound, share in ((1.0, 0.3173), (1.96, 0.0500), (3.0, 0.0027)):
+            assert abs((np.abs(noise) > bound).mean() - share) < 0.004
 
 
 def test_the_largest_logit_plus_noise_samples_the_softmax():
-    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    shares = [0.5, 0.3, 0.15, 0.05]
     noise = action_noise(spaces.Discrete(4), 5, 0, 50, 0, 2000).numpy()
-    counts = np.bincount((noise + logits).argmax(-1).ravel(), minlength=4) / 100_000
-    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.006)
+    counts = np.bincount((noise + np.log(shares)).argmax(-1).ravel(), minlength=4) / 100_000
+    np.testing.assert_allclose(counts, shares, atol=0.006)
 
 
 @pytest.mark.parametrize("word", [0, 2**64 - 1, 2**32, 2**32 - 1, 2**63])
@@ -92,31 +103,68 @@ def test_runs_streams_environments_and_lives_share_no_seed():
     assert len(set(seeds)) == len(seeds) == 20 * 4 * 50
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
-def test_colored_noise_is_standard_normal_at_every_step_with_the_spectrum_asked_for(exponent):
-    noise = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
-    variances = noise.reshape(64, -1).var(axis=1)
-    assert abs(variances - 1.0).max() < 0.12  # 4000 numbers each: a deviation of 0.022
-    assert abs((noise**4).mean() - 3.0) < 0.3
-    power = (abs(np.fft.rfft(noise, axis=0)) ** 2).mean(axis=(1, 2))[1:-1]  # of frequencies
-    slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
-    assert slope == pytest.approx(-exponent, abs=0.05)
+def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():
+    orders = [
+        epoch.tobytes()
+        for key in ((1, 1), (2, 1), (1, 2))
+        for first in (0, 4)
+        for epoch in sequence_orders(key, 3, first, 4, 8, 2)
+    ]
+    assert len(set(orders)) == len(orders)
 
 
-def test_colored_noise_does_not_depend_on_how_environments_are_grouped_into_ranks():
-    together = action_noise(box(3), 3, 0, 8, 32, 16, color=1.0)
-    parts = [action_noise(box(3), 3, first, 2, 32, 16, color=1.0) for first in (0, 2, 4, 6)]
-    assert torch.equal(torch.cat(parts, dim=1), together)
+# ---- running statistics
 
 
-def test_no_color_and_rollouts_of_one_step_leave_the_noise_white():
-    white = action_noise(box(3), 3, 0, 8, 32, 16)
-    assert torch.equal(action_noise(box(3), 3, 0, 8, 32, 16, color=0.0), white)
-    assert torch.equal(action_noise(box(3), 3, 0, 8, 32, 1, color=1.0), white[:1])
+@pytest.mark.parametrize(
+    ("offset", "scale", "rtol"),
+    [(3.0, [0.1, 1.0, 50.0], 1e-9), (1e3, 2.0, 2e-4), (1e5, 2.0, 2e-4), (1e6, 2.0, 2e-4)],
+)
+def test_statistics_merged_over_ranks_and_rollouts_equal_one_pass(offset, scale, rtol):
+    rng = np.random.default_rng(0)
+    samples = torch.from_numpy(rng.standard_normal((6000, 3)) * scale + offset).float()
+    moments = RunningMoments(3)
+    for rollout in samples.split([1000, 2000, 3000]):
+        moments.merge(sum(map(moments.sums, rollout.chunk(2))))  # of two ranks
+    wide = samples.double().numpy()
+    assert float(moments.count) == 6000
+    np.testing.assert_allclose(moments.mean.numpy(), wide.mean(0), rtol=rtol, atol=1e-12)
+    np.testing.assert_allclose(moments.variance.numpy(), wide.var(0), rtol=rtol)
 
 
-def test_choices_among_few_actions_keep_their_noise():
-    space = spaces.Discrete(4)
-    assert torch.equal(
-        action_noise(space, 3, 0, 8, 32, 16, color=1.0), action_noise(space, 3, 0, 8, 32, 16)
-    )
+@pytest.mark.parametrize(
+    ("seen", "center", "given", "expected"),
+    [
+        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # rewards are not shifted; variance 4
+        ([-1.0, 1.0], True, [1e6, -1e6], [10.0, -10.0]),  # outliers are clipped
+        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),  # a constant has no variance below 0
+    ],
+)
+def test_values_are_shifted_scaled_and_clipped(seen, center, given, expected):
+    normalizer = Normalizer(1, center=center)
+    normalizer.moments.merge(normalizer.moments.sums(torch.tensor(seen)[:, None]))
+    assert float(normalizer.moments.variance) >= 0
+    assert normalizer(torch.tensor(given)[:, None]).flatten().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("offset", "deviation"), [(1e6, 0.1), (1e6, 1.0), (3e4, 300.0)])
+def test_statistics_gathered_again_around_their_mean_are_the_same_for_any_grouping(
+    offset, deviation
+):
+    """As the warm-up does: around zero, a large offset costs digits, others for other ranks."""
+    generator = torch.Generator().manual_seed(1)
+    samples = (offset + deviation * torch.randn(64, 24, 1, generator=generator)).float()
+
+    def normalized(num_ranks):
+        normalizer = Normalizer(1)
+        for _ in range(2):
+            normalizer.moments.restart()
+            parts = samples.chunk(num_ranks, dim=1)
+            normalizer.moments.merge(sum(map(normalizer.moments.sums, parts)))
+        assert float(normalizer.moments.count) == samples.numel()
+        return normalizer(samples.double())
+
+    alone = normalized(1)
+    assert float(alone.std()) == pytest.approx(1.0, rel=1e-3)
+    for num_ranks in (2, 3, 4, 8):
+        torch.testing.assert_close(normalized(num_ranks), alone, rtol=0, atol=1e-9)

@@ -278,20 +278,6 @@ def test_a_checkpoint_of_another_shape_is_refused_in_one_line_that_names_it(worl
             check_shapes(state, other, torch.float64)
 
 
-def test_discounted_returns_run_on_over_rollouts_and_stop_at_episode_ends(world, tmp_path):
-    gamma = 0.5
-    job = scripted(make_job("recall, clstm", tmp_path, ppo=PPOConfig(gamma=gamma)))
-    training = Training(job, world)
-    rows = torch.cat([training.collect(NUM_STEPS * i).discounted_returns for i in (0, 1)])
-    # environment 0: rewards 0 1 2 3 4 | 10 11 ..., its episodes have 5 steps
-    assert rows[:7, 0].tolist() == pytest.approx([0, 1, 2.5, 4.25, 6.125, 10, 16])
-    total, expected = 0.0, []
-    for age in range(2 * NUM_STEPS):  # environment 7 goes on
-        total = gamma * total + 700.0 + age
-        expected.append(total)
-    assert rows[:, 7].tolist() == pytest.approx(expected)
-
-
 def test_learning_learns(world, tmp_path):
     """A reward for the sign of the action, which needs no memory: found in a few iterations."""
 

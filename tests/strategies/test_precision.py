@@ -1,5 +1,6 @@
 """--precision: what is computed in fewer bits, what is not, and what that changes."""
 
+import math
 from collections import Counter
 from unittest import mock
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from agents_ranks import Recording
 from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy, plans_of
-from speed_ranks import SINGLE, job_of, trained
+from speed_ranks import SINGLE, changed_losses, job_of, trained
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.ppo import NonFiniteGradientError, PPOConfig
@@ -25,10 +26,6 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # of one number
 
 
-def last(training):
-    return training.parameters[-1]
-
-
 # ---- the policy
 
 
@@ -44,8 +41,8 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
     def both():
         now, steps = state, []
         for step_obs, step_starts, step_noise in zip(obs, starts, noise, strict=True):
-            actions, logprobs, values, now = policy.act(step_obs, now, step_starts, step_noise)
-            steps.append((actions, logprobs, values))
+            *step, now = policy.act(step_obs, now, step_starts, step_noise)
+            steps.append(step)
         assert now.dtype == torch.float32
         actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
         return policy(obs, actions, state, starts, plans_of(policy, starts)[-1]), logprobs, values
@@ -74,13 +71,19 @@ def test_an_lstm_trains_under_autocast_on_any_cpu_and_nothing_stays_switched(dty
     assert torch.backends.mkldnn.enabled == enabled and not torch.is_autocast_enabled("cpu")
 
 
+# ---- training
+
+
 @pytest.mark.parametrize("name", LOW)
-def test_weights_are_cast_once_in_a_rollout_and_in_a_gradient_step(name, world):
-    training = Recording(job_of("recall, clstm", dtype=SINGLE, precision=name, iterations=1), world)
+def test_training_follows_fp32_and_casts_weights_once(name, world):
+    """In a rollout and in a gradient step; the ratio before the first step is 1 to a rounding."""
+    full = trained(world, dtype=SINGLE)
+    assert trained(world, dtype=SINGLE, precision="auto").hashes == full.hashes
+    low = Recording(job_of(dtype=SINGLE, precision=name), world)
     # an LSTM's first weights become part of wider ones in a gradient step
-    named = training.policy.named_parameters()
+    named = low.policy.named_parameters()
     weights = {weight.data_ptr() for name, weight in named if "_ih_" not in name}
-    casts = Counter()
+    casts, first, step = Counter(), {}, low.ppo.step
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -88,50 +91,26 @@ def test_weights_are_cast_once_in_a_rollout_and_in_a_gradient_step(name, world):
                 casts[args[0].data_ptr()] += 1
             return func(*args, **(kwargs or {}))
 
-    with Count():
-        train(training, NullWriter(), StopFlag())
-    rollouts = 2  # the first fills the normalisers
-    of_weights = {casts[pointer] for pointer in weights & casts.keys()}
-    assert of_weights == {rollouts + training.losses[0]["optim/steps"]}
+    def probe(minibatch, plans):
+        with torch.no_grad():
+            parts = minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
+            ratio = (low.policy(*parts).logprobs - minibatch.logprobs).exp()
+        first.setdefault(low.iteration, (ratio - 1).abs().max().item())
+        return step(minibatch, plans)
 
-
-# ---- training
-
-
-def test_auto_is_fp32_bit_for_bit(world):
-    options = {"dtype": SINGLE, "iterations": 1}
-    hashes = [trained(world, precision=name, **options).hashes for name in ("auto", "fp32")]
-    assert hashes[0] == hashes[1]
-
-
-@pytest.mark.parametrize("name", LOW)
-def test_training_in_fewer_bits_follows_fp32(name, world):
-    full = trained(world, dtype=SINGLE)
-    low = trained(world, dtype=SINGLE, precision=name)
+    with Count(), mock.patch.object(low.ppo, "step", probe):
+        train(low, NullWriter(), StopFlag())
+    steps = sum(losses["optim/steps"] for losses in low.losses)
+    rollouts = 3  # the first fills the normalisers; the probe casts as well
+    assert {casts[pointer] for pointer in weights & casts.keys()} == {rollouts + 2 * steps}
+    assert sorted(first) == [1, 2] and max(first.values()) < ROUNDING[name]
     assert low.hashes[0] != full.hashes[0]
     # eight Adam steps of 0.003 each
-    torch.testing.assert_close(last(low), last(full), rtol=0, atol=0.02)
+    torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
     for metric in ("loss/value", "loss/entropy", "optim/grad_norm"):
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
     kept = {tensor.dtype for tensor in low.replicated().values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}
-
-
-@pytest.mark.parametrize("name", LOW)
-def test_the_ratio_is_1_to_the_rounding_before_the_first_gradient_step(name, world):
-    training = Recording(job_of("recall, clstm", dtype=SINGLE, precision=name, iterations=2), world)
-    step, first = training.ppo.step, {}
-
-    def probe(minibatch, plans):
-        with torch.no_grad():
-            parts = minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
-            ratio = (training.policy(*parts).logprobs - minibatch.logprobs).exp()
-        first.setdefault(training.iteration, (ratio - 1).abs().max().item())
-        return step(minibatch, plans)
-
-    with mock.patch.object(training.ppo, "step", probe):
-        train(training, NullWriter(), StopFlag())
-    assert sorted(first) == [1, 2] and max(first.values()) < ROUNDING[name]
 
 
 # ---- the loss scale of fp16
@@ -141,35 +120,24 @@ def scaled(world, **options):
     return Recording(job_of("recall, clstm", dtype=SINGLE, precision="fp16", **options), world)
 
 
-def overflowing(calls_that_do):
-    calls = [0]
-
-    def loss(*args):
-        calls[0] += 1
-        parts = original(*args)
-        return parts._replace(total=parts.total * torch.nan) if calls[0] in calls_that_do else parts
-
-    from agents.ppo import ppo_loss as original
-
-    return mock.patch("agents.ppo.ppo_loss", loss)
+def overflowing(calls):
+    return changed_losses(lambda number: math.nan if number in calls else 1.0)
 
 
 def test_the_gradient_is_clipped_without_the_scale(world):
     ppo = PPOConfig(update_epochs=1, max_grad_norm=1e6)
     options = {"dtype": SINGLE, "iterations": 1, "ppo": ppo}
-    full, low = (trained(world, precision=name, **options) for name in ("fp32", "fp16"))
-    norms = [each.losses[0]["optim/grad_norm"] for each in (full, low)]
-    assert norms[1] == pytest.approx(norms[0], rel=0.01)
-    assert low.losses[0]["optim/loss_scale"] == 2**16 and "optim/loss_scale" not in full.losses[0]
+    full, low = (trained(world, precision=name, **options).losses[0] for name in ("fp32", "fp16"))
+    assert low["optim/grad_norm"] == pytest.approx(full["optim/grad_norm"], rel=0.01)
+    assert low["optim/loss_scale"] == 2**16 and "optim/loss_scale" not in full
 
 
 def test_an_overflow_halves_the_scale_and_is_no_bad_step(world):
     training = scaled(world, iterations=1, ppo=PPOConfig(update_epochs=4, max_bad_steps=0))
     with overflowing({2, 3, 5}), mock.patch.object(events, "notify") as notify:
         train(training, NullWriter(), StopFlag())
-    losses = training.losses[0]
     names = ("optim/steps", "optim/skipped_steps", "optim/loss_scale")
-    assert [losses[name] for name in names] == [5, 3, 2**13]
+    assert [training.losses[0][name] for name in names] == [5, 3, 2**13]
     assert training.ppo.bad_in_a_row == 0 and not notify.called
 
 
@@ -186,8 +154,7 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(world):
     for training in (straight, halved):
         with overflowing({1, 2}):
             train(training, NullWriter(), StopFlag())
-    state = halved.state()
-    resumed.restore(state)
+    resumed.restore(halved.state())
     train(resumed, NullWriter(), StopFlag())
     assert resumed.hashes == straight.hashes[-len(resumed.hashes) :]
     assert [each.losses[-1]["optim/loss_scale"] for each in (resumed, straight)] == [2**14] * 2
@@ -207,7 +174,7 @@ def test_a_gpu_that_would_emulate_the_precision_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "tf32"), [("fp32", False), ("tf32", True), ("bf16", False)])
-def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32, monkeypatch):
+def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32):
     """The switches are there without a GPU; a real one must show what they do."""
     cudnn = torch.backends.cudnn
     kept = torch.get_float32_matmul_precision(), cudnn.allow_tf32
@@ -221,7 +188,7 @@ def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32, monkeypat
 
 
 def test_what_cannot_be_is_refused(world):
-    with pytest.raises(UserError, match="wrap takes the bare module, got one in DataParallel"):
+    with pytest.raises(UserError, match="bare module, got one in DataParallel"):
         Strategy(StrategyConfig(), world).wrap(torch.nn.DataParallel(torch.nn.Linear(1, 1)))
     for config in (LaunchConfig, StrategyConfig):
         with pytest.raises(ValueError, match="^precision must be .*fp8"):
