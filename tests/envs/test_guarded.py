@@ -27,7 +27,7 @@ class Ticking(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.age = 0
+        self.age, self.seed = 0, seed
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
@@ -104,12 +104,14 @@ def test_a_bad_step_is_named_by_its_environment_or_begins_again(third, problem):
     assert "\n" not in str(fault.value)
     assert str(pickle.loads(pickle.dumps(fault.value))) == str(fault.value)
     env, _ = failing("one by one", third, env_restarts=2)
+    seeds = {80}
     for restarts in (1, 2):
         obs, rewards, terminated, truncated, final_obs = play(env, 3)
         assert truncated.tolist() == [[False, False], [False, False], [False, True]]
         assert rewards[2].tolist() == [1.0, 0.0] and not terminated.any()
         assert obs[2].tolist() == [[3.0], [0.0]] and final_obs[2].tolist() == [[3.0], [2.0]]
-        assert env.restarts == [0, restarts]
+        seeds.add(env.guards[1].env.seed)  # of other episodes each time
+        assert env.restarts == [0, restarts] and len(seeds) == 1 + restarts
         env.reset(seed=[70, 80])
         env.guards[1].env.third = third
     with pytest.raises(EnvironmentFaultError, match=r"\(after 2 restarts, --env_restarts"):
