@@ -1,10 +1,10 @@
-"""Fine-tune a policy: learn an easy task, then go on with a harder one from its weights.
+"""Fine-tune a policy: learn an easy task, then continue with a harder one from its weights.
 
     python examples/fine_tune.py
 
 Recall-v0 shows a cue and asks for it `delay` steps later. The second training starts from weights
-and normalisers of the first, the third from nothing; all else (optimizer, counters, environments)
-begins anew. The same as commands:
+and normalisers of the first, the third from nothing; everything else (optimizer, counters,
+environments) starts fresh. The same as commands:
 
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 2}' --run_dir runs/easy
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 20}' --init_from runs/easy

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rl_dist.errors import explains_errors
 from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
@@ -35,7 +36,7 @@ SIZE = 16  # pixels each way
 
 @configuration
 class ExampleConfig:
-    """What is particular to this example."""
+    """Settings of this example alone."""
 
     num_gpus: int = Field(-1, ge=-1, le=10**6)
     """ranks: one per GPU, -1 = all; on a CPU that many processes, -1 = one."""
@@ -50,7 +51,7 @@ class ExampleConfig:
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """Noisy shapes [count, 1, SIZE, SIZE] at random places, and their classes [count]."""
+    """Return noisy shapes [count, 1, SIZE, SIZE] at random places, and their classes [count]."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(len(CLASSES), (count,), generator=generator)
     centre = torch.rand(count, 2, 1, 1, generator=generator) * 4 - 2 + SIZE / 2
@@ -76,7 +77,7 @@ def make_images(count: int, seed: int) -> TensorDataset:
 
 
 def make_network() -> nn.Module:
-    """Two convolutions and a linear layer."""
+    """Return two convolutions and a linear layer."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
@@ -85,7 +86,7 @@ def make_network() -> nn.Module:
 
 
 def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
-    """What every rank does: train, test."""
+    """Train and test on this rank."""
     world = open_world(device)
     strategy = Strategy(StrategyConfig(), world)  # ddp on several ranks, nothing on one
     torch.manual_seed(fitting.seed)
@@ -109,23 +110,18 @@ def run_rank(fitting: FitConfig, config: ExampleConfig, device: str) -> int:
         shown = f"accuracy {figures['accuracy']:.4f}, loss {figures['loss']:.4f}"
         print(f"test, {figures['samples']:.0f} images: {shown}")
         if config.json:
-            Path(config.json).write_text(
-                json.dumps(figures | {"best_epoch": result.best_epoch}), encoding="utf-8"
-            )
+            Path(config.json).write_text(json.dumps(figures))
     close_world(world)
     return 128 + result.signum if result.signum else 0
 
 
+@explains_errors
 def main() -> int:
-    """Entry of the example; returns the exit code."""
+    """Run the example; return the exit code."""
     sections = {"fit": FitConfig(epochs=5, patience=2), "example": ExampleConfig()}
     parsed = parse_flags(sections, description=(__doc__ or "").partition("\n")[0])
     fitting, config = (parsed.configs[name] for name in sections)
-    try:
-        resolved = resolve(LaunchConfig(num_gpus=config.num_gpus, device=config.device))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    resolved = resolve(LaunchConfig(num_gpus=config.num_gpus, device=config.device))
     if os.environ.get("RANK", "0") == "0":  # torchrun starts this on every rank
         print(resolved.message, flush=True)
     return launch(run_rank, (fitting, config, resolved.device_type), resolved.num_ranks)

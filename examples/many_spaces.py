@@ -16,59 +16,66 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from envs.vector.batched import pack_generator, unpack_generator
 
-CUT = 2  # the action that ends an episode
 MOST_PUSHES = 5  # the same way, one after the other
 
 
-class MaskedCartPole(CartPoleEnv):
-    """CartPole-v1 with a third action that ends it, and pushes that may not go on for long.
+class Snapshots:
+    """The two methods of exact resume, for environments that name all their changing attributes."""
+
+    changing: tuple[str, ...] = ()
+
+    def get_state(self: Any) -> dict[str, Any]:
+        """Return all that the future depends on."""
+        state = {name: getattr(self, name) for name in self.changing}
+        return state | {"rng": pack_generator(self.np_random)}
+
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        """Continue from `get_state`."""
+        for name in self.changing:
+            setattr(self, name, state[name])
+        unpack_generator(self.np_random, state["rng"])
+
+
+class MaskedCartPole(Snapshots, CartPoleEnv):
+    """CartPole-v1 with a third action that ends it, and a limit of pushes the same way.
 
     info["action_mask"] forbids the third action always, and a sixth push the same way.
     """
 
+    changing = ("state", "pushes")
+
     def __init__(self) -> None:
         super().__init__()
         self.action_space = spaces.Discrete(3)  # type: ignore[assignment]
-        self.pushes = [0, 0]  # the same way until now, by direction
+        self.pushes = np.zeros(2, np.int64)  # the same way until now, by direction
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode."""
         obs, _ = super().reset(seed=seed, options=options)
-        self.pushes = [0, 0]
+        self.pushes = np.zeros(2, np.int64)
         return obs, self._info()
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Push left (0) or right (1); anything forbidden ends the episode."""
         allowed = self._info()["action_mask"][action]
         obs, reward, terminated, truncated, _ = super().step(min(int(action), 1))
-        self.pushes = [self.pushes[way] + 1 if way == action else 0 for way in (0, 1)]
+        self.pushes = np.where(np.arange(2) == action, self.pushes + 1, 0)
         return obs, float(reward) * allowed, terminated or not allowed, truncated, self._info()
 
     def _info(self) -> dict[str, Any]:
-        ways = [count < MOST_PUSHES for count in self.pushes]
-        return {"action_mask": np.array([*ways, False], np.int8)}
-
-    def get_state(self) -> dict[str, Any]:
-        """Return all that the future depends on."""
-        generator = pack_generator(self.np_random)
-        return {"state": np.array(self.state), "pushes": np.array(self.pushes), "rng": generator}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `get_state`."""
-        self.state, self.pushes = state["state"], state["pushes"].tolist()
-        self.steps_beyond_terminated = None
-        unpack_generator(self.np_random, state["rng"])
+        return {"action_mask": np.array([*(self.pushes < MOST_PUSHES), False], np.int8)}
 
 
-class PatchRecall(gymnasium.Env[Any, Any]):
+class PatchRecall(Snapshots, gymnasium.Env[Any, Any]):
     """Say in which quarter of the first image the bright patch was.
 
     Images of 12 x 12 bytes follow each other: one of noise with a patch of 3 x 3 white pixels,
     `delay` of noise alone, and a white one, at which the action earns 1 if it is the quarter.
     """
 
+    changing = ("age", "quarter")
     observation_space = spaces.Box(0, 255, (12, 12, 1), np.uint8)
     action_space = spaces.Discrete(4)
 
@@ -99,24 +106,15 @@ class PatchRecall(gymnasium.Env[Any, Any]):
     def _noise(self) -> np.ndarray:
         return self.np_random.integers(0, 128, (12, 12, 1), np.uint8)
 
-    def get_state(self) -> dict[str, Any]:
-        """Return all that the future depends on."""
-        generator = pack_generator(self.np_random)
-        return {"age": self.age, "quarter": self.quarter, "rng": generator}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `get_state`."""
-        self.age, self.quarter = state["age"], state["quarter"]
-        unpack_generator(self.np_random, state["rng"])
-
-
-class Orders(gymnasium.Env[Any, Any]):
+class Orders(Snapshots, gymnasium.Env[Any, Any]):
     """Deliver the size and the colour that were ordered `delay` steps ago.
 
     The first observation shows the order; the last one asks for it, and each of the two right
     choices earns 0.5. One wrong size and one wrong colour are out of stock: the mask forbids them.
     """
 
+    changing = ("age", "order", "missing")
     SIZES = np.array([4, 3])
     observation_space = spaces.Dict(
         order=spaces.MultiDiscrete(SIZES + 1),  # 0: nothing is shown
@@ -152,21 +150,8 @@ class Orders(gymnasium.Env[Any, Any]):
         shown = self.order + 1 if self.age == 0 else np.zeros(2, np.int64)
         return {"order": shown, "door": int(self.age == self.delay), "action_mask": mask}
 
-    def get_state(self) -> dict[str, Any]:
-        """Return all that the future depends on."""
-        own = {"age": self.age, "order": self.order, "missing": self.missing}
-        return own | {"rng": pack_generator(self.np_random)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `get_state`."""
-        self.age, self.order, self.missing = state["age"], state["order"], state["missing"]
-        unpack_generator(self.np_random, state["rng"])
-
-
-for _id, _env, _limit in (
-    ("MaskedCartPole-v0", "MaskedCartPole", 500),
-    ("PatchRecall-v0", "PatchRecall", None),
-    ("Orders-v0", "Orders", None),
-):
-    if _id not in gymnasium.registry:
-        gymnasium.register(_id, entry_point=f"{__name__}:{_env}", max_episode_steps=_limit)
+_LIMITS = {"MaskedCartPole": 500, "PatchRecall": None, "Orders": None}
+for _name, _limit in _LIMITS.items():
+    if f"{_name}-v0" not in gymnasium.registry:
+        gymnasium.register(f"{_name}-v0", f"{__name__}:{_name}", max_episode_steps=_limit)

@@ -3,8 +3,8 @@
     pip install 'clstm-ppo[optuna]'
     python examples/optuna_search.py
 
-After every evaluation the trial hears the return. Where Optuna's pruner finds it worse than those
-of other trials at the same point, the callback returns False, and the training stops. Start it
+Every evaluation is reported to the trial. If Optuna's pruner finds it worse than those of other
+trials at the same point, the callback returns False, and the training stops. Start it
 several times with one storage, on one machine or many, and they share the search. Confirm the
 winner with other seeds: the best of many trials looks better than it is.
 """
@@ -44,7 +44,7 @@ def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
 
 
 def main(trials: int = 20, total_steps: int = 20_000, **fixed: object) -> optuna.Study:
-    """Search, and go on with the search that the storage holds."""
+    """Search, continuing the search that the storage holds."""
     storage, pruner = "sqlite:///search.db", optuna.pruners.MedianPruner(n_startup_trials=4)
     how = {"storage": storage, "load_if_exists": True, "study_name": "cartpole"}
     study = optuna.create_study(direction="maximize", pruner=pruner, **how)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""An environment of your own: remember a cue, and name it when asked.
+"""An example environment: remember a cue, and name it when asked.
 
 Run it from this folder, or copy it into yours:
 

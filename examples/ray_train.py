@@ -19,10 +19,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 
 
 def train_as_rank(config: dict[str, Any]) -> None:
-    """Train as the rank that Ray's variables name, in a process of its own.
+    """Train as the rank that Ray's variables name, in a new process.
 
-    Ray has opened a process group in this process. It only serves to agree on a port, where the
-    ranks open theirs.
+    Ray has opened a process group in this process. It only serves to agree on a port, on which the
+    ranks open their group.
     """
     import torch
     import torch.distributed as dist
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--gpus", action="store_true", help="one GPU for each rank")
     parser.add_argument("--max_failures", type=int, default=0, help="restarts of all ranks")
-    parser.add_argument("--address", default="auto", help="the cluster; local: begin one here")
+    parser.add_argument("--address", default="auto", help="the cluster; local: start one here")
     args, flags = parser.parse_known_args()
     if not any(flag.startswith("--run_dir") for flag in flags):
         parser.error("give --run_dir DIR: a restart must find its run again")
