@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 from rl_dist.errors import UserError, did_you_mean, one_line, unwritable
 from rl_dist.files import LOG_FORMAT, log_once, path_to_write, plain_file
@@ -27,9 +26,8 @@ from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
 logger = logging.getLogger(__name__)
 
 STATE_EVERY_S = 1.0  # in training
-LINE_EVERY_S = 5.0  # of progress, if stderr is no terminal
+LINE_EVERY_S = 5.0  # of progress
 LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
-CLEAR = "\r\x1b[K"  # the line of progress on a terminal
 
 
 # ---- writers
@@ -145,8 +143,8 @@ class MetricsWriter(NullWriter):
         self._state_s = -math.inf
 
     def say(self, text: str) -> None:
-        """Print a line above the progress."""
-        print_above(text, sys.stdout)
+        """Print a line."""
+        print(text, flush=True)
 
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
@@ -233,7 +231,7 @@ def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
 
 
 class Progress:
-    """Shows progress: one changing line on a terminal, a few lines elsewhere."""
+    """Prints the progress of a training, a line every few seconds."""
 
     def __init__(self, total: int, unit: str, start: int) -> None:
         """Begin at `start`, above 0 on resume."""
@@ -243,7 +241,6 @@ class Progress:
         self._rates: deque[float] = deque(maxlen=LATEST)
         self._figures: dict[str, str] = {}
         self._line = ""  # not printed yet
-        self._on_terminal = sys.stderr.isatty()
 
     def show(self, record: Mapping[str, Any], done: int) -> None:
         """Take an iteration's metrics."""
@@ -262,25 +259,15 @@ class Progress:
             f"iteration {record['iteration']} | {done:,}/{self._total:,} {self._unit} "
             f"({done / self._total:.0%}), {figures} | {timedelta(seconds=round(seconds))} left"
         )
-        if self._on_terminal:
-            width = shutil.get_terminal_size().columns
-            print(CLEAR + self._line[: width - 1], end="", file=sys.stderr, flush=True)
-        elif now_s - self._printed_s >= LINE_EVERY_S:
+        if now_s - self._printed_s >= LINE_EVERY_S:
             self._printed_s = now_s
             self.close()
 
     def close(self) -> None:
         """Print the last line; safe to call twice."""
         if self._line:
-            print_above(self._line, sys.stderr)
+            print(self._line, file=sys.stderr, flush=True)
         self._line = ""
-
-
-def print_above(text: str, file: TextIO) -> None:
-    """Print a line in place of the progress, which is shown again below it."""
-    if sys.stderr.isatty():
-        print(CLEAR, end="", file=sys.stderr, flush=True)
-    print(text, file=file, flush=True)
 
 
 def _short(value: float) -> str:
@@ -293,11 +280,11 @@ _handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Warnings for the user, above the progress; `launch` prints failures itself, once."""
+    """Prints warnings for the user; `launch` prints failures itself, once."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
-            print_above(f"{record.levelname.lower()}: {record.getMessage()}", sys.stderr)
+            print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> None:

@@ -167,7 +167,7 @@ def show(rates, total=96, start=0):
     display.close()
 
 
-def test_without_a_terminal_there_are_a_few_plain_lines(capsys):
+def test_progress_is_a_few_plain_lines(capsys):
     show([7123.4] * 3)
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("iteration 1 | 33/96 episodes (34%)")
@@ -175,13 +175,6 @@ def test_without_a_terminal_there_are_a_few_plain_lines(capsys):
     assert last.startswith("iteration 3 | 96/96 episodes (100%)") and last.endswith("0:00:00 left")
     for figure in ("steps/s=7,123", "return=0.25", "valid/return=0.5 (iteration 1)", " left"):
         assert figure in first and figure in last
-
-
-def test_on_a_terminal_there_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    show([50.0], total=40, start=5)
-    err = capsys.readouterr().err
-    assert "38/40" in err and "return=0.25" in err and err.count("\n") == 1
 
 
 def test_the_throughput_shown_is_the_median_of_the_latest_iterations(capsys):
