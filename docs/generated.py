@@ -1,8 +1,8 @@
-"""Fill the pages of the site with what the source declares.
+"""Fill the pages with what the source declares.
 
-A page says `<!-- generated: NAME -->` where the table or text of that name belongs. MkDocs calls
-`on_page_markdown`, see `hooks` in mkdocs.yml. Nothing that the source declares is written twice,
-so no page can be stale.
+A page says `<!-- generated: NAME -->` where the table or text of that name belongs. Where an `<!-- end -->`
+follows, the text between them is committed: `python docs/generated.py` writes it, and a test keeps it
+current. MkDocs fills in the others, see `hooks` in mkdocs.yml.
 """
 
 import contextlib
@@ -64,13 +64,23 @@ TITLES = {
 }
 
 LONG_ROWS = ("guarantees.md", "troubleshooting.md")  # pages whose tables are lists on a phone
+PAGES = sorted(Path(__file__).parent.glob("*.md"))
 _MARK = re.compile(r"<!-- generated: ([^>]+?) -->")
+_COMMITTED = re.compile(_MARK.pattern + r"\n\n.*?\n\n(<!-- end -->)", re.S)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace the marks of a page; MkDocs calls it."""
-    text = _MARK.sub(lambda mark: generate(mark[1]), markdown)
+    text = _COMMITTED.sub(r"<!-- generated: \1 -->", markdown)
+    text = _MARK.sub(lambda mark: generate(mark[1]), text)
     return _stacked("rows", text) if page.file.src_uri in LONG_ROWS else text
+
+
+def filled(text: str) -> str:
+    """Return the text of a page with the parts that are committed as the source has them now."""
+    return _COMMITTED.sub(
+        lambda mark: f"<!-- generated: {mark[1]} -->\n\n{generate(mark[1])}\n\n{mark[2]}", text
+    )
 
 
 def generate(name: str) -> str:
@@ -200,3 +210,8 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def _stacked(kind: str, text: str) -> str:
     """Return tables that a narrow screen shows as a list, see css/site.css."""
     return f'<div class="stack {kind}" markdown>\n\n{text}\n\n</div>'
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
