@@ -1,8 +1,8 @@
 """Fill the pages with what the source declares.
 
-A page says `<!-- generated: NAME -->` where the table or text of that name belongs. Where an `<!-- end -->`
-follows, the text between them is committed: `python docs/generated.py` writes it, and a test keeps it
-current. MkDocs fills in the others, see `hooks` in mkdocs.yml.
+A page says `<!-- generated: NAME -->` where the table or text of that name belongs. If an
+`<!-- end -->` follows, the text between them is committed: `python docs/generated.py` writes it,
+and a test keeps it current. MkDocs fills in the others, see `hooks` in mkdocs.yml.
 """
 
 import contextlib
