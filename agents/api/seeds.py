@@ -1,4 +1,4 @@
-"""The same training with several seeds, and what can be said of all of them."""
+"""The same training with several seeds, and intervals of their scores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from agents.api.training import train
 from agents.run.choice import RUNS
 from rl_dist.errors import UserError
 from rl_dist.files import write_whole
 from rl_dist.flags import ParsedFlags
-from rl_dist.launch.child import as_flags, launch_distributed_training
 from rl_dist.run_dir import RunDir
 
 SEEDS_FILE = "seeds.json"
@@ -33,57 +33,47 @@ class SeedsResult:
     intervals: dict[str, Interval]  # of "mean" and "interquartile_mean"
 
     def __str__(self) -> str:
-        runs = ", ".join(f"{score:.4g}" for score in self.scores.values())
-        seeds = ", ".join(map(str, self.scores))
-        lines = [f"{self.metric} of seeds {seeds}: {runs}"]
+        # of three runs the bootstrap draws the lowest alone in 1 of 27 samples: more than 2.5 %
+        kind = "95 % interval" if len(self.scores) > 3 else "lowest and highest"
+        scores = ", ".join(f"{seed}: {score:.4g}" for seed, score in self.scores.items())
+        lines = [f"{self.metric} by seed: {scores}"]
         for name, (value, low, high) in self.intervals.items():
-            words = name.replace("_", " ")
-            # of three runs the bootstrap draws the lowest alone in 1 of 27 samples: more than 2.5 %
-            kind = "95 % interval" if len(self.scores) > 3 else "lowest and highest"
-            lines.append(f"  {words:<20}{value:>10.4g}   {kind} [{low:.4g}, {high:.4g}]")
+            lines.append(f"  {name:<20}{value:>10.4g}   {kind} [{low:.4g}, {high:.4g}]")
         return "\n".join(lines)
 
 
-def train_seeds(
-    seeds: Sequence[int], run_dir: str | Path = "", flags: Sequence[str] = (), **settings: Any
-) -> SeedsResult:
+def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any) -> SeedsResult:
     """Train once with each seed, one after the other, and report all of them.
 
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Each is a training in processes of its own. Runs that are in `run_dir` already go on, those
-    that have finished are evaluated again; other settings than theirs are refused.
+    Runs that are in `run_dir` already continue, and those that have finished are evaluated again;
+    other settings than theirs are refused.
 
     Args:
         run_dir: of all runs; "": a new one below runs/.
-        flags: words of the command line, for all.
         settings: flags by name, see `agents.train`.
 
     Raises:
-        UserError: a training failed; the others that have ended are kept.
+        UserError: a training failed or was stopped; those that have ended are kept.
     """
     if len(set(seeds)) < len(seeds) or len(seeds) < 2:
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
     folder = Path(run_dir) if run_dir else RunDir.fresh(RUNS).path
-    words = [*flags, *as_flags(settings)]
     scores: dict[int, float] = {}
     metric = ""
     for seed in seeds:
-        own = folder / f"seed_{seed}"
-        # also one that has finished: other settings are refused, and a longer one trains on
-        print(f"seed {seed}: {own}", flush=True)
-        run = [*words, f"--seed={seed}", f"--run_dir={own}"]
-        run += ["--resume=auto"] if own.exists() else []
-        done = launch_distributed_training(run)
-        if done.exit_code:
-            why = done.error or f"code {done.exit_code}"
-            raise UserError(f"seed {seed} did not finish: {why}", exit_code=done.exit_code)
-        metric, scores[seed] = score_of(RunDir(own).summary())
-    intervals = score_intervals(np.array(list(scores.values())))
-    result = SeedsResult(folder, metric, scores, intervals)
-    found = asdict(result) | {"run_dir": str(folder)}
-    write_whole(folder / SEEDS_FILE, json.dumps(found, indent=2) + "\n")
+        path = folder / f"seed_{seed}"
+        print(f"seed {seed}: {path}", flush=True)
+        resume = "auto" if path.exists() else None
+        run = train(**settings, seed=seed, run_dir=path, resume=resume)
+        if run.exit_code:
+            raise UserError(f"seed {seed} was stopped", exit_code=run.exit_code)
+        metric, scores[seed] = score_of(RunDir(path).summary())
+    result = SeedsResult(folder, metric, scores, score_intervals(np.array(list(scores.values()))))
+    figures = asdict(result) | {"run_dir": str(folder)}
+    write_whole(folder / SEEDS_FILE, json.dumps(figures, indent=2) + "\n")
     return result
 
 
@@ -109,15 +99,12 @@ def score_intervals(scores: np.ndarray) -> dict[str, Interval]:
 
 
 def train_several(parsed: ParsedFlags) -> int:
-    """Do what --seeds asks for; return the exit code."""
+    """Train with each of --seeds; return the exit code."""
     extra = vars(parsed.extra)
-    if "RANK" in os.environ:
-        raise UserError("--seeds starts trainings of its own: run it without torchrun")
-    if "seed" in parsed.given or extra["resume"]:
-        raise UserError("--seeds begins runs of its own: leave --seed and --resume out")
-    words = [f"--{name}={value}" for name, value in parsed.given.items()]
-    words += [f"--preset={extra['preset']}"] * bool(extra["preset"]) + ["--quick"] * extra["quick"]
-    print(train_seeds(extra["seeds"], extra["run_dir"], words))
+    if "RANK" in os.environ or "seed" in parsed.given or extra["resume"]:
+        raise UserError("--seeds starts new runs: leave --seed, --resume and torchrun out")
+    settings = parsed.given | {"preset": extra["preset"] or None, "quick": extra["quick"] or None}
+    print(train_seeds(extra["seeds"], extra["run_dir"], **settings))
     return 0
 
 

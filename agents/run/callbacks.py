@@ -1,8 +1,7 @@
-"""What users let a training call, and when it stops before its end."""
+"""Callbacks of a training, and the metric that ends it early."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ class Moment:
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this is the rank that writes: others had better not."""
+        """Return whether this is the rank that writes."""
         return self.rank == 0
 
 
@@ -50,13 +49,13 @@ class Watch:
     wants_end: bool = field(default=False, init=False)
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
-        """Take an iteration's metrics; return why to stop, if so, the same on all ranks."""
-        metrics = without_nan(metrics)  # as in metrics.jsonl, such as losses of no step at all
+        """Take an iteration's metrics; return the reason to stop, the same on all ranks, or ""."""
+        metrics = without_nan(metrics)  # as in metrics.jsonl: losses without a step are None
         self._call("iteration", training, metrics)
         if any(name.startswith("valid/") for name in metrics):
             self._call("evaluation", training, metrics)
-        own = "a callback asked for it" if self.wants_end else self._reached(metrics)
-        return next(filter(None, all_gather_json(own, self.world)), "")
+        reason = "a callback asked for it" if self.wants_end else self._reached(metrics)
+        return next(filter(None, all_gather_json(reason, self.world)), "")
 
     def saved(self, training: Any, metrics: Mapping[str, Any], path: Path) -> None:
         """Take a checkpoint that was written; a stop follows after the next iteration."""
@@ -65,13 +64,13 @@ class Watch:
     def _call(
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
-        callback = self.callbacks.get(kind)
+        callback, run_dir = self.callbacks.get(kind), training.job.run_dir
         if callback is None:
             return
         moment = Moment(
             kind=kind,
             metrics=metrics,
-            run_dir=training.job.run_dir,
+            run_dir=run_dir,
             checkpoint=path,
             policy=training.policy,
             rank=self.world.rank,
@@ -79,36 +78,31 @@ class Watch:
         self.world.set_phase(f"{kind} callback")
         try:
             answer = callback(moment)
-            self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
         except UserError:
             raise
         except FOREIGN_ERRORS as error:
-            if connection_broke(error):  # to another rank, whose end is the reason
+            if connection_broke(error):  # another rank has ended, and its end is the reason
                 raise
-            log = training.job.run_dir / "logs" / f"rank_{self.world.rank}.log"
-            said = f"{_fault(callback, error)}; traceback in {log}"
-            raise UserError(said, exit_code=1) from error
+            name = getattr(callback, "__qualname__", type(callback).__qualname__)
+            log = run_dir / "logs" / f"rank_{self.world.rank}.log"
+            raise UserError(
+                f"callback {callback.__module__}:{name} raised {one_line(error)}; traceback in "
+                f"{log}",
+                exit_code=1,
+            ) from error
+        self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
 
     def _reached(self, metrics: Mapping[str, Any]) -> str:
+        """Return in words that the metric of stop_at has reached its value, or ""."""
         name, _, wanted = self.stop_at.partition(" ")
         value = metrics.get(name)
         reached = isinstance(value, int | float) and value >= float(wanted)
         return f"{name} is {value:.6g}, at least {float(wanted):g}" if reached else ""
 
 
-def _fault(callback: Callback, error: BaseException) -> str:
-    """Say which callback raised what, and where in its own code."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without our call
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    name = getattr(callback, "__qualname__", type(callback).__qualname__)
-    named = f"{callback.__module__}:{name}"
-    return f"callback {named!r} raised {one_line(error)}{place}"
-
-
 def make_watch(stop_at: str, named: str, callbacks: Callbacks, world: World) -> Watch | None:
-    """Return the watch of --stop_at and callbacks; None: there is nothing to do."""
+    """Return the watch of --stop_at and callbacks; None if there is nothing to do."""
     if named:
-        own = import_own("callback", named)
-        callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), own)
+        function = import_own("callback", named)
+        callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)
     return Watch(callbacks, world, stop_at) if stop_at or any(callbacks.values()) else None

@@ -49,24 +49,25 @@ class Run:
         return self.directory.path
 
     def launch(self, run_rank: Callable[..., int], *arguments: Any) -> int:
-        """Call `run_rank(run, *arguments)` on all ranks; return the exit code."""
-        code = launch(
-            run_rank,
-            (self, *arguments),
-            self.resolved.num_ranks,
-            max_restarts=self.config.launch.max_restarts,
-            run_dir=self.path,
-            threads=self.resolved.threads,
-        )
-        if code:
-            self.discard(code)
-        return code
+        """Call `run_rank(run, *arguments)` on all ranks; return the exit code.
 
-    def discard(self, exit_code: int) -> None:
-        """Remove a new run that has failed before its first iteration ended."""
-        if self.is_new and self.directory.lock and self.directory.is_in_place():
-            close_logging()
-            self.directory.discard_unstarted(exit_code)
+        A new run that fails before its first iteration ends is removed.
+        """
+        code = 1
+        try:
+            code = launch(
+                run_rank,
+                (self, *arguments),
+                self.resolved.num_ranks,
+                max_restarts=self.config.launch.max_restarts,
+                run_dir=self.path,
+                threads=self.resolved.threads,
+            )
+        finally:
+            if code and self.is_new and self.directory.lock and self.directory.is_in_place():
+                close_logging()
+                self.directory.discard_unstarted(code)
+        return code
 
 
 def prepare(
