@@ -127,25 +127,10 @@ class CartPoleVectorEnv(BatchedEnv):
 class CartPolePositionsVectorEnv(CartPoleVectorEnv):
     """CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
 
-    Observed are cart positions (m) and pole angles (rad). Parameters as CartPoleEnv has them:
-    length: half of the pole's (m); masspole: its mass (kg); force_mag: the push (N).
+    Observed are cart positions (m) and pole angles (rad).
     """
 
     observed = (0, 2)
-
-    def __init__(
-        self,
-        num_envs: int = 1,
-        *,
-        max_episode_steps: int = 500,
-        length: float = 0.5,
-        masspole: float = 0.1,
-        force_mag: float = 10.0,
-    ) -> None:
-        super().__init__(num_envs, max_episode_steps=max_episode_steps)
-        it = self._physics
-        it.length, it.masspole, it.force_mag = length, masspole, force_mag
-        it.total_mass, it.polemass_length = masspole + it.masscart, masspole * length
 
 
 class MountainCarPositionsVectorEnv(BatchedEnv):
