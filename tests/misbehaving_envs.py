@@ -69,9 +69,13 @@ class Misbehaving(gymnasium.Env):
 
     def __init__(self, misdeeds=None, at=20, length=7, stream="environment"):
         self.at, self.length = at, length
-        number = getattr(seeds, f"{stream.upper()}_STREAM")
+        streams = [seeds.ENVIRONMENT_STREAM]
+        if stream == "evaluation":
+            streams = [seeds.VALIDATION_STREAM, seeds.EVALUATION_STREAM]
         self.by_seed = {
-            seeds.stream_seeds(1, number, int(n), 1)[0]: m for n, m in (misdeeds or {}).items()
+            seeds.stream_seeds(1, number, int(n), 1)[0]: misdeed
+            for n, misdeed in (misdeeds or {}).items()
+            for number in streams
         }
 
     def reset(self, *, seed=None, options=None):

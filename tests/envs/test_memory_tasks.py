@@ -79,7 +79,13 @@ def test_it_moves_and_pays_as_gymnasiums_car_does(seed):
 
 def test_a_car_at_rest_is_truncated_at_the_limit_without_reward():
     env = gymnasium.make("MountainCarPositions-v0", max_episode_steps=20)
+    rest, push = np.zeros(1, np.float32), np.ones(1, np.float32)
+    moved = []
+    for _ in range(2):  # a push of the episode before is forgotten
+        moved.append(env.reset(seed=0)[0] - env.step(rest)[0])
+        env.step(push)
+    assert moved[0] == moved[1]
     env.reset(seed=0)
-    results = [env.step(np.zeros(1, np.float32)) for _ in range(20)]
+    results = [env.step(rest) for _ in range(20)]
     assert sum(reward for _, reward, *_ in results) == 0.0
     assert [truncated for *_, truncated, _ in results].index(True) == 19
