@@ -20,21 +20,11 @@ def sizes_of(num_ranks, saved_num_envs=0, **options):
     return [shard_sizes(config, rank, num_ranks, saved_num_envs) for rank in range(num_ranks)]
 
 
-def test_the_defaults_are_64_environments_and_two_minibatches_of_128_sequences():
-    assert sizes_of(1) == [Sizes(64, 0, 128, 4, 2, 64, 128)]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16])
-def test_totals_are_shared_out_and_every_environment_has_one_owner(num_ranks):
-    ranks = sizes_of(num_ranks)
-    owned = [
-        env for rank in ranks for env in range(rank.env_offset, rank.env_offset + rank.num_envs)
-    ]
-    assert owned == list(range(64))
-    assert all(rank.batch_size * num_ranks == 128 == rank.global_batch_size for rank in ranks)
-    assert all(rank.global_num_envs == 64 and rank.num_minibatches == 2 for rank in ranks)
-    for rank in ranks:  # what a rank collects is what its minibatches use up
-        assert rank.num_envs * rank.sequences_per_env == rank.batch_size * rank.num_minibatches
+def test_64_environments_and_two_minibatches_of_128_sequences_are_shared_out(num_ranks):
+    share = Sizes(64 // num_ranks, 0, 128 // num_ranks, 4, 2, 64, 128)
+    expected = [replace(share, env_offset=rank * share.num_envs) for rank in range(num_ranks)]
+    assert sizes_of(num_ranks) == expected
 
 
 def test_weak_scaling_gives_every_rank_what_one_rank_would_have():
@@ -83,45 +73,34 @@ def test_random_sizes_on_odd_numbers_of_ranks_work_or_every_proposal_does(num_ra
 def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
     """Of random sizes, those that are accepted."""
     rng = np.random.default_rng(5)
-    checked = 0
-    strata = set()
+    strata, checked = set(), 0
     while checked < 400:
         num_ranks = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12]))
-        sequences_per_env = int(rng.integers(1, 9))
         batch_size, num_envs = (num_ranks * int(rng.integers(1, 7)) for _ in range(2))
-        options = {
-            "batch_size": batch_size,
-            "num_envs": num_envs,
-            "num_steps": sequences_per_env,
-            "bptt_steps": 1,
-        }
+        steps = int(rng.integers(1, 9))
+        options = {"batch_size": batch_size, "num_envs": num_envs, "num_steps": steps}
         with contextlib.suppress(ValueError):
-            ranks = sizes_of(num_ranks, **options)
-            (alone,) = sizes_of(1, **options)
-            key = tuple(int(number) for number in rng.integers(0, 100, 3))
-            (whole,) = global_sequences([alone], key)
-            shares = global_sequences(ranks, key)
+            ranks = sizes_of(num_ranks, **options, bptt_steps=1)
+            (alone,) = sizes_of(1, **options, bptt_steps=1)
+            key = tuple(rng.integers(0, 100, 2).tolist())
+            epoch = int(rng.integers(3))
+            whole = global_sequences(alone, key, epoch)
+            shares = [global_sequences(rank, key, epoch) for rank in ranks]
             # equally many
-            assert [len(share[0]) for share in shares] == [batch_size // num_ranks] * num_ranks
+            assert {len(share[0]) for share in shares} == {batch_size // num_ranks}
             for minibatch, parts in zip(whole, zip(*shares, strict=True), strict=True):
                 assert sorted(np.concatenate(parts)) == sorted(minibatch)
-            assert sorted(whole.ravel()) == list(
-                range(num_envs * sequences_per_env)
-            )  # every sequence once
-            strata.add(stratum_size(alone.num_minibatches, sequences_per_env))
+            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # every sequence once
+            strata.add(stratum_size(alone.num_minibatches, steps))
             checked += num_ranks > 1
     assert len(strata) > 4, strata
 
 
-def global_sequences(ranks, key):
-    """Numbers in the whole run of each rank's sequences: [num_minibatches, sequences] each."""
-    found = []
-    for own in ranks:
-        share = (own.env_offset, own.num_envs, own.sequences_per_env, own.num_minibatches)
-        order = sequence_orders(key[:2], 3, *share)[key[2] % 3]
-        time, env = np.divmod(order, own.num_envs)
-        found.append(time * own.global_num_envs + own.env_offset + env)
-    return found
+def global_sequences(rank, key, epoch):
+    """Numbers in the whole run of a rank's sequences: [num_minibatches, sequences]."""
+    share = (rank.env_offset, rank.num_envs, rank.sequences_per_env, rank.num_minibatches)
+    time, env = np.divmod(sequence_orders(key, 3, *share)[epoch], rank.num_envs)
+    return time * rank.global_num_envs + rank.env_offset + env
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

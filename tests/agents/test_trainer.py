@@ -156,40 +156,29 @@ def test_normalisers_hold_everything_collected_before_in_one_pass(world, tmp_pat
     torch.testing.assert_close(moments.variance, raw.var(0, correction=0), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, world, monkeypatch):
-    learned_from = {}
-    note = learned_from.__setitem__
-    for name, ppo in (
-        ("raw", PPOConfig(norm_adv=False)),
-        ("divided", PPOConfig(min_adv_std=100.0)),
-    ):
-        training = Training(make_job("trading, mlp", ppo=ppo, normalize_rewards=scaled), world)
-        training.warm_up_normalizers()
-        unit = 1.0 if scaled else training.normalizers.rewards.moments.variance.sqrt()
-        monkeypatch.setattr(
-            training.ppo,
-            "update",
-            lambda batch, name=name: note(name, batch.sequences.advantages) or {},
-        )
-        training.update(training.collect(lifetime_step=1))
-    raw = learned_from["raw"]
-    torch.testing.assert_close(learned_from["divided"], (raw - raw.mean()) / (100.0 * unit))
-
-
-def test_before_returns_were_seen_advantages_are_divided_by_their_own_deviation(world, monkeypatch):
-    nothing = {"normalize_obs": False, "normalize_rewards": False}
-    job = make_job("trading, mlp", ppo=PPOConfig(min_adv_std=100.0), **nothing)
-    training = Training(job, world)
+def advantages_of(world, steps, **options):
+    """The advantages that updates learn from, and the warm-up's deviation of returns."""
+    ppo = PPOConfig(**{"min_adv_std": 100.0} | options.pop("ppo", {}))
+    training = Training(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()
-    found = []
-    monkeypatch.setattr(
-        training.ppo, "update", lambda batch: found.append(batch.sequences.advantages) or {}
-    )
-    for step in (1, 2):
+    found, deviation = [], training.normalizers.return_deviation()
+    training.ppo.update = lambda batch: found.append(batch.sequences.advantages) or {}
+    for step in range(1, steps + 1):
         training.update(training.collect(lifetime_step=step))
-    assert found[0].std(correction=0) == pytest.approx(1.0)
-    assert found[1].std(correction=0) < 0.1
+    return found, deviation
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, world):
+    (raw,), _ = advantages_of(world, 1, ppo={"norm_adv": False}, normalize_rewards=scaled)
+    (divided,), deviation = advantages_of(world, 1, normalize_rewards=scaled)
+    torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
+
+
+def test_before_returns_were_seen_advantages_are_divided_by_their_own_deviation(world):
+    nothing = {"normalize_obs": False, "normalize_rewards": False}
+    (first, second), _ = advantages_of(world, 2, **nothing)
+    assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1
 
 
 def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path):

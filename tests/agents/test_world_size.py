@@ -48,8 +48,6 @@ TRAINED = [
     for name in names
     if name != "weak"
 ]
-DOUBLE = [case for case in TRAINED if CASES[case.values[1]].dtype == torch.float64]
-on_every_number_of_ranks = pytest.mark.parametrize(("plan", "name", "num_ranks"), TRAINED)
 
 
 @pytest.fixture(scope="module")
@@ -99,59 +97,34 @@ def together(ranks, name, what):
     return torch.cat([rank[name][what] for rank in ranks], dim=2)
 
 
-@on_every_number_of_ranks
-def test_actions_and_episode_ends_are_those_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
-    ranks, alone = ranks_of(plan, num_ranks), one_rank(name)
-    actions = together(ranks, name, "actions")
-    assert actions.shape == alone["actions"].shape
-    if actions.is_floating_point():
-        torch.testing.assert_close(
-            actions, alone["actions"], rtol=0, atol=1e-5 if name in SINGLE else 1e-10
-        )
-    else:
-        assert torch.equal(actions, alone["actions"])
+@pytest.mark.parametrize(("plan", "name", "num_ranks"), TRAINED)
+def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
+    """Data, losses, rates, statistics; parameters, equal by hash after every gradient step."""
+    ranks, alone, case = ranks_of(plan, num_ranks), one_rank(name), CASES[name]
+    single = case.dtype == torch.float32
     assert torch.equal(together(ranks, name, "ends"), alone["ends"])
-    if CASES[name].iterations == ITERATIONS:
+    if case.iterations == ITERATIONS:
         assert alone["ends"].any(0).any(0).all()  # episodes ended in every environment
+    actions = together(ranks, name, "actions")
+    tolerance = {"rtol": 0, "atol": 1e-5 if single else 1e-10}
+    torch.testing.assert_close(actions, alone["actions"], **tolerance)
 
+    assert (alone["parameters"][1:] != alone["parameters"][:-1]).any(1).all()
+    if "total_steps" not in case.options:  # else it stops by episodes
+        assert len(alone["parameters"]) == case.iterations
+    hashes = ranks[0][name]["hashes"]
+    assert len(set(hashes)) == len(hashes) >= 4
+    for rank in ranks:
+        assert rank[name]["hashes"] == hashes
+        errors = (rank[name]["parameters"] - alone["parameters"]).abs().amax(1)
+        assert single or errors[0] < 1e-12
+        assert errors.max() < tolerance["atol"], errors
+    if single:
+        return
 
-@pytest.mark.parametrize(("plan", "name", "num_ranks"), DOUBLE)
-def test_observations_and_rewards_are_those_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
     for what in ("obs", "rewards"):
-        many = together(ranks_of(plan, num_ranks), name, what)
-        torch.testing.assert_close(many, one_rank(name)[what], rtol=1e-8, atol=1e-8)
-
-
-@on_every_number_of_ranks
-def test_parameters_are_those_of_one_rank_after_every_iteration(
-    plan, name, num_ranks, one_rank, ranks_of
-):
-    alone = one_rank(name)["parameters"]
-    assert (alone[1:] != alone[:-1]).any(1).all()
-    if "total_steps" not in CASES[name].options:  # else it stops by episodes
-        assert len(alone) == CASES[name].iterations
-    for rank in ranks_of(plan, num_ranks):
-        errors = (rank[name]["parameters"] - alone).abs().amax(1)
-        if name in SINGLE:
-            assert errors.max() < 1e-5, errors
-        else:
-            assert errors[0] < 1e-12 and errors.max() < 1e-10, errors
-
-
-@on_every_number_of_ranks
-def test_parameters_are_equal_by_hash_on_all_ranks_after_every_gradient_step(
-    plan, name, num_ranks, ranks_of
-):
-    first, *others = (rank[name]["hashes"] for rank in ranks_of(plan, num_ranks))
-    assert len(set(first)) == len(first) >= 4
-    assert all(other == first for other in others)
-
-
-@pytest.mark.parametrize(("plan", "name", "num_ranks"), DOUBLE)
-def test_losses_statistics_and_learning_rates_are_of_all_ranks(
-    plan, name, num_ranks, one_rank, ranks_of
-):
-    ranks, alone = ranks_of(plan, num_ranks), one_rank(name)
+        many = together(ranks, name, what)
+        torch.testing.assert_close(many, alone[what], rtol=1e-8, atol=1e-8)
     for rank in ranks:
         assert rank[name]["rates"] == alone["rates"] and rank[name]["rates"][0] > 0
         for many, one in zip(rank[name]["losses"], alone["losses"], strict=True):
