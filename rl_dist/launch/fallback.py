@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from rl_dist.errors import UserError, one_line
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.strategies.config import Mode
 
-PROBE_BYTES, PROBE_TIMEOUT_S = 4096, 120.0
+PROBE_TIMEOUT_S = 120.0
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
@@ -37,7 +36,7 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
                 time_reductions(
                     resolved.num_ranks,
-                    [PROBE_BYTES],
+                    [4096],
                     resolved.device_type,
                     timeout_s=PROBE_TIMEOUT_S,
                     gpu_ids=resolved.gpu_ids,
@@ -50,7 +49,7 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
     if not problems:
         return config, resolved, ""
     note = f"{'; '.join(problems)}: fallback to strategy {mode}, {resolved.place}"
-    chosen: dict[str, Any] = {"chosen_strategy": cast("Mode", mode), "chosen_on": resolved.place}
+    chosen: dict[str, Any] = {"chosen_strategy": mode, "chosen_on": resolved.place}
     return replace(config, **chosen, gradient_compression="none"), resolved, note
 
 

@@ -56,7 +56,7 @@ def supervise() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, a death goes unnoticed
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        page = ReportPage(by_fork=True)
+        page = ReportPage()
         supervisor = os.getpid()
         child = os.fork()
     except OSError as error:
@@ -109,50 +109,38 @@ def _watch(child: int, page: ReportPage) -> int:
                 pass_on(arrived.si_signo)
             if stop.insists:
                 deadline_s = min(deadline_s, time.monotonic() + LAST_WORD_S)
-    facts = page.read()
-    code = os.waitstatus_to_exitcode(ended[1])
+    return _conclude(child, page.read(), os.waitstatus_to_exitcode(ended[1]), stop)
+
+
+def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> int:
+    """Do what the child has not done: print its death, complete state.json, send the event."""
+    run_dir, error, signum = facts.get("run_dir", ""), "", max(0, -code)
     if "exit_code" in facts:
-        if "summary" in facts:  # a thread has ended it, after it has printed why
-            _record_failure(child, facts, facts["summary"])
-        code = facts["exit_code"]
+        code, signum = facts["exit_code"], 0  # what its teardown did does not count
+        error = facts.get("summary", "")  # a thread has ended it, after it has printed why
     elif not facts.get("ended_in_order") or code < 0:
         from rl_dist.errors import outlive_readers  # not before it is needed
 
         outlive_readers()
-        if stop.signum and (stop.insists or -code in STOP_SIGNALS):
-            print(f"stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
+        if stop.signum and (stop.insists or signum in STOP_SIGNALS):
+            line = f"stopped by {signal.Signals(stop.signum).name}"
             code = 128 + stop.signum
         else:
-            _report_death(child, facts, code)
+            error = f"the training process ({child}) {how_it_ended(code)}"
+            can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
+            line = f"error: {error}" + f"; continue with --resume {run_dir}" * bool(can_resume)
             code = 1
-    if "run_dir" in facts and "exit_recorded" not in facts:
+        print(line, file=sys.stderr, flush=True)
+    if run_dir and "exit_recorded" not in facts:
         from rl_dist.run_dir import RunDir  # loads pydantic: 0.3 s
 
-        RunDir(facts["run_dir"]).record_exit(child, code)
-    return code
+        RunDir(run_dir).record_exit(child, code, error, signum)
+    if error:
+        from rl_dist.errors import report_to_caller
+        from rl_dist.telemetry import events
 
-
-def _report_death(child: int, facts: dict[str, Any], code: int) -> None:
-    """Print the death of a child that could not."""
-    run_dir = facts.get("run_dir", "")
-    death = f"the training process ({child}) {how_it_ended(code)}"
-    can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
-    fix = f"; go on with --resume {run_dir}" if can_resume else ""
-    print(f"error: {death}{fix}", file=sys.stderr, flush=True)
-    _record_failure(child, facts, death, max(0, -code))
-
-
-def _record_failure(child: int, facts: dict[str, Any], error: str, signum: int = 0) -> None:
-    """Complete the state.json of a child that has failed, and send the event."""
-    from rl_dist.errors import report_to_caller
-    from rl_dist.run_dir import RunDir
-    from rl_dist.telemetry import events
-
-    run_dir = facts.get("run_dir", "")
-    if run_dir:
-        RunDir(run_dir).record_exit(child, 1, error, signum)
-    report_to_caller(error=error)
-    if facts.get("on_event"):
-        events.configure(facts["on_event"], run_dir)
+        report_to_caller(error=error)
+        events.configure(facts.get("on_event", ""), run_dir)
         events.notify("failed", error, exit_code=1)
         events.close()
+    return code

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 import uuid
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rl_dist.errors import UserError, refuse_restarts
-from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
+from rl_dist.process_group.collectives import all_gather_json
 
 if TYPE_CHECKING:
     from rl_dist.process_group.world import World
@@ -237,8 +236,7 @@ def devices_differ(world: World) -> bool:
         name = torch.cuda.get_device_name(world.device)
     else:
         name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    checksum = zlib.crc32(name.encode())
-    return all_reduce_max(checksum, world) != -all_reduce_max(-checksum, world)
+    return len(set(all_gather_json(name, world))) > 1
 
 
 def versions(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:

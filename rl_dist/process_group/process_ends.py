@@ -143,16 +143,10 @@ class ReportPage:
     take it away.
     """
 
-    def __init__(self, sent: Any = None, *, by_fork: bool = False) -> None:
-        """Make a page, or share the one that `__reduce__` has sent.
-
-        Args:
-            by_fork: only a fork of this process will share it, which needs no file.
-        """
-        self._descriptor = sent.detach() if sent else -1
-        if not (sent or by_fork):
-            self._descriptor = unnamed_file()
-            os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
+    def __init__(self, sent: Any = None) -> None:
+        """Make a page, or share the one that `__reduce__` has sent."""
+        self._descriptor = sent.detach() if sent else unnamed_file()
+        os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
         self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -225,5 +219,5 @@ def how_it_ended(code: int) -> str:
             f"ended with code {code} and without a report: "
             "its environment or a library ended the process"
         )
-    known = -code in {member.value for member in signal.Signals}
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    names = {member.value: member.name for member in signal.Signals}
+    return f"was ended by {names.get(-code, f'signal {-code}')}"

@@ -1,9 +1,7 @@
 """How many ranks a job has, and which GPUs: flags, the machine, torchrun. No GPU is used here."""
 
 import pytest
-import torch
 from fake_gpus import pretend_gpus
-from train_runs import only_error, train_here
 
 from agents.config import RunConfig
 from agents.run.choice import parse_training, resumed_config
@@ -131,10 +129,3 @@ def test_a_resumed_run_may_take_other_gpus_by_either_flag(saved, flag, num_gpus,
     config = RunConfig(launch=LaunchConfig(**saved))
     launch = resumed_config(config, parse_training([flag]).given).launch
     assert (launch.num_gpus, launch.gpu_ids) == (num_gpus, gpu_ids)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, monkeypatch, capfd):
-    run_dir = tmp_path / "run"
-    assert train_here(monkeypatch, "--strategy", "dp", "--run_dir", run_dir) == 2
-    assert "strategy dp" in only_error(capfd.readouterr().err) and not run_dir.exists()
