@@ -80,16 +80,17 @@ def rl_games(task: Task, args: argparse.Namespace) -> None:
 
     vecenv.register("BATCH", lambda *_, **__: Batch())
     env_configurations.register("batch", {"vecenv_type": "BATCH", "env_creator": lambda **_: None})
-    for base in (a2c.DiscreteA2CBase, a2c.ContinuousA2CBase):
+    base = a2c.DiscreteA2CBase if task.discrete else a2c.ContinuousA2CBase
+    plain_epoch = base.train_epoch
 
-        def train_epoch(agent: Any, plain: Any = base.train_epoch) -> Any:
-            results = plain(agent)
-            length = agent.game_lengths.get_mean() if agent.game_lengths.current_size else None
-            length = None if length is None else float(length)
-            turns.next(collect_s=results[1], update_s=results[2], episode_length=length)
-            return results
+    def train_epoch(agent: Any) -> Any:
+        results = plain_epoch(agent)
+        lengths = agent.game_lengths
+        length = float(lengths.get_mean()) if lengths.current_size else None
+        turns.next(collect_s=results[1], update_s=results[2], episode_length=length)
+        return results
 
-        base.train_epoch = train_epoch
+    base.train_epoch = train_epoch
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner()
         runner.load({"params": rl_games_parameters(task, args.threads, folder)})
@@ -106,8 +107,8 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
         "sigma_init": {"name": "const_initializer", "val": 0},
         "fixed_sigma": True,
     }
-    mlp = {"units": [task.hidden_size], "activation": "tanh", "initializer": default}
-    rnn = {"name": "lstm", "units": task.hidden_size, "layers": 1, "before_mlp": True}
+    units = task.hidden_size
+    mlp = {"units": [units], "activation": "tanh", "initializer": default}
     config = {
         "name": "comparison",
         "env_name": "batch",
@@ -115,7 +116,6 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
         "reward_shaper": {"scale_value": 1.0},
         "normalize_advantage": True,
         "normalize_input": False,
-        "normalize_value": False,
         "gamma": GAMMA,
         "tau": GAE_LAMBDA,
         "learning_rate": LEARNING_RATE,
@@ -127,7 +127,6 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
         "critic_coef": VF_COEF,
         "e_clip": CLIP,
         "clip_value": False,
-        "bounds_loss_coef": 0.0,
         "num_actors": NUM_ENVS,
         "horizon_length": NUM_STEPS,
         "minibatch_size": MINIBATCH_STEPS,
@@ -135,9 +134,7 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
         "seq_length": BPTT_STEPS,
         "device": "cpu",
         "device_name": "cpu",
-        "ppo": True,
         "max_epochs": 10**9,
-        "save_frequency": 0,
         "save_best_after": 10**9,
         "print_stats": False,
     }
@@ -151,7 +148,7 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
             "separate": False,
             "space": {"discrete": None} if task.discrete else {"continuous": gaussian},
             "mlp": mlp | {"regularizer": {"name": "None"}},
-            "rnn": rnn | {"concat_input": False, "layer_norm": False},
+            "rnn": {"name": "lstm", "units": units, "layers": 1, "before_mlp": True},
         },
         "config": config,
     }
@@ -187,21 +184,19 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     class Iterations(BaseCallback):
         """Takes turns where a rollout begins, because an iteration ends there."""
 
-        marks: tuple[float, ...] = ()
+        began = collected = 0.0
 
         def _on_rollout_start(self) -> None:
-            measured: dict[str, float | None] = {}
-            if self.marks:
-                began, collected = self.marks
-                lengths = [episode["l"] for episode in self.model.ep_info_buffer or ()]
-                measured["collect_s"] = collected - began
-                measured["update_s"] = time.perf_counter() - collected
-                measured["episode_length"] = float(np.mean(lengths)) if lengths else None
-            turns.next(**measured)
-            self.marks = (time.perf_counter(),)
+            lengths = [episode["l"] for episode in self.model.ep_info_buffer or ()]
+            turns.next(
+                collect_s=self.collected - self.began,
+                update_s=time.perf_counter() - self.collected,
+                episode_length=float(np.mean(lengths)) if lengths else None,
+            )
+            self.began = time.perf_counter()
 
         def _on_rollout_end(self) -> None:
-            self.marks = (self.marks[0], time.perf_counter())
+            self.collected = time.perf_counter()
 
         def _on_step(self) -> bool:
             return True

@@ -45,21 +45,13 @@ DRIVER = "BENCHMARK_DRIVER"  # for ranks: the process that takes the turns, wher
 @functools.cache
 def our_turns() -> Turns:
     """Take the turns of the process that was started, also in a rank that it has started."""
-    import psutil
-
     number, reports = map(int, os.environ[DRIVER].split())
     about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
     if number == os.getpid():
         return Turns(reports=os.fdopen(reports, "w", buffering=1), **about)
-    driver = psutil.Process(number)
-
-    def cpu_s() -> float:
-        times = [process.cpu_times() for process in driver.children(recursive=True)]
-        return sum(each.user + each.system for each in times)
-
     files = Path(f"/proc/{number}/fd")
     orders, answers = (files / "0").open(), (files / str(reports)).open("w", buffering=1)
-    return Turns(orders, answers, cpu_s, **about)
+    return Turns(orders, answers, **about)
 
 
 def end_of_iteration(moment: Any) -> None:
@@ -74,10 +66,7 @@ def end_of_iteration(moment: Any) -> None:
 
 
 def ours(task: Task, args: argparse.Namespace) -> None:
-    """Train by the Python function; with --ranks N that many processes share work and threads.
-
-    VECTORIZATION=sync in the environment steps CartPole one by one, as most peers do.
-    """
+    """Train by the Python function; with --ranks N that many processes share work and threads."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
     from agents import train
 
@@ -85,7 +74,6 @@ def ours(task: Task, args: argparse.Namespace) -> None:
     if not task.cascade:
         settings = {
             "env": "CartPole-v1" if task.discrete else "turns:StockLike-v0",
-            "vectorization": os.environ.get("VECTORIZATION", "auto"),
             "policy": "lstm",
             "hidden_size": task.hidden_size,
             "num_envs": NUM_ENVS,
@@ -161,18 +149,17 @@ class PlainAgent(nn.Module):
 @torch.no_grad()
 def plain_collect(agent: PlainAgent, envs: Any, carry: dict[str, Any]) -> dict[str, Tensor]:
     """Return one rollout, each [T, B, ...], with advantages and returns."""
-    steps: dict[str, list[Tensor]] = {}
+    steps: list[dict[str, Tensor]] = []
     obs, starts, state = carry["obs"], carry["starts"], carry["state"]
     for _ in range(NUM_STEPS):
         actions, logprobs, _, values, state = agent(obs, state, starts)
         step = {"obs": obs, "starts": starts, "actions": actions, "logprobs": logprobs}
         raw_obs, rewards, terminated, truncated, _ = envs.step(actions.numpy())
-        step |= {"values": values, "rewards": torch.tensor(rewards, dtype=torch.float32)}
-        for name, value in step.items():
-            steps.setdefault(name, []).append(value)
+        rewards = torch.tensor(rewards, dtype=torch.float32)
+        steps.append(step | {"values": values, "rewards": rewards})
         obs = torch.as_tensor(raw_obs)
         starts = torch.as_tensor(np.logical_or(terminated, truncated), dtype=torch.float32)
-    rollout = {name: torch.stack(values) for name, values in steps.items()}
+    rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     next_value = agent(obs, state, starts)[3]
     carry.update(obs=obs, starts=starts, state=state)
 

@@ -1,12 +1,12 @@
-"""Accuracy of predictions: throughput of 2 ranks, predicted from one-rank runs and measured.
+"""Accuracy of predictions: throughput of N ranks, predicted from one-rank runs and measured.
 
-    python benchmarks/speedup_accuracy.py [--jobs main slow_env] [--scalings strong weak]
+    python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 
-The prediction is made as `python -m rl_dist.speedup` makes it: two copies of one rank's share that
-do not communicate, and ranks that only reduce. The measured run trains on two ranks. Both take
-turns: other work on the machine hits both, if turns are long (a core of a shared host may change
-its speed by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One JSON line per
-job and scaling: the error of each round's prediction and their median. Run nothing beside it.
+The prediction is made as `python -m rl_dist.speedup` makes it: copies of one rank's share that do
+not communicate, and ranks that only reduce. The measured run trains on all ranks. Both take turns:
+other work on the machine hits both, if turns are long (a core of a shared host may change its speed
+by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One JSON line per job and
+scaling: the error of each round's prediction and their median. Run nothing beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any directory
 
+import torch
 from turns import describe
 
 from rl_dist.launch.bench import time_reductions
@@ -29,7 +30,7 @@ from rl_dist.launch.child import as_flags, measure_short_runs
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import predict, rank_cost
 
-RANKS = 2
+DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
 TOTALS = ("num_envs", "batch_size")  # sizes that ranks share with strong scaling
 JOBS: dict[str, dict[str, Any]] = {
     "main": {"num_envs": 64, "batch_size": 128},
@@ -44,37 +45,34 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(name: str, scaling: str, rounds: int, iterations: int) -> dict[str, Any]:
+def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the errors of predicted against measured steps/s."""
-    job = JOBS[name]
-    divisor = RANKS if scaling == "strong" else 1
+    job, ranks = JOBS[name], args.ranks
+    divisor = ranks if scaling == "strong" else 1
     share = job | {size: job[size] // divisor for size in TOTALS} | {"strategy": "ddp"}
-    alone = partial(
-        measure_short_runs, as_flags(share), copies=RANKS, threads=threads_per_rank(RANKS)
-    )
+    measure = partial(measure_short_runs, iterations=args.iterations, device_type=DEVICE_TYPE)
+    alone = partial(measure, as_flags(share), copies=ranks, threads=threads_per_rank(ranks))
     together = partial(
-        measure_short_runs,
-        as_flags(job | {"scaling": scaling}),
-        threads=threads_per_rank(1),
-        num_gpus=RANKS,
+        measure, as_flags(job | {"scaling": scaling}), threads=threads_per_rank(1), num_gpus=ranks
     )
     num_bytes = alone(iterations=1).gradient_bytes
-    reductions = time_reductions(RANKS, [num_bytes])
+    reductions = time_reductions(ranks, [num_bytes], DEVICE_TYPE)
     predictions, measured = [], []
-    for number in range(rounds):
+    for number in range(args.rounds):
         runs = {
-            side: side(iterations=iterations).records
+            side: side().records
             for side in ((alone, together) if number % 2 else (together, alone))
         }
         work = rank_cost([record for copy in runs[alone] for record in copy])
         gradients_s = work.gradient_steps * reductions.gradients_s[num_bytes]
-        predictions.append(predict(work, RANKS, gradients_s + reductions.small_s))
+        predictions.append(predict(work, ranks, gradients_s + reductions.small_s))
         measured.append(harmonic_mean([record["time/sps"] for record in runs[together][0]]))
     predicted = [prediction.steps_per_s for prediction in predictions]
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     return {
         "job": name,
         "scaling": scaling,
+        "ranks": ranks,
         "median_error": round(median(errors), 4),
         "errors": [round(error, 4) for error in errors],
         "predicted": round(median(predicted)),
@@ -91,15 +89,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--scalings", nargs="+", default=["strong", "weak"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20, help="of each turn")
     args = parser.parse_args()
-    print(json.dumps(describe(threads_per_rank(RANKS)) | {"date": time.strftime("%Y-%m-%d")}))
+    print(json.dumps(describe(threads_per_rank(args.ranks)) | {"date": time.strftime("%Y-%m-%d")}))
     for job in args.jobs:
         for scaling in args.scalings:
-            print(json.dumps(compare(job, scaling, args.rounds, args.iterations)), flush=True)
+            print(json.dumps(compare(job, scaling, args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,29 +5,28 @@
 The environment of --python holds sb3-contrib, whose settings are those its authors tuned for this
 task; ours are the defaults. Solved: the mean return of the last 100 training episodes is at least
 475, the threshold that Gymnasium registers for CartPole-v1, and stays so for 100 more episodes. A
-run's time is when it reached the first of these means, on a clock that begins with the command, so
-start-up counts. Both train in turns of some seconds, one thread each; a run without a turn is
-halted and so is its clock. A run that ends before it is solved has no time: its row says how long
-it trained, and the medians leave it out. CPU time is what the seconds would be on an idle machine.
+run's time ends at the first of these means, on a clock that begins with the command, so start-up
+counts. Both train in turns of some seconds, one thread each; outside its turns a run is halted and
+so is its clock. A run that ends before it is solved has no time: its row says how long it trained,
+and the ratio is a bound, which the median ignores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
+from against_peers import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.05
@@ -35,7 +34,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Goal:
-    """A mean return over some episodes that has to be reached and kept."""
+    """The mean of so many episodes that a run has to reach and keep."""
 
     mean: float
     episodes: int
@@ -43,116 +42,113 @@ class Goal:
 
 @dataclass(frozen=True)
 class Moment:
-    """The end of an iteration, and its episodes."""
+    """An iteration's end, and its episodes."""
 
     seconds: float  # of this run's turns
-    cpu_s: float
     steps: int
     mean: float | None  # return of the episodes that ended
     count: int
 
 
-class Run:
-    """A training that is halted between its turns, as its metrics.jsonl shows it."""
+class Run(Program):
+    """A training that is halted outside its turns, as its metrics.jsonl shows it."""
 
-    def __init__(self, stack: ExitStack, command: Sequence[str | Path], metrics: Path) -> None:
+    def __init__(self, held: ExitStack, command: list[str], metrics: Path, goal: Goal) -> None:
+        super().__init__(held, command, stdout=subprocess.DEVNULL)
+        self.signal(signal.SIGSTOP)
         self.metrics = metrics
+        self.goal = goal
         self.moments: list[Moment] = []
         self.seconds = 0.0
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-        self._signal(signal.SIGSTOP)
-        stack.callback(self.process.wait)
-        stack.callback(self._signal, signal.SIGKILL)
 
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended
-            os.killpg(self.process.pid, number)
+    @property
+    def solved(self) -> Moment | None:
+        """The moment at which it solved the task, if it did."""
+        return solved_at(self.moments, self.goal)
 
-    def turn(self, length_s: float) -> bool:
-        """Let it train for some seconds, or to its end; return whether it has ended."""
+    @property
+    def last(self) -> Moment:
+        """The moment that solved the task, or else the end of the run."""
+        return self.solved or self.moments[-1]
+
+    def turn(self, length_s: float) -> None:
+        """Let it train for a while, or to its end, and read what it wrote."""
         began_s = time.monotonic()
-        self._signal(signal.SIGCONT)
-        while (code := self.process.poll()) is None and time.monotonic() < began_s + length_s:
+        self.signal(signal.SIGCONT)
+        while self.process.poll() is None and time.monotonic() < began_s + length_s:
             time.sleep(POLL_S)
             self._read(self.seconds + time.monotonic() - began_s)
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         self.seconds += time.monotonic() - began_s
-        self._read(self.seconds)  # its last lines, if it has ended
-        if code:
-            raise SystemExit(f"error: {self.process.args!r} ended with code {code}")
-        return code is not None
+        self._read(self.seconds)  # the last lines, if it has ended
+        if self.process.poll():
+            raise SystemExit(f"error: {self.metrics.name}: the run failed: {self.last_line()}")
 
     def _read(self, seconds: float) -> None:
         text = self.metrics.read_text() if self.metrics.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()[len(self.moments) :]
-        cpu_s = self._cpu_s() if lines else 0.0
         for record in map(json.loads, lines):
-            episodes = {"mean": record["episode/return"], "count": record["episode/count"]}
-            self.moments.append(Moment(seconds, cpu_s, record["global_step"], **episodes))
+            mean, count = record["episode/return"], record["episode/count"]
+            self.moments.append(Moment(seconds, record["global_step"], mean, count))
 
-    def _cpu_s(self) -> float:
-        """Return the seconds of CPU of its processes; the last known ones if they have ended."""
-        with suppress(psutil.Error):
-            process = psutil.Process(self.process.pid)
-            processes = [process, *process.children(recursive=True)]
-            return sum(sum(each.cpu_times()[:4]) for each in processes)  # with ended children
-        return self.moments[-1].cpu_s if self.moments else 0.0
+    def cells(self) -> str:
+        """Return its part of a row."""
+        seconds = f"{self.last.seconds:.1f}"
+        return f"{seconds if self.solved else f'not in {seconds}'} | {self.last.steps:,}"
 
 
 def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
-    """Return the mean return of at least so many last episodes; None: too few so far."""
+    """Return the mean return of the last episodes, at least so many; None: too few so far."""
     total, count = 0.0, 0
     for moment in reversed(moments):
-        if moment.mean is not None:
-            total += moment.mean * moment.count
-            count += moment.count
+        total += (moment.mean or 0.0) * moment.count
+        count += moment.count
         if count >= episodes:
             return total / count
     return None
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return when the mean reached the goal, if it stays there for that many more episodes."""
-    first: Moment | None = None
-    episodes_since = 0
+    """Return the moment at which the mean reached the goal to stay there for as many episodes."""
+    reached: Moment | None = None
+    after = 0  # episodes since then
     for number, moment in enumerate(moments):
         mean = mean_of_last(moments[: number + 1], goal.episodes)
         if mean is None or mean < goal.mean:
-            first = None
-        elif first is None:
-            first, episodes_since = moment, 0
+            reached = None
+        elif reached is None:
+            reached, after = moment, 0
         else:
-            episodes_since += moment.count
-            if episodes_since >= goal.episodes:
-                return first
+            after += moment.count
+            if after >= goal.episodes:
+                return reached
     return None
 
 
-def race(seed: int, goal: Goal, args: argparse.Namespace) -> list[tuple[Moment, bool]]:
-    """Train with both in turns until both are solved or have ended; ours is the first result."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        flags = ["--seed", str(seed), "--total_steps", str(args.total_steps), "--threads", "1"]
-        script, place = ROOT / "train_distributed.py", folder / "run"
-        ours: list[str | Path] = [sys.executable, script, *flags, "--run_dir", place]
-        ours += ["--env", "CartPolePositions-v1", "--device", "cpu", "--validate_every", "0"]
-        peer = [args.python, ROOT / "benchmarks" / "peers.py", "sb3_solve", *flags]
-        peer += ["--metrics", folder / "peer.jsonl"]
-        runs = [Run(stack, ours, folder / "run" / "metrics.jsonl")]
-        runs += [Run(stack, peer, folder / "peer.jsonl")]
+def race(seed: int, args: argparse.Namespace) -> list[Run]:
+    """Train with both in turns until both are solved or have ended; ours comes first."""
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        ours = (
+            f"{ROOT}/train_distributed.py --env CartPolePositions-v1 --device cpu --threads 1 "
+            f"--validate_every 0 --total_steps {args.total_steps} --seed {seed} "
+            f"--run_dir {folder}/ours"
+        )
+        peer = (
+            f"{ROOT}/benchmarks/peers.py sb3_solve --metrics {folder}/peer.jsonl --seed {seed} "
+            f"--total_steps {args.total_steps}"
+        )
+        goal = Goal(args.mean, args.episodes)
+        runs = [
+            Run(held, [sys.executable, *ours.split()], folder / "ours/metrics.jsonl", goal),
+            Run(held, [args.python, *peer.split()], folder / "peer.jsonl", goal),
+        ]
         waiting = runs if seed % 2 else runs[::-1]
         while waiting:
-            ended = [run.turn(args.turn_s) for run in waiting]
-            waiting = [
-                run
-                for run, over in zip(waiting, ended, strict=True)
-                if not over and solved_at(run.moments, goal) is None
-            ]
-        solved = [solved_at(run.moments, goal) for run in runs]
-        return [
-            (moment or run.moments[-1], moment is not None)
-            for run, moment in zip(runs, solved, strict=True)
-        ]
+            for run in waiting:
+                run.turn(args.turn_s)
+            waiting = [r for r in waiting if r.process.poll() is None and not r.solved]
+        return runs
 
 
 def main() -> None:
@@ -167,28 +163,21 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=475.0)
     parser.add_argument("--episodes", type=int, default=100)
     args = parser.parse_args()
-    print("| seed | ours, s | CPU, s | steps | sb3-contrib, s | CPU, s | steps | ratio | by CPU |")
-    print("|" + "---|" * 9)
-    counts = [0, 0]
-    ratios: list[tuple[float, float]] = []
+    print("| seed | ours, s | steps | sb3-contrib, s | steps | ratio |")
+    print("|" + "---|" * 6)
+    solved, ratios = [0, 0], list[float]()
     for seed in args.seeds:
-        results = race(seed, Goal(args.mean, args.episodes), args)
-        cells = [str(seed)]
-        for index, (moment, is_solved) in enumerate(results):
-            counts[index] += is_solved
-            seconds = f"{moment.seconds:.1f}" if is_solved else f"not in {moment.seconds:.0f}"
-            cells += [seconds, f"{moment.cpu_s:.1f}", f"{moment.steps:,}"]
-        (ours, we_solved), (peer, they_solved) = results
-        if we_solved and they_solved:
-            ratios.append((peer.seconds / ours.seconds, peer.cpu_s / ours.cpu_s))
-            cells += [f"{ratio:.2f}" for ratio in ratios[-1]]
-        else:
-            cells += ["-", "-"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-    print(f"\nSolved: ours {counts[0]}, sb3-contrib {counts[1]} of {len(args.seeds)} seeds.")
+        ours, peer = race(seed, args)
+        ratio = peer.last.seconds / ours.last.seconds
+        bounds = {(True, True): "", (True, False): "more than ", (False, True): "less than "}
+        both = (bool(ours.solved), bool(peer.solved))
+        shown = f"{bounds[both]}{ratio:.2f}" if any(both) else "-"
+        print(f"| {seed} | {ours.cells()} | {peer.cells()} | {shown} |", flush=True)
+        solved = [solved[0] + both[0], solved[1] + both[1]]
+        ratios += [ratio] if all(both) else []
+    print(f"\nSolved: ours {solved[0]}, sb3-contrib {solved[1]} of {len(args.seeds)} seeds.")
     if ratios:
-        seconds_ratio, cpu_ratio = (median(column) for column in zip(*ratios, strict=True))
-        print(f"Medians of {len(ratios)} seeds: {seconds_ratio:.2f}, by CPU time {cpu_ratio:.2f}.")
+        print(f"Median of the {len(ratios)} that both solved: {median(ratios):.2f}.")
 
 
 if __name__ == "__main__":

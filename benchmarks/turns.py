@@ -1,4 +1,4 @@
-"""Share flags, tasks and turns among the trainers of the comparison (peers.py).
+"""Tasks and turns of the comparison of trainers, and the machine on which it runs.
 
 Before each iteration a trainer calls `Turns.next`, which reports the iteration before it and waits
 for a line on standard input; the end of the input ends the process. So several trainers take turns
@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +34,7 @@ ENT_COEF, VF_COEF = 0.01, 0.5
 
 KIND = ("cpu", "instructions", "torch", "threads")  # figures compare where these are the same
 SIDE, PRODUCTS = 1024, 8  # of a fixed product of matrices
+RESAMPLES = 10_000  # of a bootstrap
 
 NUM_STOCKS, NUM_DAYS, EPISODE_STEPS = 30, 3000, 252
 NUM_OBS = 1 + 6 * NUM_STOCKS
@@ -90,9 +91,9 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin new episodes everywhere."""
+        """Start new episodes; the seed may be a list with one for each environment."""
         seeds = seed if isinstance(seed, list) else range(self.num_envs)
-        self.rngs = [np.random.default_rng(each) for each in seeds]
+        self.rngs = [np.random.default_rng(env_seed) for env_seed in seeds]
         self.day, self.age = np.zeros((2, self.num_envs), np.int64)
         self.cash = np.zeros(self.num_envs, np.float32)
         self.shares = np.zeros((self.num_envs, NUM_STOCKS), np.float32)
@@ -133,8 +134,7 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return self._observe(), rewards, terminated, np.zeros(self.num_envs, bool), info
 
 
-if "StockLike-v0" not in gymnasium.registry:
-    gymnasium.register("StockLike-v0", vector_entry_point="turns:StockLikeVectorEnv")
+gymnasium.register("StockLike-v0", vector_entry_point="turns:StockLikeVectorEnv")
 
 
 def vector_env(task: Task) -> VectorEnv[Any, Any, Any]:
@@ -150,34 +150,30 @@ class Turns:
 
     Args:
         orders, reports: files that it reads and writes; None: standard input and output.
-        cpu_s: returns the seconds of CPU that the trainer has used.
-        about: is sent once, with the first report.
+        about: added to the first report.
     """
 
     def __init__(
         self,
         orders: TextIO | None = None,
         reports: TextIO | None = None,
-        cpu_s: Callable[[], float] = time.process_time,
         **about: Any,
     ) -> None:
         self._orders = orders or sys.stdin
         self._reports = reports or os.fdopen(silence(), "w", buffering=1)
-        self._cpu_s = cpu_s
         self._about = about
-        self._began = self._cpu_began = 0.0
+        self._began = 0.0
 
     def next(self, **measured: Any) -> None:
         """Report the iteration that ended, if there was one, and wait for the next turn."""
         ended = time.perf_counter()
         if self._began:
             measured["seconds"] = ended - self._began
-            measured["cpu_s"] = self._cpu_s() - self._cpu_began
         print(json.dumps(measured | self._about), file=self._reports)
         self._about = {}
         if not self._orders.readline():
-            os._exit(0)  # whatever the trainer would still do
-        self._cpu_began, self._began = self._cpu_s(), time.perf_counter()
+            os._exit(0)  # stops the trainer wherever it is
+        self._began = time.perf_counter()
 
 
 def silence() -> int:
@@ -187,7 +183,7 @@ def silence() -> int:
     return reports
 
 
-# ---- the machine
+# ---- the machine and its figures
 
 
 def cpu_name() -> str:
@@ -206,6 +202,14 @@ def describe(threads: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
+    """Return the median and its 95 % interval by bootstrap, rounded."""
+    values = np.asarray(list(samples))
+    picks = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(values[picks], axis=1), [2.5, 97.5])
+    return [round(float(value), digits) for value in (np.median(values), low, high)]
 
 
 def product_gflops() -> float:
