@@ -1,6 +1,6 @@
-"""Small trainings on a device, for the tests of GPUs; ranks import it.
+"""Small trainings on a device for the tests of GPUs; ranks import this file.
 
-As a script it is a job on two GPUs: gpu_jobs.py FUNCTION.
+As a script it runs a function on two GPUs: gpu_jobs.py FUNCTION.
 """
 
 import functools
@@ -24,13 +24,14 @@ from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
+DEVICE = "cuda"
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"
 ITERATIONS = 3
 
 
 @contextmanager
 def world_on(device):
-    """A world of one rank."""
+    """Open a world of one rank."""
     world = open_world(device)
     torch.set_num_threads(1)
     try:
@@ -40,7 +41,7 @@ def world_on(device):
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
-    """Trading, whose tensors live on the device, or an environment of the host."""
+    """Return trading, whose tensors live on the device, or an environment of the host."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
@@ -51,7 +52,7 @@ def make_env_on(device, task, num_envs, env_offset=0):
 
 
 def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
-    """A job of `agents_ranks` whose environments are on a device.
+    """Return a job of `agents_ranks` whose environments are on a device.
 
     Args:
         strategy: fields of StrategyConfig.
@@ -64,7 +65,7 @@ def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
 
 
 def trained(world, resume_from="", kind=Training, **options):
-    """A training on a world's device, after its end."""
+    """Train to the end on a world's device; return the training."""
     training = kind(job_on(str(world.device), **options), world)
     if resume_from:
         training.restore(load_checkpoint(resume_from))
@@ -76,22 +77,26 @@ def parameters_on_cpu(training):
     return torch.cat([p.detach().flatten().cpu() for p in training.policy.parameters()])
 
 
+def largest_difference(first, second):
+    return (first - second).abs().max().item()
+
+
 def train_rank(out_dir, strategy):
-    """Train on this rank's GPU; parameters and their hash go to rank_N.pt."""
-    world = open_world("cuda", timeout_s=120)
+    """Train on this rank's GPU and save parameters and their hash in rank_N.pt."""
+    world = open_world(DEVICE, timeout_s=120)
     torch.set_num_threads(1)
     sizes = {"iterations": ITERATIONS, "run_dir": Path(out_dir, "run")}
     training = trained(world, strategy=strategy, **sizes)
-    found = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
-    torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
+    record = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
+    torch.save(record, Path(out_dir, f"rank_{world.rank}.pt"))
     all_reduce_max(0, world)
     close_world(world)
     return 0
 
 
 def fail():
-    """Rank 1 fails while rank 0 waits for it."""
-    world = open_world("cuda", timeout_s=60)
+    """Fail on rank 1 while rank 0 waits for it."""
+    world = open_world(DEVICE, timeout_s=60)
     all_reduce_max(0, world)
     if world.rank == 1:
         raise RuntimeError("the roof is on fire")
@@ -99,8 +104,8 @@ def fail():
 
 
 def hang():
-    """Rank 1 does not come to a collective."""
-    world = open_world("cuda", timeout_s=6)
+    """Keep rank 1 away from a collective."""
+    world = open_world(DEVICE, timeout_s=6)
     world.set_phase("update")
     all_reduce_max(0, world)
     time.sleep(1000.0 * world.rank)

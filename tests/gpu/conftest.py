@@ -1,4 +1,4 @@
-"""The GPU of every test, and the report that a user can send back."""
+"""Skip tests without a GPU, and write the report that a user can send back."""
 
 import os
 import platform
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_jobs import world_on
+from gpu_jobs import DEVICE, world_on
 
 from rl_dist.machine import read_facts
 
 
 def pytest_collection_modifyitems(items):
-    """Name what is missing."""
+    """Skip what needs more GPUs than there are."""
     count = torch.cuda.device_count()
     for item in items:
         if item.path.parent != Path(__file__).parent:
@@ -34,8 +34,8 @@ def gpus():
 
 @pytest.fixture
 def world(gpus):
-    """A world of one rank on the first GPU, over NCCL."""
-    with world_on("cuda") as opened:
+    """Open a world of one rank on the first GPU, over NCCL."""
+    with world_on(DEVICE) as opened:
         yield opened
 
 
