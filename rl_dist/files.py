@@ -34,7 +34,7 @@ WRITTEN = {
     "profile": ("*",),
     "wandb": (),
 }
-TAIL_BYTES = 2**20  # of files that grow, if only the last lines are needed
+TAIL_BYTES = 2**20  # read from growing files if only the last lines are needed
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 LOGGED = re.compile(
     r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
@@ -45,7 +45,7 @@ Record = dict[str, Any]
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse what cannot be written, or leads out of the run directory."""
+    """Refuse files that cannot be written, or lead out of the run directory."""
     for name, patterns in WRITTEN.items() if run_dir.is_dir() else ():
         folder = path_to_write(run_dir, name)
         if folder.is_file():

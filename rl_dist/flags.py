@@ -33,10 +33,10 @@ from rl_dist.errors import CommandParser, UserError
 __all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
 
 T = TypeVar("T")
-# no control characters, and no bytes that are not UTF-8
+# Text without control characters and without bytes that are not UTF-8.
 Text = Annotated[str, StringConstraints(pattern="^[\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]*$")]
 _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-_PROBLEMS = {  # by pydantic's name of an error whose own words say too little
+_PROBLEMS = {  # clearer messages, by pydantic's name of the error
     "string_pattern_mismatch": "must be text without control characters",
     "unexpected_keyword_argument": "is no setting",
 }
@@ -49,9 +49,9 @@ def or_auto(value: int) -> BeforeValidator:
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def configuration(cls: type[T]) -> type[T]:
-    """Make a class a frozen dataclass whose values are checked.
+    """Make a class a frozen dataclass with checked values.
 
-    A value that does not fit raises a ValueError of one line, also with `dataclasses.replace`.
+    A bad value raises a ValueError of one line, also in `dataclasses.replace`.
     """
     built: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
     checked_init = built.__init__
@@ -94,7 +94,7 @@ def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return the values that a field may have, in a few words."""
+    """Return the range or choices of a field as text."""
     limits = [getattr(m, side) for m in field.metadata for side in ("ge", "le") if hasattr(m, side)]
     kinds: dict[Any, str] = {bool: "on or off", int: "whole number", float: "number"}
     choices = typing.get_args(field.annotation)
@@ -102,13 +102,13 @@ def allowed(field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as users read it."""
+    """Return a value as text for users."""
     return {"True": "on", "False": "off", "": "none"}.get(str(value), str(value))
 
 
 @dataclass(frozen=True)
 class ParsedFlags:
-    """A command line: what was given, and the sections with it."""
+    """A parsed command line."""
 
     given: dict[str, str]  # the text of flags that belong to a section, by name
     configs: dict[str, Any]
@@ -129,12 +129,12 @@ def parse_flags(
     """Parse a command line; bad input prints one line and exits with 2.
 
     Args:
-        sections: instances of configurations, whose values are the defaults, by heading.
-        argv: without the program's name; None is the process's own.
+        sections: instances of configurations by heading; their values are the defaults.
+        argv: without the program's name; None: that of this process.
         extra: adds further flags to the parser, first in --help and returned in `.extra`.
         prog: the command's name in --help; by default the script's.
         main: flags that --help shows, while --help_all shows all; empty: --help shows all.
-        other_names: what other programs call some of the flags, for "did you mean".
+        other_names: names of some flags in other programs, for "did you mean".
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     usage = "%(prog)s [--flag value ...]"
@@ -209,7 +209,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """Return what files hold of a configuration: values by section and name."""
+    """Return the values of a configuration that files hold, by section and name."""
     return {
         heading: {
             name: getattr(section, name)
@@ -221,10 +221,10 @@ def saved_form(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
-    """Return the sections of `saved_form`; what is not stored is at its default.
+    """Return the sections of `saved_form`; missing values are at their defaults.
 
     Raises:
-        ValueError: it is no such form, or holds what this version refuses; one line.
+        ValueError: it is no such form, or holds a value that this version refuses; one line.
     """
     sections = {}
     try:

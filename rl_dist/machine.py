@@ -42,7 +42,7 @@ class Gpu:
 
     index: int  # torch's number
     name: str
-    utilization_percent: float | None  # of the last sample period, in which a kernel ran
+    utilization_percent: float | None  # share of the last sample period with a running kernel
     memory_allocated_gib: float  # by tensors
     memory_reserved_gib: float  # by torch's allocator
     memory_peak_gib: float  # highest allocation so far
@@ -270,12 +270,12 @@ class Facts:
 
     software: dict[str, str]  # versions by name
     gpu: GpuInfo
-    nvidia_gpus: int  # that the NVIDIA driver knows, with or without torch
-    cores: int  # that this process may use
+    nvidia_gpus: int  # known to the NVIDIA driver, with or without torch
+    cores: int  # allowed to this process
     load: float  # processes that wanted a core in the last minute
     memory_total_gib: float  # cut to the container's limit
     shm_free_gib: float  # in /dev/shm
-    folder: str  # that exists, in which the run would be
+    folder: str  # existing folder in which the run would be
     disk_free_gib: float
     disk_error: str  # why nothing can be written there
     environment: dict[str, str]  # variables that change how ranks start and communicate

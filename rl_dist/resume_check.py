@@ -132,7 +132,7 @@ class ResumePlan:
     iterations: int  # before the kill, and again after it
     num_gpus: int
     resume_on: int
-    flags: list[str]  # of every fresh run
+    flags: list[str]  # flags of training, for every fresh run
     folder: Path
 
     def start(self, name: str) -> Child:

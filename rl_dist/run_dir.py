@@ -67,7 +67,7 @@ class RankEntry:
     pid: Count
     host: Text
     device: Text
-    memory_peak_gib: Real | None = None  # of its tensors on a GPU, else of its process
+    memory_peak_gib: Real | None = None  # tensors on a GPU, else the whole process
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class RunExit:
     """The end of a run."""
 
     code: Count
-    signal: Text | None = None  # such as SIGTERM
+    signal: Text | None = None  # for example SIGTERM
     error: Text = ""  # one line
 
 
@@ -93,10 +93,10 @@ class JobState:
 
     version: Literal[1] = 1
     launcher_pid: Count = 0
-    host: Text = ""  # of the launcher
+    host: Text = ""  # the launcher's
     started: Real = 0.0  # seconds since 1970
     updated: Real = 0.0  # seconds since 1970
-    restarts: Count = 0  # of all ranks by the launcher, since it started
+    restarts: Count = 0  # restarts of all ranks since the launcher started
     num_ranks: Count
     ranks: list[RankEntry] = field(default_factory=list)
     strategy: Text
@@ -106,9 +106,9 @@ class JobState:
     global_step: Count = 0
     episodes: Count = 0
     target: Count
-    unit: Text  # of the target: episodes or steps
+    unit: Text  # episodes or steps
     checkpoint: SavedCheckpoint | None = None
-    gradient_bytes: Count = 0  # that every gradient step reduces over the ranks
+    gradient_bytes: Count = 0  # reduced over the ranks in every gradient step
     exit: RunExit | None = None
 
 
@@ -128,7 +128,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.config_path = self.path / "config.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.state_path = self.path / STATE_FILE
-        self.summary_path = self.path / "summary.json"  # of a finished run, and of no other
+        self.summary_path = self.path / "summary.json"  # present if the run has finished
         self.checkpoints = self.path / CHECKPOINT_DIR
         self.logs = self.path / "logs"
         self.lock: IO[bytes] | None = None

@@ -34,7 +34,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LEAST_TORCH = (2, 10)
 HOT_C, BUSY_PERCENT = 85, 10
 LITTLE_DISK_GIB = 1.0
-SHM_GIB = 1 / 16  # that NCCL wants for each rank
+SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 SLOWING = {  # variables: the value that slows training down, and its effect
     "NCCL_P2P_DISABLE": ("1", "GPUs copy through host memory"),
     "NCCL_SHM_DISABLE": ("1", "ranks of one machine communicate through sockets"),
@@ -44,13 +44,13 @@ SLOWING = {  # variables: the value that slows training down, and its effect
 }
 REDUCED_BYTES = (2**10, 2**20, 2**26)
 SHORT_RUN_S = 180.0  # longest short run, with its start
-ENOUGH_S = 12.0  # of training, after which two iterations are enough
-TIGHT_SHARE = 0.1  # of the memory, which should stay free
+ENOUGH_S = 12.0  # seconds of training after which two iterations are enough
+TIGHT_SHARE = 0.1  # share of the memory that should stay free
 MEMORY = {  # place: metrics of what a rank uses there, and of what is free
     "memory": ("ram/used_gib", "ram/free_gib"),
     "GPU memory": ("gpu/memory_peak_gib", "gpu/memory_free_gib"),
 }
-WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # of an iteration; more is a warning
+WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # shares of an iteration; more is a warning
 Rule = tuple[object, str, str]  # whether it is broken, its verdict, the fix
 
 
@@ -217,7 +217,7 @@ def figures_of(records: Sequence[Record], budget: tuple[int, str]) -> dict[str, 
             memory_gib[place] = max(used), min(free)
     return {
         "iterations": len(records),
-        "steps_per_second": steps / iteration_s,  # of all ranks
+        "steps_per_second": steps / iteration_s,  # all ranks together
         "rates": rates,  # steps/s by round
         "total_s": None if math.isnan(total_s) or not is_steady(rates) else total_s,
         "rollout_share": median(record["time/collect_s"] for record in records) / iteration_s,

@@ -1,1 +1,1 @@
-"""A run directory to go on with: sealed files, lock, trust."""
+"""Checkpoints: sealed files, checks of their contents, trusted modules."""

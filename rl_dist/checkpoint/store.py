@@ -94,7 +94,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read_sealed(path: Path) -> bytes:
-    """Read a file whose bytes are those that were written."""
+    """Return the bytes of a file if they match its seal."""
     try:
         with open(path, "rb", opener=plain_file) as file:
             # the ends first: a giant that is no checkpoint is not read
@@ -243,7 +243,7 @@ def load_latest(run_dir: str | Path) -> Found | None:
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Return the path of the checkpoint that `load_latest` finds."""
+    """Return the path of the newest valid checkpoint, or None; see `load_latest`."""
     found = load_latest(run_dir)
     return found.path if found else None
 
@@ -255,7 +255,7 @@ def last_checkpoint(run_dir: Path) -> str:
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
-    """Return the run directory below `runs_dir` whose valid checkpoint is the newest."""
+    """Return the run directory below `runs_dir` with the newest valid checkpoint."""
     saved = {
         folder.parent: max(file.stat().st_mtime for file in files)
         for folder in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")

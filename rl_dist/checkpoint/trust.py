@@ -1,7 +1,7 @@
-"""The modules that a run may name: found without an import, trusted or refused.
+"""Find the modules that a run names without an import, and trust or refuse them.
 
-A run directory may come from anybody. It never runs what it brings along, and names no module to
-import but those that the command line names as well, or that the user's own run names.
+A run directory may come from anybody. Nothing in it is ever run. It names modules to import only if
+the command line names them, too, or if the run is the user's own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rl_dist.files import plain_file, read_open
 
 
 def import_from_here(*values: str) -> None:
-    """Let the modules of any `module:name` among these lie in the current directory.
+    """Search the current directory, last, if any of these values is a `module:name`.
 
-    It comes last on the path, where a script has its own folder instead; ranks inherit the path.
+    A script has its folder on the path instead; ranks inherit the path.
     """
     if any(":" in value for value in values) and not is_here_on_path():
         sys.path.append(str(Path.cwd()))
@@ -68,7 +68,7 @@ def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
 def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: str | None) -> None:
     """Refuse a run's `module:name` before the module is imported.
 
-    From here on nothing at all is imported from the run directory, be it the current one.
+    From here on nothing is imported from the run directory, even if it is the current one.
 
     Args:
         section: of config.json.
@@ -80,7 +80,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
             config.json is somebody else's, or holds other values.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # else a folder above the program was taken for a run
+    if not _inside(__file__, run_dir):  # else the run directory is a folder above the program
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]
@@ -118,7 +118,7 @@ def _places(module: str) -> list[str]:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return places  # importing it says what is wrong
+            return places  # importing the module will name the problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
     return places

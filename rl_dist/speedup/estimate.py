@@ -32,7 +32,7 @@ from rl_dist.speedup.model import (
 
 COLUMNS = ("ranks", "scaling", "theoretical", "predicted (95 %)", "efficiency", "lost most in",
            "source", "steps/s", "time", "cost")  # fmt: skip
-EPISODES = 5000  # of a training without a length
+EPISODES = 5000  # default length of a training
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import Link, RankCost, fit_link, rank_cost, steps_per_episode
 
 logger = logging.getLogger(__name__)
-ENOUGH_S = 12.0  # of training on one rank, after which two ended iterations are enough
-FIT_FACTORS = (1 / 64, 1, 4)  # of the gradient's size, to separate latency from bandwidth
+ENOUGH_S = 12.0  # seconds on one rank after which two ended iterations are enough
+FIT_FACTORS = (1 / 64, 1, 4)  # sizes relative to the gradient, to separate latency from bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class Point:
 
     ranks: int
     scaling: str  # strong: the job's sizes are totals; weak: they are per rank
-    threads: int  # of each rank
-    work: RankCost  # of a rank that shares its cores with no other
+    threads: int  # per rank
+    work: RankCost  # cost of a rank that shares its cores with no other
     crowding: float  # factor by which missing cores slow these ranks down
-    is_measured: bool  # with as many copies as ranks
+    is_measured: bool  # one copy ran for each rank
 
 
 @dataclass(frozen=True, kw_only=True)

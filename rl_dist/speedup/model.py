@@ -42,7 +42,7 @@ WARM_UP, LATEST = 2, 200  # iterations that an audit skips at first, and compare
 class RankCost:
     """Seconds of one rank's iteration, without waiting for others."""
 
-    env_steps: int  # of this rank
+    env_steps: int  # this rank's
     gradient_steps: int
     collect_s: float
     update_s: float  # everything after the rollout
@@ -145,7 +145,7 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
     small, large = min(measured_s), max(measured_s)
     # Noise may leave no slope, or nothing but the slope.
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
-    latency_s = max(0.0, measured_s[small] - small * byte_s)  # of a tree, as in `all_reduce_s`
+    latency_s = max(0.0, measured_s[small] - small * byte_s)  # a tree, as in `all_reduce_s`
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
 
@@ -217,7 +217,7 @@ class Prediction:
     """One iteration on several ranks."""
 
     ranks: int
-    env_steps: int  # of all ranks
+    env_steps: int  # all ranks together
     parts_s: dict[str, float]  # seconds, by the names of LOSSES
     relative_error: float  # standard error, as a share
 

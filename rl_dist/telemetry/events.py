@@ -68,7 +68,7 @@ class _Messenger:
         self.command, self.run_dir = command, run_dir
         self.running: subprocess.Popen[str] | None = None
         self.calls: list[Future[None]] = []
-        # or the command would inherit the launcher's block
+        # the command must not inherit the launcher's blocked signals
         unblock = (signal.SIG_UNBLOCK, STOP_SIGNALS)
         self.pool = ThreadPoolExecutor(1, "on_event", signal.pthread_sigmask, unblock)
 

@@ -26,7 +26,7 @@ from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
 logger = logging.getLogger(__name__)
 
 STATE_EVERY_S = 1.0  # in training
-LINE_EVERY_S = 5.0  # of progress
+LINE_EVERY_S = 5.0  # between two lines of progress
 LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
 
 

@@ -38,7 +38,7 @@ from rl_dist.process_group.world import World
 logger = logging.getLogger(__name__)
 FOLDER = "profile"
 WINDOW = 5  # iterations
-TIMED = (2, 3)  # of them
+TIMED = (2, 3)  # iterations of the window that the clock times
 WHOLE = "whole iteration"
 GRADIENTS = "waiting for gradients of other ranks"  # within sections
 WAITING = "waiting for other ranks elsewhere"  # within sections
@@ -84,7 +84,7 @@ class Profiler:
     def __init__(self, run_dir: Path, world: World, explain: Explain) -> None:
         """Prepare a window; `explain` makes a sentence of seconds by section."""
         self._run_dir, self._world, self._explain = run_dir, world, explain
-        self._number = 0  # of the iteration within the window
+        self._number = 0  # number of the iteration within the window
         self._times = SectionTimes(world.device)
         self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds of TIMED
         on_gpu = world.device.type == "cuda"

@@ -178,7 +178,7 @@ def test_a_disk_that_is_full_when_a_run_is_judged_costs_one_line_and_no_training
     limits(None)
     lines = capsys.readouterr().err.splitlines()
     line = only_error("\n".join(line for line in lines if not line.startswith("iteration ")))
-    assert "cannot be written: File too large; make room, then go on with --resume" in line
+    assert "cannot be written: File too large; make room, then continue with --resume" in line
     assert json.loads((tmp_path / "event").read_text())["event"] == "failed"
     assert not (run_dir / "summary.json").exists()
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 4
