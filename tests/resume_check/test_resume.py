@@ -171,8 +171,8 @@ def test_a_disk_that_is_full_at_a_resume_costs_one_line_and_no_byte(
 def test_a_disk_that_is_full_when_a_run_is_judged_costs_one_line_and_no_training(
     run_dir, tmp_path, monkeypatch, capsys, limits
 ):
-    evaluate = final.evaluate_run
-    monkeypatch.setattr(final, "evaluate_run", lambda *parts: (limits(2000), evaluate(*parts))[1])
+    finish = final.finish
+    monkeypatch.setattr(final, "finish", lambda *parts: (limits(2000), finish(*parts)))
     note = f"cat > {tmp_path}/event"
     assert train_here(monkeypatch, "--resume", run_dir, "--on_event", note) == 1
     limits(None)
