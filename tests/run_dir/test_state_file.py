@@ -61,13 +61,6 @@ def test_a_disk_that_refuses_it_ends_no_training(run):
     assert run.state().iteration == 0  # the last that was whole
 
 
-def test_a_directory_that_took_the_place_of_the_run_is_left_alone(run):
-    with run.hold() as held:
-        held.config_path.unlink()
-        held.update_state(iteration=5)
-    assert run.state().iteration == 0
-
-
 @pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_it_is_never_written_through_what_lies_in_its_place(tmp_path, kind):
     for name in ("state.json", "state.json.tmp"):
