@@ -182,7 +182,8 @@ def describe(run: Status) -> dict[str, str]:
     rows = {
         "run": run["run_dir"],
         "state": ": ".join(filter(None, (run["state"], _cut(run["reason"])))),
-        "job": f"{run['env']}, {run['num_ranks']} ranks on {run['device']}, {run['strategy']}",
+        "job": f"{run['env']}, {run['num_ranks']} rank(s) on {run['device']}, strategy "
+        f"{run['strategy']}",
         "progress": f"iteration {run['iteration']:,}, {run['done']:,} of {run['total']:,} "
         f"{run['unit']} ({share:.0%})",
         "to go": f"{left} without validation and checkpoints" if left else "",

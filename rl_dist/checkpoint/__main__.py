@@ -63,8 +63,8 @@ def inspect(file: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    tensors = report.pop("tensors")
-    for name, value in report.items():
+    tensors, config = report.pop("tensors"), report.pop("config")
+    for name, value in (report | config).items():
         print(printable(f"{name:<15} {value}"))
     rows = [list(map(printable, tensor.values())) for tensor in tensors]
     print(table(("tensor", "shape", "type"), rows))

@@ -329,13 +329,10 @@ def _value_of_best(names: Sequence[str], path: Path) -> float | None:
     """Return the value in best.pt; None: the next checkpoint replaces it."""
     if not path.exists():
         return None
-    try:
+    with suppress(CheckpointError):
         measured = load_checkpoint(path).get(MEASURED, {})
         for name in names:
             if name in measured:
                 return measured[name]
-        problem = f"{path} was chosen by {', '.join(measured) or 'no metric'}"
-    except CheckpointError as error:
-        problem = str(error)
-    log_once(f"{problem}; the next checkpoint with {' or '.join(names)} takes its place")
+    log_once(f"{path} is damaged or was chosen by another metric: the next checkpoint replaces it")
     return None

