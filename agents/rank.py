@@ -87,9 +87,7 @@ def choose(run: Run, world: World) -> Run:
         return run
     from agents.run.auto import choose
 
-    task = config.prepare_task(world.heartbeat)
-    config, _ = choose(config, task, run.resolved, run.path, world)
-    return replace(run, config=config)
+    return choose(run, world)
 
 
 def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:

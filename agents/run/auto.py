@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,13 +19,12 @@ from agents.network.minibatches import Minibatch
 from agents.policy import Policy
 from agents.ppo import PPO, ppo_loss
 from agents.run.limits import GIB, free_for_each_rank, rollout_bytes
-from agents.run.sizes import learning_rate_factor, shard_sizes, shares_out
-from agents.run.start import sizes_table
+from agents.run.sizes import shard_sizes, shares_out
+from agents.run.start import Run, sizes_table
 from envs.task import AUTO as AUTO_WORKERS
 from envs.task import GymTask
 from envs.vector.layout import random_actions
 from rl_dist.errors import UserError
-from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.machine import available_cores, cpu_has_bf16, peak_memory_bytes
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
@@ -40,44 +38,43 @@ SMALLEST, LARGEST = 8, 2**19  # sequences of a rank between which batch_size aut
 WORTH = 1.1  # speedup from which bf16 is worth its rounding, and workers are worth their cores
 
 
-def choose(
-    config: RunConfig, task: Any, resolved: ResolvedLaunch, run_dir: Path, world: World
-) -> tuple[RunConfig, Any]:
-    """Return configuration and task with a value for every auto; all ranks call.
+def choose(run: Run, world: World) -> Run:
+    """Return the run with a value for every auto; all ranks call.
 
     config.json gets the values before training begins; ranks that start again take them from it.
     """
-    config = asked = _with_kept_choices(config, run_dir, world)
-    trials = Trials(task, resolved.gpu_ids, run_dir, world)
+    config = _with_kept_choices(run, world)
+    task = config.prepare_task(world.heartbeat)
+    trials = Trials(task, run.resolved.gpu_ids, run.directory, world)
     if config.train.batch_size == AUTO:
         sizes = doublings(allowed_batch_sizes(config.train, world.size))
         config = trials.best(config, "train", "batch_size", sizes, trials.steps_alone, TOLERANCE)
         if world.is_main_process:
             share = shard_sizes(config.train, world.rank, world.size)
-            print(sizes_table(config.train, share, world.size, config.ppo))
-            print(_rate_by_square_root(config, share.global_batch_size), flush=True)
+            print(sizes_table(config.train, share, world.size, config.ppo), flush=True)
     if config.launch.precision == "auto":
         units = world.device.type == "cpu" and cpu_has_bf16()
         names = ("fp32", "bf16") if all(all_gather_json(units, world)) else ("fp32",)
         config = trials.best(config, "launch", "precision", names, trials.steps_alone, WORTH)
     if config.launch.strategy == "auto" and not config.launch.chosen_strategy:
-        modes = strategy_modes(world.size, len(resolved.gpu_ids))
-        config = _changed(config, "launch", chosen_on=resolved.place)
+        modes = strategy_modes(world.size, len(run.resolved.gpu_ids))
+        config = _changed(config, "launch", chosen_on=run.resolved.place)
         config = trials.best(config, "launch", "chosen_strategy", modes, trials.steps, TOLERANCE)
     if config.task.env_workers == AUTO_WORKERS and isinstance(task, GymTask):
         cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         counts = (0, cores, 4 * cores)
         config = trials.best(config, "task", "env_workers", counts, trials.env_steps, WORTH)
-    if config != asked and world.is_main_process:
-        RunDir(run_dir).write_config(config.to_dict())
-        RunDir(run_dir).update_state(precision=config.launch.precision)
-    return config, replace(task, config=config.task) if isinstance(task, GymTask) else task
+    if config != run.config and world.is_main_process:
+        run.directory.write_config(config.to_dict())
+        run.directory.update_state(precision=config.launch.precision)
+    return replace(run, config=config)
 
 
-def _with_kept_choices(config: RunConfig, run_dir: Path, world: World) -> RunConfig:
-    """Return the configuration with what an earlier start of these ranks has chosen."""
-    text = (run_dir / "config.json").read_text() if world.is_main_process else ""
+def _with_kept_choices(run: Run, world: World) -> RunConfig:
+    """Return the configuration with the choices of an earlier start of these ranks."""
+    text = json.dumps(run.directory.config()) if world.is_main_process else ""
     kept = RunConfig.from_dict(json.loads(all_gather_json(text, world)[0]))
+    config = run.config
     if AUTO_WORKERS in (config.task.env_workers, kept.task.env_workers):  # it may differ by host
         config = _changed(config, "task", env_workers=kept.task.env_workers)
     config = _changed(config, "train", batch_size=kept.train.batch_size)
@@ -107,21 +104,11 @@ def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
     return ("none", "dp") if num_devices > 1 else ("none",)
 
 
-def _rate_by_square_root(config: RunConfig, sequences: int) -> str:
-    """Return what the square-root rule makes of the learning rate for such a gradient step."""
-    growth = sequences / TrainConfig().sequences_per_step  # the rate's default is for that size
-    rate = config.ppo.learning_rate * learning_rate_factor(growth, "sqrt")
-    return (
-        f"a gradient step takes {sequences} sequences, {growth:.3g} times the default; the "
-        f"square-root rule gives --learning_rate {rate:.3g} (not applied)"
-    )
-
-
 class Trials:
     """Steps of a job, to measure values of its flags with."""
 
-    def __init__(self, task: Any, gpu_ids: tuple[int, ...], run_dir: Path, world: World) -> None:
-        self.task, self.gpu_ids, self.run_dir, self.world = task, gpu_ids, run_dir, world
+    def __init__(self, task: Any, gpu_ids: tuple[int, ...], run: RunDir, world: World) -> None:
+        self.task, self.gpu_ids, self.run, self.world = task, gpu_ids, run, world
         self.free_bytes = free_for_each_rank(world.device, world.size)
         self.held_bytes = psutil.Process().memory_info().rss
         self.bytes_per_sequence = 0.0  # that forward and backward have added to this process
@@ -137,7 +124,7 @@ class Trials:
     ) -> RunConfig:
         """Return the configuration with the fastest value of a flag, and print why."""
         if self.world.is_main_process:
-            RunDir(self.run_dir).update_state(phase="dry_run")
+            self.run.update_state(phase="dry_run")
         growing = flag == "batch_size"
         options: dict[str, RunConfig] = {}
 

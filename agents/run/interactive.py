@@ -25,18 +25,15 @@ def _sizes(config: RunConfig) -> object:
     return shard_sizes(config.train, 0, resolve(config.launch).num_ranks)
 
 
-# the flags that are asked for, with a check that raises ValueError
+def _ranks(config: RunConfig) -> object:
+    return resolve(config.launch)
+
+
+# flags, each with a check that raises ValueError
 QUESTIONS: Mapping[str, Callable[[RunConfig], object]] = {
-    "env": RunConfig.prepare_task,
-    "data": RunConfig.prepare_task,
-    "num_gpus": lambda config: resolve(config.launch),
-    "strategy": lambda config: resolve(config.launch),
-    "hidden_size": lambda config: None,
-    "num_steps": lambda config: None,
-    "batch_size": _sizes,
-    "num_envs": _sizes,
-    "total_steps": lambda config: None,
-    "num_episodes": lambda config: None,
+    **dict.fromkeys(("env", "data"), RunConfig.prepare_task),
+    **dict.fromkeys(("num_gpus", "strategy", "hidden_size", "num_steps"), _ranks),
+    **dict.fromkeys(("batch_size", "num_envs", "total_steps", "num_episodes"), _sizes),
 }
 
 

@@ -15,7 +15,7 @@ from agents.policy import Policy
 from agents.run.sizes import in_ranks, shard_sizes, shares_out
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
-from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, unwritable
+from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, one_line, unwritable
 from rl_dist.machine import free_memory_bytes, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.world import World
 
@@ -74,29 +74,22 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
-    """Return phase, sizes, what is free, and the flags to change."""
+    """Return phase, sizes and peak, the flags to change, and the error."""
     train, phase = config.train, world.doing.phase
-    free, peak = free_memory_bytes(world.device) / GIB, peak_memory_bytes(world.device) / GIB
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:220].removesuffix(":")
+    advice = "a fresh run needs less with a smaller --num_envs, --num_steps or --hidden_size"
+    if phase == EVALUATING:
+        command = f"python -m agents.evaluate {run_dir}"
+        advice = f"training is saved: {command} evaluates it, with fewer --num_worlds or --episodes"
+    elif phase == "update" and (smaller := smaller_parts(train, world.size)):
+        resumed = f"--resume {run_dir} " if latest_checkpoint(run_dir) else ""
+        advice = f"the same gradient steps in less memory: {resumed}{smaller}"
     return (
         f"rank {world.rank} ran out of memory in {phase}, with num_envs "
         f"{train.num_envs or 'by default'}, batch_size {train.batch_size or 'auto'}, bptt_steps "
         f"{train.bptt_steps}, hidden_size {config.policy.hidden_size}, {in_ranks(world.size)}, "
-        f"after a peak of {peak:.2f} GiB, {free:.2f} GiB free on {world.device}; "
-        f"{_advice(train, phase, run_dir, world)}; the error was {said}"
+        f"after a peak of {peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}; "
+        f"{advice}; {last_checkpoint(run_dir)}; the error was {one_line(error, 220)}"
     )
-
-
-def _advice(train: TrainConfig, phase: str, run_dir: Path, world: World) -> str:
-    """Return the flags to change, and where the run can go on."""
-    if phase == EVALUATING:
-        command = f"python -m agents.evaluate {run_dir}"
-        return f"training is saved: {command} evaluates it, on less with --num_worlds or --episodes"
-    advice = "a fresh run needs less with a smaller --num_envs, --num_steps or --hidden_size"
-    if phase == "update" and (smaller := smaller_parts(train, world.size)):
-        resumed = f"--resume {run_dir} " if latest_checkpoint(run_dir) else ""
-        advice = f"the same gradient steps in less memory: {resumed}{smaller}"
-    return f"{advice}; {last_checkpoint(run_dir)}"
 
 
 def smaller_parts(train: TrainConfig, num_ranks: int) -> str:

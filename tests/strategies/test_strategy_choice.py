@@ -12,6 +12,7 @@ from agents.config import RunConfig, TrainConfig
 from agents.run import auto
 from agents.run.auto import choose
 from agents.run.choice import parse_training, resumed_config
+from agents.run.start import Run
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.launch import fallback
@@ -101,10 +102,16 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(
         task=dataclasses.replace(config.task, env_workers=3),
         train=TrainConfig(batch_size=16),
     )
-    RunDir(tmp_path).write_config(chosen.to_dict())
-    task = config.prepare_task()
-    found, task = choose(config, task, resolve(config.launch), tmp_path, world)
-    assert found == chosen and task.config.env_workers == 3
+    directory = RunDir(tmp_path)
+    directory.write_config(chosen.to_dict())
+    run = Run(
+        directory=directory,
+        config=config,
+        resolved=resolve(config.launch),
+        resume_from="",
+        is_new=False,
+    )
+    assert choose(run, world).config == chosen
 
 
 # ---- stepping down
