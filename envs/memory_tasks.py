@@ -12,8 +12,8 @@ from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_Mo
 from envs.vector.batched import BatchedEnv, SingleEnv
 
 _START_BOUND = 0.05  # every start coordinate of CartPole is uniform in [-0.05, 0.05]
-_GRAVITY = 0.0025  # of the mountain car
-_COST = 0.1  # of its squared action
+_GRAVITY = 0.0025  # mountain car
+_COST = 0.1  # mountain car: price of a squared action
 _PRIZE = 100.0
 
 
@@ -22,7 +22,7 @@ class RecallVectorEnv(BatchedEnv):
 
     The first observation shows one of `num_cues` cues. `delay` observations of noise follow. Then
     the query flag is up, and the action taken at that moment earns 1 if it is the cue's number.
-    Without memory the best is 1 / num_cues.
+    Without memory the best mean return is 1 / num_cues.
 
     Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zero), noise in
     [-1, 1], the query flag. An episode lasts delay + 2 steps and then terminates.
@@ -79,7 +79,7 @@ class CartPoleVectorEnv(BatchedEnv):
     """
 
     state_names = ("state", "elapsed")
-    observed: tuple[int, ...] = (0, 1, 2, 3)  # of the state (x, x_dot, theta, theta_dot)
+    observed: tuple[int, ...] = (0, 1, 2, 3)  # columns of the state (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # read for its constants only
@@ -127,7 +127,7 @@ class CartPoleVectorEnv(BatchedEnv):
 class CartPolePositionsVectorEnv(CartPoleVectorEnv):
     """CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
 
-    Observed are cart positions (m) and pole angles (rad).
+    An observation is the position of the cart (m) and the angle of the pole (rad).
     """
 
     observed = (0, 2)

@@ -53,7 +53,7 @@ class TaskConfig:
 
     @property
     def is_trading(self) -> bool:
-        """Whether this is our trading task."""
+        """True for our trading task."""
         return self.env == TRADING_ID
 
     def kwargs(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class GymTask:
 
     config: TaskConfig
     end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
-    heartbeat: Callable[[], None] = lambda: None  # reports that work goes on
+    heartbeat: Callable[[], None] = lambda: None  # called while environments make progress
 
     def __post_init__(self) -> None:
         find_spec(self.config.env)  # refuses an unknown one

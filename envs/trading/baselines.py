@@ -2,7 +2,7 @@
 
 Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n];
 it looks at nothing else, though the evaluation shows it what a policy sees.
-Equal weight is bought at once: its environment has max_order 1.
+Equal weight is bought in one step: its environment has max_order 1.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from envs.trading.simulated_market import (
     TAIL_DEGREES,
 )
 
-LEVEL_DAYS = 20  # the usual volume is the median of so many days before
+LEVEL_DAYS = 20  # the usual volume is the median of this many earlier days
 SURPRISE_NOISE = 0.30  # sd of log volume against that median on an ordinary day
 BLUNDER = 1e-4  # density that keeps one strange volume from ruling anything out
-VOLATILITY_MEMORY = 0.94  # of the exponentially weighted variance (RiskMetrics)
+VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 WARM_UP_DAYS = 60  # the filter has forgotten how it was started after a few announcements
 BAND = 0.01  # share of the value: differences below it are not worth an order
 OUTLOOK_DAYS = 4  # the reference buys ahead: at 5 % a day the order limit needs days to follow
-HURDLE = 0.30  # hold what is expected to move by more than this share of the edge
+HURDLE = 0.30  # hold stocks that are expected to move by more than this share of the edge
 WEAK_EDGE = 15.0  # bps: below it the market's own drift is worth more than dodging falls
 
 
@@ -70,7 +70,7 @@ def _followers(state: State) -> dict[State, float]:
 
 
 def _expected_move(state: State, ahead: int) -> float:
-    """Return the expected move, in edges, so many days after the close of a state."""
+    """Return the expected move, in edges, this many days after the close of a state."""
     return sum(
         value * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
         for age, value in state
@@ -186,9 +186,9 @@ class TableRule:
 class ReferencePolicy(TableRule):
     """Knows the generator: holds what its Bayes filter expects to rise.
 
-    Target: 1/n of the value in every stock whose expected move over the next OUTLOOK_DAYS exceeds
-    HURDLE edges, cash for the rest. At a small edge, where the drift of the market is worth more,
-    it only leaves stocks that are expected to fall, and at edge 0 it holds all of them.
+    Target: 1/n of the value in every stock that is expected to move by more than HURDLE edges over
+    the next OUTLOOK_DAYS, cash for the rest. At a small edge, where the drift of the market is
+    worth more, it only leaves stocks that are expected to fall, and at edge 0 it holds all.
     """
 
     def __init__(self, config: SimulatedMarketConfig) -> None:

@@ -35,7 +35,7 @@ class DataConfig:
     test_end: Text = ""
     """Last test day; none: the last of the data."""
 
-    data_digest: Text = ""  # of the file as the run began
+    data_digest: Text = ""  # identifies the file when the run began
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in SPAN_DATES if getattr(self, name)}

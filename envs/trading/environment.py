@@ -19,7 +19,7 @@ from envs.vector.tensors import TensorVectorEnv
 
 REWARD_SCALE = 1e-4  # reward per USD
 STATE = ("keys", "cash", "value", "shares", "risk")  # with the place, all of a snapshot
-RUIN_SHARE = 0.1  # of the initial cash: below it an episode terminates
+RUIN_SHARE = 0.1  # part of the initial cash: below it an episode terminates
 AHEAD = 32  # episodes of each environment that are planned together
 
 
@@ -48,12 +48,12 @@ def fill_orders(
     bits = priority.view(torch.int32 if priority.dtype == torch.float32 else torch.int64)
     ranking = torch.sort(bits, dim=1, descending=True, stable=True).indices
     flow = (sold - orders).mul_(buy_price)  # [B, n] USD, a buy's cost is negative
-    flow_so_far = flow.gather(1, ranking).cumsum(1)  # a buy's own included
+    flow_so_far = flow.gather(1, ranking).cumsum(1)  # up to and including each buy
     # A buy can spend the funds less the cost before it. If that pays for it, it fills whole; behind
     # the first one that does not fit, it is negative. So the cut need not be searched for.
     spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
     fitting = spendable.div_(buy_price, rounding_mode="trunc")
-    trades = torch.clamp(fitting, min=sold, max=orders)  # of a sell, both bounds are what is sold
+    trades = torch.clamp(fitting, min=sold, max=orders)  # a sell's bounds are equal
     spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
     # The clamp does nothing below 2**33 USD; above, it forgives one rounding error.
     return funds.sub_(spent).clamp_min_(0.0), trades
@@ -113,7 +113,7 @@ class TradingVectorEnv(TensorVectorEnv):
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
-        # what a step looks up
+        # tables for the steps
         num_stocks = len(self.tickers)
         tables = market_tables(markets, span, config, train_span, discount)
         self._gap = gap_columns(config.observation, num_stocks).start

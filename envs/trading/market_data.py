@@ -23,7 +23,7 @@ MAX_MISSING_CALENDAR_DAYS = 10
 MAX_DROPPED_SHARE = 0.05
 
 MIN_SPAN_DAYS = 2  # one step needs a day to decide on and a day to fill
-SHARES = (0.60, 0.15, 0.25)  # of the days, for training, validation and test
+SHARES = (0.60, 0.15, 0.25)  # parts of the days: training, validation, test
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             )
     first = days.setdefault("train_start", first_tradable)
     last = days.setdefault("test_end", len(dates) - 1)
-    # a span whose end is not given ends before the next one starts, or has its share of the days
+    # without a given end a span ends before the next one starts, or has its share of the days
     for end, next_start in (("train_end", "valid_start"), ("valid_end", "test_start")):
         if next_start in days:
             days.setdefault(end, days[next_start] - 1)

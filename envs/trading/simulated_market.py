@@ -8,8 +8,8 @@ seen, the stock drifts for MOVE_DAYS days by +market_edge a day after a surge an
 after a drought. One announcement in four is denied DENIAL_DAYS later by an event of the other kind,
 and then nothing happens.
 
-A world is a function of its own seed and the config alone, and the same noise is used at every
-market_edge, so that edges compare pair by pair.
+A world depends on its seed and the config alone. Every market_edge uses the same noise, so that
+edges compare pair by pair.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DENIAL_DAYS = 2  # from an announcement to its denial
 DENIAL_CHANCE = 0.25
 DELAY_DAYS = 8  # days after an announcement before the move; longer than the longest gap
 MOVE_DAYS = 4  # the move is at work on days DELAY_DAYS + 1 .. DELAY_DAYS + MOVE_DAYS
-EVENT_SIZE = 1.4  # of log volume: a surge is 4 times the usual volume, a drought a quarter
+EVENT_SIZE = 1.4  # in log volume: a surge is 4 times the usual volume, a drought a quarter
 VOLUME_NOISE = 0.25  # sd of log volume from day to day
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
 VOLUME_ON_MOVE = 0.10  # log volume per unit of a stock's own standardised absolute move
 
 # Prices. Volatility is the product of a slow wave common to all stocks and one of each stock.
 MARKET_DRIFT = 0.0006  # per day: equal weight earns a Sharpe ratio of roughly 0.8
-ANNUAL_VOLATILITY = 0.25  # of a stock, without the planted drift
-MARKET_SHARE = 0.62  # of that variance; the planted moves lower the correlation
+ANNUAL_VOLATILITY = 0.25  # per stock, without the planted drift
+MARKET_SHARE = 0.62  # part of that variance; the planted moves lower the correlation
 COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of the log volatility
 OWN_WAVE = (0.95, 0.30)
-TAIL_DEGREES = 5.0  # of the Student t innovations
-OVERNIGHT_SHARE = 1.0 / 3.0  # of a day's variance that falls between close and open
+TAIL_DEGREES = 5.0  # degrees of freedom of the Student t innovations
+OVERNIGHT_SHARE = 1.0 / 3.0  # part of a day's variance that falls between close and open
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,16 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     # Daily volatility of the market part [M, D, 1] and of each stock's own part [M, D, n]. The
     # mean square of a lognormal exp(w) is exp(2 * var(w)); it is divided out.
     common = _wave(noise["common_wave"], *COMMON_WAVE)
-    own = _wave(noise["own_wave"], *OWN_WAVE)
+    stock = _wave(noise["own_wave"], *OWN_WAVE)
     planned = ANNUAL_VOLATILITY**2 / 252.0
     market_vol = np.sqrt(planned * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
-    own_vol = np.sqrt(planned * (1.0 - MARKET_SHARE)) * np.exp(
-        common + own - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2
+    stock_vol = np.sqrt(planned * (1.0 - MARKET_SHARE)) * np.exp(
+        common + stock - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2
     )
     # Log returns from close to close
     unit = np.sqrt((TAIL_DEGREES - 2.0) / TAIL_DEGREES)  # Student t to variance 1
-    shock = unit * (market_vol * noise["market"] + own_vol * noise["own"])
-    variance = market_vol**2 + own_vol**2
+    shock = unit * (market_vol * noise["market"] + stock_vol * noise["own"])
+    variance = market_vol**2 + stock_vol**2
     move = np.log1p(MARKET_DRIFT + drift) - 0.5 * variance + shock
     close = noise["first_price"] * np.exp(np.cumsum(move, axis=1))
     spread = np.sqrt(variance * OVERNIGHT_SHARE * (1.0 - OVERNIGHT_SHARE))

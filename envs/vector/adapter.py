@@ -50,7 +50,7 @@ class _OneByOne:
     """Environments that step one after the other, each behind a guard."""
 
     guards: list[GuardedEnv]
-    action_space: gymnasium.Space[Any]  # of all of them
+    action_space: gymnasium.Space[Any]  # of the batch
 
     @property
     def can_snapshot(self) -> bool:
@@ -146,7 +146,7 @@ class TorchVectorEnv(TensorVectorEnv):
     device: Any = "cpu"
     kind: str = "environment"  # first word of messages about it
     end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
-    # reports that work goes on: at every call and, from a thread, during one
+    # reports progress: at every call and, from a thread, during a call
     heartbeat: Callable[[], None] = lambda: None
     # see `envs.task.TaskConfig`
     env_timeout: float = 0.0
@@ -244,9 +244,9 @@ class TorchVectorEnv(TensorVectorEnv):
         return to_tensors([np.concatenate([rows, start], axis=1)], self.device)[0], {}
 
     def begin_again(self, rows: np.ndarray) -> None:
-        """Stand in for environments whose process has ended; the next step is truncated.
+        """Replace the environments of a dead process; their next step is truncated.
 
-        `rows` [B] are theirs in the shared memory, see `envs.workers.worker.row_fields`.
+        `rows` [B] are their rows in the shared memory, see `envs.workers.worker.row_fields`.
         """
         self.lifetime_step = int(rows["lifetime_step"][0])
         for guard, row in zip(self.guards, rows, strict=True):

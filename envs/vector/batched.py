@@ -119,7 +119,9 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of everything the future depends on, each [B, ...]."""
         state = {name: getattr(self, name).copy() for name in self.state_names}
-        return state | {"generator": np.stack([pack_generator(one) for one in self.generators])}
+        return state | {
+            "generator": np.stack([pack_generator(generator) for generator in self.generators])
+        }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue exactly where `get_state` was called, after a first reset."""

@@ -1,9 +1,9 @@
 """Calls into environments: faults are named, hangs ended, restarts made.
 
-A thread watches the call under way. After `timeout_s` it sends a signal to the main thread, whose
-handler raises HungError inside the environment. A call that still does not return (it waits in C,
-or swallows the error) ends the process, with the Python stack in the log; faulthandler ends one in
-C that does not even let other threads run. Until then the thread reports that work goes on.
+A thread watches the call under way. After `timeout_s` it sends a signal to the main thread, and
+the handler raises HungError inside the environment. A call that still does not return (it waits in
+C, or swallows the error) ends the process, with the Python stack in the log; faulthandler ends a
+call in C that does not even let other threads run. Until then the thread reports progress.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _interrupt(*_: Any) -> None:
 
 @dataclass(eq=False, kw_only=True)
 class GuardedEnv:
-    """One Python environment with checked rows, which is made again after a fault.
+    """One Python environment: checked, and made again after a fault.
 
     A fault is a RowFaultError. With restarts left the environment is made again instead, and its
     episode is truncated, with reward 0 and the last good row.
@@ -243,7 +243,7 @@ class GuardedEnv:
         return row, 0.0, False, True
 
     def begin_again(self, life_seed: int, restarts: int, last_row: np.ndarray) -> None:
-        """Replace an environment whose process has ended; its next step is truncated."""
+        """Replace an environment of a dead process; its next step is truncated."""
         self.life_seed = life_seed
         self.restarts = restarts
         self.last_row = last_row
@@ -309,7 +309,7 @@ class GuardedEnv:
 
     @property
     def can_snapshot(self) -> bool:
-        """Whether get_state and set_state work."""
+        """True if get_state and set_state work."""
         return has_snapshots(self._unwrapped()[0])
 
     def get_state(self) -> dict[str, Any]:

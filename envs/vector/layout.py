@@ -1,4 +1,4 @@
-"""What a learner knows of environments: the layout of a row, and TorchEnv.
+"""The learner's view of environments: the layout of a row, and TorchEnv.
 
 A row [F] float32 is all that the learner sees of an observation. Its parts come one after the
 other; policies and checkpoints keep their layout, so that a policy needs no environment. Nothing
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
 Kind = Literal["vector", "plain", "image", "mask"]
 MAX_NUMBERS = 10**9  # in a row
-_FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])  # of parts
+_FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Layout:
 class TorchEnv:
     """A batch of environments that speaks torch, as a learner uses it.
 
-    Seeds are one per environment. Autoreset is SAME_STEP: an environment whose episode ends starts
-    the next one within the same step. Subclasses inherit the defaults below.
+    Seeds are one per environment. Autoreset is SAME_STEP: when an episode ends, the next one
+    starts within the same step. Subclasses inherit the defaults below.
     """
 
     num_envs: int  # B
@@ -163,12 +163,12 @@ class TorchEnv:
 
 
 def random_actions(env: Any, rows: Any) -> Any:
-    """Sample an action for each of the rows [B, F], of those that masks allow."""
+    """Sample an allowed action for each row of [B, F]."""
     columns = env.layout.columns("mask")
     if not columns:
         return env.action_space.sample()
     space = env.single_action_space
-    sizes = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0)))  # of each choice
+    sizes = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0)))  # options of each choice
     masks = np.asarray(rows)[:, columns]
     drawn = (env.action_space.np_random.random(masks.shape) + 1.0) * masks
     digits = [part.argmax(1) for part in np.split(drawn, np.cumsum(sizes)[:-1], axis=1)]

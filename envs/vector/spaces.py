@@ -111,7 +111,7 @@ class _Leaf:
     def __init__(self, path: Path, space: Space, is_mask: bool) -> None:
         self.path = path
         self.space = space
-        self.shape = space.shape or ()  # of the values
+        self.shape = space.shape or ()
         self.categories = None if is_mask else categories_of(space)
         self.axes = None if is_mask else image_axes(space)
         shape: tuple[int, ...] = (math.prod(self.shape),)
@@ -140,7 +140,7 @@ class _Leaf:
             return channels_first.reshape(count, -1).astype(np.float32) / self.scale
         values = values.reshape(count, -1)
         if self.categories is None:
-            with np.errstate(over="ignore"):  # becomes infinity, which is refused
+            with np.errstate(over="ignore"):  # infinity is refused later
                 return values.astype(np.float32)
         start, sizes = self.categories
         digits = values.astype(np.int64) - start
@@ -239,7 +239,7 @@ class ActionDecoder:
     """Turn agents' actions into an environment's, nested ones too.
 
     Categories count from 0: Discrete stays Discrete; MultiDiscrete, MultiBinary (two choices each)
-    and nested ones of them are one MultiDiscrete. Boxes are one flat Box, whose [-1, 1] is
+    and nested ones of them are one MultiDiscrete. Boxes are one flat Box: [-1, 1] is
     stretched over the bounds where both are finite.
     """
 

@@ -37,6 +37,6 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
     order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so each is aligned
     raw = [np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in order]
     packed = torch.from_numpy(np.concatenate(raw)).pin_memory().to(device, non_blocking=True)
-    parts = dict(zip(order, packed.split([len(each) for each in raw]), strict=True))
+    parts = dict(zip(order, packed.split([len(array) for array in raw]), strict=True))
     kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
     return [parts[i].view(kinds[i]).view(array.shape) for i, array in enumerate(arrays)]

@@ -1,4 +1,4 @@
-"""The vector environment whose environments live in worker processes."""
+"""A vector environment with its environments in worker processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class _Worker:
 
     index: int
     process: WorkerProcess
-    parts: list[_Part] = field(default_factory=list)
+    rows: list[slice]  # of each group
+    unanswered: list[_Question] = field(default_factory=list)  # in the order of their answers
     beats: int = 0  # seen last
     since_s: float = 0.0  # time of the last beat
     problem: str = ""  # the reason why it was killed
@@ -38,13 +39,14 @@ class _Worker:
 
 
 @dataclass
-class _Part:
-    """The environments of one worker and group."""
+class _Question:
+    """A question to a worker about a group (None: about all), and its reply."""
 
     worker: _Worker
-    group: int
-    rows: slice
-    question: tuple[Any, ...] = ()  # number, name, group, arguments; (): it is answered
+    name: str
+    group: int | None
+    args: tuple[Any, ...]
+    reply: tuple[Any, Any] | None = None  # a problem or None, and a value
 
 
 class WorkerEnv(TensorVectorEnv):
@@ -90,28 +92,22 @@ class WorkerEnv(TensorVectorEnv):
 
         # files in memory, the workers, their environments, and the rows that these need
         num_workers = min(num_workers, *(rows.stop - rows.start for rows in self._groups))
+        shares = [_split(rows, num_workers) for rows in self._groups]
         self._files = [os.memfd_create("status"), os.memfd_create("environments")]
         self._status = shared_rows(self._files[0], num_workers, STATUS)
         self._rows: np.ndarray | None = None
+        self._steps: dict[int, list[_Question]] = {}  # steps of each group
         self._workers: list[_Worker] = []
         try:
             for index in range(num_workers):
-                self._workers.append(_Worker(index, WorkerProcess(*self._files)))
-            self._parts = [
-                _Part(worker, group, rows)
-                for group, group_rows in enumerate(self._groups)
-                for worker, rows in zip(self._workers, _split(group_rows, num_workers), strict=True)
-            ]
-            for part in self._parts:
-                part.worker.parts.append(part)
-            questions = [self._begin(worker) for worker in self._workers]
-            for worker, question in zip(self._workers, questions, strict=True):
-                layout, actions, self.spaces_json, self.can_snapshot = self._required(
-                    worker, question
-                )
+                process = WorkerProcess(*self._files)
+                rows = [share[index] for share in shares]
+                self._workers.append(_Worker(index, process, rows))
+            facts = self._answers([self._begin(worker, num_workers) for worker in self._workers])
         except BaseException:
             self.close()
             raise
+        layout, actions, self.spaces_json, self.can_snapshot = facts[0]
         self.set_spaces(layout, actions)
         self._rows = shared_rows(self._files[1], num_envs, row_fields(self))
         _LOGGER.info("%s in %d worker processes", env_id, num_workers)
@@ -145,32 +141,29 @@ class WorkerEnv(TensorVectorEnv):
         if seed is not None:
             self._column("life_seeds")[:] = seed
             self._column("lifetime_step")[:] = 0
-        self._on_parts("reset", lambda rows: (seed and seed[rows],))
+        self._on_all("reset", lambda rows: (seed and seed[rows],))
         return to_tensors([self._column("obs").copy()], self.device)[0], {}
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Step all environments, as `TorchVectorEnv` does."""
         for group, rows in enumerate(self._groups):
             self.send(actions[rows], group)
-        return self._outcome(self._parts, slice(0, self.num_envs))
+        questions = [question for sent in self._steps.values() for question in sent]
+        return self._outcome(questions, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
         """Let a group step by its actions [rows of it, ...], and return before it has."""
         self._column("actions")[self._groups[group]] = actions.detach().cpu().numpy()
-        for part in self._parts_of(group):
-            self._ask(part, "step")
+        self._steps[group] = self._on_group(group, "step")
 
     def recv(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Wait for a group's step; return what `step` returns for its environments."""
-        return self._outcome(self._parts_of(group), self._groups[group])
-
-    def _parts_of(self, group: int) -> list[_Part]:
-        return [part for part in self._parts if part.group == group]
+        return self._outcome(self._steps[group], self._groups[group])
 
     def _outcome(
-        self, parts: Sequence[_Part], rows: slice
+        self, questions: Sequence[_Question], rows: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        self._answers(parts)
+        self._answers(questions)
         names = ("obs", "rewards", "terminated", "truncated", "final_obs")
         arrays = [self._column(name)[rows].copy() for name in names]
         obs, rewards, terminated, truncated, final_obs = to_tensors(arrays, self.device)
@@ -179,7 +172,7 @@ class WorkerEnv(TensorVectorEnv):
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of each metric since the last call."""
         metrics: dict[str, tuple[float, int]] = {}
-        for reported in self._on_parts("take_metrics"):
+        for reported in self._on_all("take_metrics"):
             for name, (total, count) in reported.items():
                 before = metrics.get(name, (0.0, 0))
                 metrics[name] = before[0] + total, before[1] + count
@@ -187,7 +180,7 @@ class WorkerEnv(TensorVectorEnv):
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
-        states = self._on_parts("get_state")
+        states = self._on_all("get_state")
         return {
             name: torch.from_numpy(np.concatenate([state[name] for state in states]))
             for name in states[0]
@@ -195,7 +188,7 @@ class WorkerEnv(TensorVectorEnv):
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on any number of workers."""
-        self._on_parts(
+        self._on_all(
             "set_state", lambda rows: ({name: t[rows].numpy() for name, t in state.items()},)
         )
 
@@ -203,9 +196,10 @@ class WorkerEnv(TensorVectorEnv):
         """Let the workers close their environments; kill those that take too long."""
         until_s = time.monotonic() + CLOSE_S
         for worker in self._workers:
-            self._send(worker, "close", None)
+            self._ask(worker, "close", None)
         for worker in self._workers:
-            self._reply(worker, (), partial(self._hurry, worker, until_s))
+            while self._receive(worker, partial(self._hurry, worker, until_s)):
+                pass
             worker.process.end()
         for file in self._files:
             os.close(file)
@@ -218,59 +212,59 @@ class WorkerEnv(TensorVectorEnv):
 
     # ---- questions and answers
 
-    def _on_parts(self, name: str, args: Callable[[slice], tuple] = lambda rows: ()) -> list[Any]:
-        """Ask all parts; return their answers in the order of environments."""
-        for part in self._parts:
-            self._ask(part, name, *args(part.rows))
-        return self._answers(self._parts)
+    def _on_all(self, name: str, args: Callable[[slice], tuple] = lambda rows: ()) -> list[Any]:
+        """Ask all workers about all groups; return their answers in the order of environments."""
+        groups = range(len(self._groups))
+        return self._answers([q for group in groups for q in self._on_group(group, name, args)])
 
-    def _ask(self, part: _Part, name: str, *args: Any) -> None:
-        part.question = self._send(part.worker, name, part.group, *args)
+    def _on_group(
+        self, group: int, name: str, args: Callable[[slice], tuple] = lambda rows: ()
+    ) -> list[_Question]:
+        return [self._ask(w, name, group, *args(w.rows[group])) for w in self._workers]
 
-    def _send(self, worker: _Worker, *question: Any) -> tuple[Any, ...]:
-        """Ask a worker by name, group and arguments; return the question with its number."""
-        self._num_questions += 1
-        name, group, *args = question
-        numbered = self._num_questions, name, group, tuple(args)
-        worker.process.send(numbered)
-        return numbered
+    def _ask(self, worker: _Worker, name: str, group: int | None, *args: Any) -> _Question:
+        question = _Question(worker, name, group, args)
+        worker.unanswered.append(question)
+        worker.process.send((name, group, args))
+        return question
 
-    def _answers(self, parts: Sequence[_Part]) -> list[Any]:
+    def _answers(self, questions: Sequence[_Question]) -> list[Any]:
         """Return all answers; of several faults the one of the first environment is raised."""
         answers, faults = [], []
-        for part in parts:
+        for question in questions:
             try:
-                while (reply := self._reply(part.worker, part.question)) is None:
-                    self._begin_again(part)
-                part.question = ()
-                answers.append(_value(reply))
+                answers.append(self._answer(question))
             except EnvironmentFaultError as fault:
                 faults.append(fault)
         if faults:
             raise faults[0]
         return answers
 
-    def _reply(
-        self, worker: _Worker, question: tuple[Any, ...], wait: Callable[[], None] | None = None
-    ) -> tuple[Any, ...] | None:
-        """Wait for the reply to a question; return None if the worker has ended."""
+    def _answer(self, question: _Question, *, may_restart: bool = True) -> Any:
+        """Wait for an answer and return it; a new process answers if the worker has died."""
+        worker = question.worker
         worker.since_s = time.monotonic()
-        while reply := worker.process.receive(wait or partial(self._look_after, worker)):
-            number, name, record = reply
-            if number in question[:1]:
-                return reply
-            if number is None and name:
-                logging.getLogger(name).log(*record)
-            elif number is None:
-                worker.last_words = record[1]
-        return None
+        while question.reply is None:
+            if not self._receive(worker, partial(self._look_after, worker)):
+                self._begin_again(question, may_restart)
+        problem, value = question.reply
+        if problem is not None:
+            raise problem
+        return value
 
-    def _required(self, worker: _Worker, question: tuple[Any, ...]) -> Any:
-        """Return a worker's answer to a question; its end is a fault."""
-        reply = self._reply(worker, question)
-        if reply is None:
-            raise self._fault(worker, 0)
-        return _value(reply)
+    def _receive(self, worker: _Worker, meanwhile: Callable[[], None]) -> bool:
+        """Wait for a worker's next message and handle it; return False if the worker has ended."""
+        message = worker.process.receive(meanwhile)
+        if message is None:
+            return False
+        kind, first, second = message
+        if kind == "reply":
+            worker.unanswered.pop(0).reply = first, second
+        elif kind == "log":
+            logging.getLogger(first).log(*second)
+        else:
+            worker.last_words = second
+        return True
 
     # ---- workers that end
 
@@ -288,11 +282,15 @@ class WorkerEnv(TensorVectorEnv):
             worker.problem = f"did not come back within {self._timeout_s:g} s (--env_timeout)"
             worker.process.kill()
 
-    def _fault(self, worker: _Worker, step: int) -> EnvironmentFaultError:
-        """Return why a worker has ended, in one line."""
+    def _fault(self, question: _Question) -> EnvironmentFaultError:
+        """Return why a worker has ended without an answer, in one line."""
+        worker = question.worker
         how = worker.process.end()
         if worker.last_words:
             return EnvironmentFaultError(worker.last_words)
+        step = int(question.name == "step")
+        if self._rows is not None:
+            step += int(self._rows["lifetime_step"][worker.rows[question.group or 0].start])
         row = int(self._status["row"][worker.index])
         numbers = self._numbers(worker)
         number = f"one of {numbers}" if row == NO_ROW else str(row)
@@ -304,44 +302,38 @@ class WorkerEnv(TensorVectorEnv):
     def _numbers(self, worker: _Worker) -> str:
         """Return the global numbers of a worker's environments."""
         first = self.env_offset
-        ranges = [f"{first + p.rows.start}..{first + p.rows.stop - 1}" for p in worker.parts]
+        ranges = [f"{first + rows.start}..{first + rows.stop - 1}" for rows in worker.rows]
         return " and ".join(ranges)
 
-    def _begin_again(self, part: _Part) -> None:
-        """Replace the process of a part, which has ended, or raise its fault."""
-        worker = part.worker
-        restarts = self._column("restarts")
-        steps_before = int(self._column("lifetime_step")[part.rows.start])
-        fault = self._fault(worker, steps_before + (part.question[1] == "step"))
-        used = max(int(restarts[part.rows].max()) for part in worker.parts)
+    def _begin_again(self, question: _Question, may_restart: bool) -> None:
+        """Replace a worker's process, which has ended, or raise its fault."""
+        worker = question.worker
+        fault = self._fault(question)
+        if self._rows is None or not may_restart:
+            raise fault
+        restarts = self._rows["restarts"]
+        used = max(int(restarts[rows].max()) for rows in worker.rows)
         if used >= self._max_restarts:
             again = f" (after {used} restarts, --env_restarts)" if used else ""
             raise EnvironmentFaultError(f"{fault}{again}")
         _LOGGER.warning("%s; %s are made again in a new process", fault, self._numbers(worker))
         self._status["row"][worker.index] = NO_ROW
+        unanswered = worker.unanswered
+        worker.unanswered = []
         worker.process = WorkerProcess(*self._files)
         worker.problem = worker.last_words = ""
-        self._required(worker, self._begin(worker))
-        for part in worker.parts:
-            restarts[part.rows] += 1
-            self._required(worker, self._send(worker, "begin_again", part.group))
-        for part in worker.parts:
-            if part.question:
-                worker.process.send(part.question)
+        self._answer(self._begin(worker, len(self._workers)), may_restart=False)
+        for group, rows in enumerate(worker.rows):
+            restarts[rows] += 1
+            self._answer(self._ask(worker, "begin_again", group), may_restart=False)
+        worker.unanswered = unanswered
+        for left in unanswered:
+            worker.process.send((left.name, left.group, left.args))
 
-    def _begin(self, worker: _Worker) -> tuple[Any, ...]:
+    def _begin(self, worker: _Worker, num_workers: int) -> _Question:
         """Let a worker make its environments; its answer holds facts about them."""
-        groups = [part.rows for part in worker.parts]
-        args = worker.index, len(self._workers), self.num_envs, groups, self._options
-        return self._send(worker, "begin", None, *args)
-
-
-def _value(reply: tuple[Any, ...]) -> Any:
-    """Return the value of a reply, or raise its problem."""
-    _, problem, value = reply
-    if problem is not None:
-        raise problem
-    return value
+        args = worker.index, num_workers, self.num_envs, worker.rows, self._options
+        return self._ask(worker, "begin", None, *args)
 
 
 def _split(rows: slice, count: int) -> list[slice]:

@@ -47,7 +47,7 @@ class WorkerHost:
 
     @property
     def lives(self) -> bool:
-        """Whether this process may ask it for workers."""
+        """True if this process may ask it for workers."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, pid: int, *descriptors: int) -> int:

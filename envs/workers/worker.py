@@ -20,7 +20,7 @@ from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 
 NO_ROW = -1
-# what a worker reports without a message: "beats" grow while its environments make progress;
+# reported without messages: "beats" grow while its environments make progress;
 # "row" is the global number of the environment that it calls
 STATUS = [("beats", "i8"), ("row", "i8")]
 
@@ -65,7 +65,7 @@ class Worker:
         name = ""
         while name != "close":
             try:
-                number, name, group, args = self._connection.recv()
+                name, group, args = self._connection.recv()
             except (EOFError, ConnectionError):
                 return
             value = problem = None
@@ -77,7 +77,7 @@ class Worker:
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["row"] = NO_ROW
-            self.send(number, problem, value)
+            self.send("reply", problem, value)
 
     def send(self, *message: Any) -> None:
         """Send a message, from any thread; if the rank has ended, it is lost."""
@@ -172,7 +172,7 @@ class Worker:
 
     def _end(self, message: str) -> None:
         """End this process when a call cannot be interrupted; the rank reports why."""
-        self.send(None, "", (logging.ERROR, message))
+        self.send("end", "", message)
         os._exit(1)
 
 
@@ -184,4 +184,4 @@ class _Forward(logging.Handler):
         self._worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._worker.send(None, record.name, (record.levelno, self.format(record)))
+        self._worker.send("log", record.name, (record.levelno, self.format(record)))
