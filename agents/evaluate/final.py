@@ -10,7 +10,6 @@ from agents.config import RunConfig
 from agents.evaluate.episodes import episode_figures, episode_text, until_stopped
 from agents.run.limits import EVALUATING
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
-from envs import find_spec
 from envs.task import GymTask
 from rl_dist.checkpoint.store import BEST_FILE
 from rl_dist.files import path_to_write
@@ -73,11 +72,6 @@ def evaluate_last_and_best(
             figures[f"best.pt (iteration {best.iteration})"] = of_best
             summary["best"] = {"iteration": best.iteration, **of_best}
     lines = [f"{name}: {episode_text(values)}" for name, values in figures.items()]
-    threshold = find_spec(config.task.env).reward_threshold
-    if threshold is not None:
-        solved = [name for name, values in figures.items() if values["return"] >= threshold]
-        needed = f"{config.task.env} is solved at a mean return of {threshold:g}"
-        lines.append(f"{needed}: {' and '.join(solved) or 'not yet'}")
     return summary, "\n".join(lines)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility
 RESAMPLES = 2000
 EQUAL_WEIGHT = "equal weight"  # bought on the first day: the baseline of every comparison
 ZEROED = "ablation: policy, state zeroed"
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a step, as in Record
+ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a day
 NAME_WIDTH = 34
 # heading: (figure, format); simulated returns are planted, so no percent and dollars of them
 SIMULATED_COLUMNS = {
@@ -66,23 +65,9 @@ Interval = tuple[float, float, float]  # a value, and the ends of its 95 % inter
 # ---- one pass over markets
 
 
-@dataclass(frozen=True)
-class Record:
-    """Account of one policy over one pass of M markets of D + 1 days."""
-
-    values: np.ndarray  # [M, D+1] portfolio value, USD
-    traded_usd: np.ndarray  # [M, D]
-    fees_usd: np.ndarray  # [M, D]
-    num_trades: np.ndarray  # [M, D]
-    exposure: np.ndarray  # [M, D] share of the value held in stocks
-    # [M, D, 2n], empty unless kept: the weight of each stock after the day, then the USD for which
-    # each was bought, negative if sold
-    stocks: np.ndarray = field(default_factory=lambda: np.empty(0))
-
-    @property
-    def returns(self) -> np.ndarray:
-        """Return simple daily returns, [M, D]."""
-        return self.values[:, 1:] / self.values[:, :-1] - 1.0
+# One policy's pass over M markets of D + 1 days: "values" [M, D+1] of the portfolio in USD and
+# ACCOUNTS [M, D]; with a DiaryController also "weights" and "trades_usd" of the stocks [M, D, n]
+Record = dict[str, np.ndarray]
 
 
 class DiaryController(PolicyController):
@@ -96,21 +81,19 @@ def run_markets(
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
-    values, accounts, stocks = [env.portfolio_value], [], []
+    days = {"values": [env.portfolio_value]}
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(controller(env, obs, start))
         on_step()
-        values.append(torch.where(alive, info["portfolio_value"], values[-1]))
-        accounts.append(torch.stack([info[name] * alive for name in ACCOUNTS]))
+        day = {name: info[name] * alive for name in ACCOUNTS}
+        day["values"] = torch.where(alive, info["portfolio_value"], days["values"][-1])
         if isinstance(controller, DiaryController):
-            weights_and_trades = torch.cat([info["weights"], info["trades_usd"]], dim=1)
-            stocks.append(weights_and_trades * alive[:, None])
+            day |= {name: info[name] * alive[:, None] for name in ("weights", "trades_usd")}
+        for name, value in day.items():
+            days.setdefault(name, []).append(value)
         start = terminated | truncated
         alive = alive & ~start
-    columns = [torch.stack(values, dim=1), *torch.stack(accounts, dim=2)]  # each [M, D]
-    if stocks:
-        columns.append(torch.stack(stocks, dim=1))  # [M, D, 2n]
-    return Record(*(column.cpu().numpy() for column in columns))
+    return {name: torch.stack(values, dim=1).cpu().numpy() for name, values in days.items()}
 
 
 def evaluate_markets(
@@ -124,15 +107,17 @@ def evaluate_markets(
     Returns the records of all M markets, in order, the same on every rank.
     """
     local_markets = [markets[index] for index in shard(len(markets), world)]
-    local_columns: dict[str, list[list]] = {}
+    local_records: dict[str, dict[str, list]] = {}
     if local_markets:
         env = make_env(local_markets)  # shared: its tables cost more than a pass
         for name, controller in controllers.items():
             record = run_markets(env, controller, on_step=world.heartbeat)
-            local_columns[name] = [column.tolist() for column in vars(record).values()]
-    ranks = [rank for rank in all_gather_json(local_columns, world) if rank]
-    columns = {name: zip(*(rank[name] for rank in ranks), strict=True) for name in controllers}
-    return {name: Record(*map(np.concatenate, parts)) for name, parts in columns.items()}
+            local_records[name] = {key: column.tolist() for key, column in record.items()}
+    ranks = [rank for rank in all_gather_json(local_records, world) if rank]
+    return {
+        name: {key: np.concatenate([rank[name][key] for rank in ranks]) for key in record}
+        for name, record in ranks[0].items()
+    }
 
 
 def equal_weight(
@@ -194,13 +179,18 @@ def annual_growth(returns: np.ndarray) -> np.ndarray:
     return growth ** (period_days(num_days) / num_days) - 1.0
 
 
+def daily_returns(record: Record) -> np.ndarray:
+    """Return simple daily returns, [M, D]."""
+    return record["values"][:, 1:] / record["values"][:, :-1] - 1.0
+
+
 def performance(record: Record) -> dict[str, np.ndarray]:
     """Return figures of each market, each [M].
 
     Turnover is per period, relative to the mean value. A period is a year, or the whole span if it
     is too short to be annualised.
     """
-    returns, values = record.returns, record.values
+    values, returns = record["values"], daily_returns(record)
     growth = values[:, -1] / values[:, 0]
     period = period_days(returns.shape[1])
     periods = returns.shape[1] / period
@@ -213,10 +203,10 @@ def performance(record: Record) -> dict[str, np.ndarray]:
         "sharpe": sharpe_ratio(returns),
         "sortino": _ratio(returns.mean(1) * period, downside),
         "max_drawdown": (1.0 - values / peaks).max(1),
-        "turnover": record.traded_usd.sum(1) / values.mean(1) / periods,
-        "num_trades": record.num_trades.sum(1),
-        "fees_usd": record.fees_usd.sum(1),
-        "exposure": record.exposure.mean(1),
+        "turnover": record["traded_usd"].sum(1) / values.mean(1) / periods,
+        "num_trades": record["num_trades"].sum(1),
+        "fees_usd": record["fees_usd"].sum(1),
+        "exposure": record["exposure"].mean(1),
     }
 
 
@@ -263,8 +253,8 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
                 for key in ("sharpe", "annual_return")
             }
         else:
-            market, held = records[name].returns[0], records[EQUAL_WEIGHT].returns[0]
-            differences = bootstrap_interval(market, held)
+            returns = [daily_returns(records[which])[0] for which in (name, EQUAL_WEIGHT)]
+            differences = bootstrap_interval(returns[0], returns[1])
         policies[name]["against_equal_weight"] = {
             key: list(interval) for key, interval in differences.items()
         }
@@ -330,8 +320,7 @@ def report(
             from agents.evaluate.pictures import plot_equity  # matplotlib: half a second
 
             write_daily(path, records, markets, dates)
-            values = {strategy: record.values for strategy, record in records.items()}
-            plot_equity(values, dates, picture, name, simulated)
+            plot_equity(records, dates, picture, name, simulated)
     text = (
         f"{text_table(summaries, simulated)}\n\n"
         "[95 % interval] over markets, or over resampled blocks of days of one market\n"
@@ -386,13 +375,14 @@ def write_daily(
     """
     names = [market.name for market in markets]
     index = pd.MultiIndex.from_product([names, dates[1:]], names=["market", "date"])
-    heads = [f"{kind}:{ticker}" for kind in ("weight", "usd") for ticker in markets[0].tickers]
     tables = {}
     for name, record in records.items():
-        columns = {"return": record.returns.ravel()}
-        if record.stocks.size:
-            rows = record.stocks.reshape(len(index), -1).T + 0.0  # no -0
-            columns |= dict(zip(heads, rows, strict=True))
+        columns = {"return": daily_returns(record).ravel()}
+        for head, key in {"weight": "weights", "usd": "trades_usd"}.items():
+            if key in record:
+                rows = record[key].reshape(len(index), -1).T + 0.0  # no -0
+                tickers = [f"{head}:{ticker}" for ticker in markets[0].tickers]
+                columns |= dict(zip(tickers, rows, strict=True))
         tables[name] = pd.DataFrame(columns, index)
     text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
     path.parent.mkdir(parents=True, exist_ok=True)

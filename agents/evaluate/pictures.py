@@ -25,8 +25,13 @@ from rl_dist.files import path_to_write
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 
-COLORS = {"policy": "#1f5fbf", "equal weight": "#555555", "reference": "#2ca02c"}
 ORANGE = "#d2691e"
+COLORS = {
+    "policy": "#1f5fbf",
+    "equal weight": "#555555",
+    "reference": "#2ca02c",
+    "memoryless rule": ORANGE,
+}
 MAX_FRAMES = 2000  # later steps of a longer episode are not drawn
 MAX_SIDE = 400  # pixels: larger pictures are scaled down
 
@@ -58,13 +63,13 @@ def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
         twin = axis.twinx()
         twin.plot(*sharpe, "o-", color=ORANGE)
         twin.plot(*points("valid/equal_weight_sharpe"), "--", color=ORANGE)
-        twin.set_ylabel("Sharpe ratio, validation span (dashed: equal weight)")
+        twin.set_ylabel("Sharpe ratio in validation (dashed: equal weight)")
     axis.legend(loc="center right")
     _save(figure, path_to_write(directory.path, "plots/learning_curve.png"), simulated)
 
 
 def plot_equity(
-    values: dict[str, np.ndarray],  # [M, D+1] by policy
+    records: dict[str, dict[str, np.ndarray]],  # of markets.py
     dates: np.ndarray,  # [D+1]
     path: Path,
     span: str,
@@ -72,8 +77,8 @@ def plot_equity(
 ) -> None:
     """Draw median portfolio values over markets, and the policy's middle half."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, of_markets in values.items():
-        growth = of_markets / of_markets[:, :1]
+    for name, record in records.items():
+        growth = record["values"] / record["values"][:, :1]
         axis.plot(dates, np.median(growth, axis=0), color=COLORS.get(name), label=name)
         if name == "policy":
             low, high = np.quantile(growth, [0.25, 0.75], axis=0)

@@ -15,7 +15,6 @@ from agents.evaluate import episodes, markets
 from agents.evaluate.episodes import PolicyController, evaluate_episodes
 from agents.evaluate.markets import (
     ACCOUNTS,
-    Record,
     bootstrap_interval,
     evaluate_markets,
     mean_interval,
@@ -81,9 +80,9 @@ def over_ranks(call, size, monkeypatch):
 
 def test_ruin_freezes_the_value_and_ends_trading():
     record = run_markets(Paths([[100, 5, 100, 200], [100, 90, 80, 70]]), idle)
-    assert record.values.tolist() == [[100, 5, 5, 5], [100, 90, 80, 70]]
-    assert record.fees_usd.tolist() == [[1, 0, 0], [1, 2, 3]]  # the ruinous day still counts
-    assert record.exposure.tolist() == [[1, 0, 0], [1, 2, 3]]
+    assert record["values"].tolist() == [[100, 5, 5, 5], [100, 90, 80, 70]]
+    assert record["fees_usd"].tolist() == [[1, 0, 0], [1, 2, 3]]  # the ruinous day still counts
+    assert record["exposure"].tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(("count", "size"), [(5, 2), (4, 2), (1, 2), (2, 3)])
@@ -91,12 +90,12 @@ def test_markets_spread_over_ranks_give_what_one_rank_gives(count, size, world, 
     paths = [[100.0, 100.0 + m, 100.0 + 7 * m] for m in range(count)]
     together = functools.partial(evaluate_markets, paths, Paths, {"one": idle, "two": idle})
     alone = together(world)
-    assert alone["one"].values.tolist() == paths
+    assert alone["one"]["values"].tolist() == paths
     for records in over_ranks(together, size, monkeypatch):
         assert list(records) == ["one", "two"]
         for name, record in records.items():
-            for key, value in vars(record).items():
-                assert np.array_equal(value, getattr(alone[name], key))
+            for key, value in record.items():
+                assert np.array_equal(value, alone[name][key])
 
 
 class Numbered(ScriptedEnv):
@@ -183,9 +182,10 @@ def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_alwa
 
 def figures(values, traded=0.0, fees=0.0, trades=0.0, exposure=0.0):
     """The figures of a path of values with the same account every day."""
-    path = np.array([values], np.float64)
-    account = (np.full((1, path.shape[1] - 1), value) for value in (traded, fees, trades, exposure))
-    return {name: value.item() for name, value in performance(Record(path, *account)).items()}
+    account = dict(zip(ACCOUNTS, (traded, fees, trades, exposure), strict=True))
+    record = {name: np.full((1, len(values) - 1), value) for name, value in account.items()}
+    computed = performance(record | {"values": np.array([values], np.float64)})
+    return {name: value.item() for name, value in computed.items()}
 
 
 @pytest.mark.parametrize(
