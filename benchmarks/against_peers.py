@@ -97,12 +97,12 @@ class Trainer(Program):
         return report
 
 
-def installed(python: str) -> list[str]:
+def installed(python: str) -> set[str]:
     """Return the peers that can run in an environment."""
     script = "import sys, importlib.util as u; print(*[n for n in sys.argv[1:] if u.find_spec(n)])"
     command = [python, "-c", script, *PEERS.values()]
     present = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    return [driver for driver, package in PEERS.items() if package in present]
+    return {driver for driver, package in PEERS.items() if package in present}
 
 
 def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -165,12 +165,11 @@ def main() -> None:
     if args.threads % args.ranks:
         parser.error("--threads must be a multiple of --ranks, which share them")
     print(json.dumps(describe(args.threads) | {"ranks": args.ranks}))
-    present = [name for name in args.peers if name in installed(args.python)]
-    for name in args.peers:
-        if name not in present:
-            print(json.dumps({"skipped": name, "reason": f"{PEERS[name]} is not installed"}))
+    present = installed(args.python)
+    for name in set(PEERS) - present:
+        print(json.dumps({"skipped": name, "reason": f"{PEERS[name]} is not installed"}))
     for task in args.tasks:
-        compare(task, present, args)
+        compare(task, [name for name in args.peers if name in present], args)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,6 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
         "training": best_window([json.loads(line) for line in lines]),
         "minutes": minutes,
         "steps": summary["global_step"],
-        "parameter_sha256": summary["parameter_sha256"],
     }
 
 

@@ -59,7 +59,7 @@ def batched_env(task: Task) -> Any:
 
 
 def rl_games(task: Task, args: argparse.Namespace) -> None:
-    """Train with its LSTM actor-critic; its environments are a batch, as it cannot make 64."""
+    """Train with its LSTM actor-critic, on a batch: it cannot make 64 environments."""
     import rl_games.common.a2c_common as a2c
     from rl_games.common import env_configurations, vecenv
     from rl_games.torch_runner import Runner
@@ -202,7 +202,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
             return True
 
     env: Any = Batch(StockLikeVectorEnv(NUM_ENVS)) if not task.discrete else None
-    heads = [task.hidden_size]  # the tanh layer: one of each head
+    heads = [task.hidden_size]  # each head has a tanh layer
     network = {"lstm_hidden_size": task.hidden_size, "shared_lstm": True}
     model = RecurrentPPO(
         "MlpLstmPolicy",
@@ -310,7 +310,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
                 {"policy": nn.Linear(size, task.num_actions), "value": nn.Linear(size, 1)}
             )
             self.log_std = nn.Parameter(torch.zeros(task.num_actions))
-            self.kept: Any = None  # what the policy's pass leaves for the value's
+            self.kept: Any = None  # features and state of the policy's pass, for the value's
 
         def get_specification(self) -> dict[str, Any]:
             sizes = [(1, NUM_ENVS, size)] * 2

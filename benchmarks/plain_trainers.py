@@ -39,12 +39,12 @@ from turns import (
     vector_env,
 )
 
-DRIVER = "BENCHMARK_DRIVER"  # for ranks: the process that takes the turns, where it reports
+DRIVER = "BENCHMARK_DRIVER"  # environment variable for ranks: the driver's process and descriptor
 
 
 @functools.cache
 def our_turns() -> Turns:
-    """Take the turns of the process that was started, also in a rank that it has started."""
+    """Return the turns of the driver's process, also in a rank that it has started."""
     number, reports = map(int, os.environ[DRIVER].split())
     about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
     if number == os.getpid():

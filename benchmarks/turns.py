@@ -48,7 +48,6 @@ class Task:
     The main job is a cascade of three LSTMs with the same number of steps; peers do not train it.
     """
 
-    name: str
     hidden_size: int
     num_obs: int
     num_actions: int
@@ -65,9 +64,9 @@ class Task:
 
 
 TASKS = {
-    "cartpole": Task("cartpole", 128, 4, 2, True),
-    "stocks": Task("stocks", 256, NUM_OBS, NUM_STOCKS, False),
-    "main": Task("main", 128, 241, 30, False, cascade=True),
+    "cartpole": Task(128, 4, 2, discrete=True),
+    "stocks": Task(256, NUM_OBS, NUM_STOCKS, discrete=False),
+    "main": Task(128, 241, 30, discrete=False, cascade=True),
 }
 
 
