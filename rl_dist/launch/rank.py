@@ -7,16 +7,15 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_dist.errors import one_line, outlive_readers
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.join import ADDRESS_VARIABLES
-from rl_dist.process_group.world import close_any_world, connection_broke, stop_flag
+from rl_dist.process_group.world import close_world, connection_broke, stop_flag
 from rl_dist.telemetry import events
 
 # for the log files only: `launch` prints to the console, once
@@ -82,13 +81,5 @@ def run_as_rank(
     process_ends.report(**vars(report))
     events.close()
     if report.failed:  # without teardown, which could wait for the other ranks forever
-        flush_and_exit(report.exit_code or 1)
-    close_any_world()
-
-
-def flush_and_exit(code: int) -> NoReturn:
-    """Flush output and logs, and end this process without teardown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
-    os._exit(code)
+        process_ends.flush_and_leave(report.exit_code or 1)
+    close_world()

@@ -37,7 +37,7 @@ from rl_dist.errors import (
     report_to_caller,
     restarts_refused,
 )
-from rl_dist.launch.rank import RankFunction, RankReport, flush_and_exit, run_as_rank, run_guarded
+from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank, run_guarded
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.join import (
     ADDRESS_VARIABLES,
@@ -60,7 +60,7 @@ from rl_dist.process_group.process_ends import (
 )
 from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.process_group.world import (
-    close_any_world,
+    close_world,
     leave_world,
     stop_flag,
     threads_per_rank,
@@ -322,7 +322,7 @@ def launch(
     events.close(2.0 if pressed_twice else events.LIMIT_S)
     if report.failed and leave_world():
         # closing the process group could wait for ranks that are inside a collective
-        atexit.register(flush_and_exit, report.exit_code or 1)
+        atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
     return report.exit_code
 
 
@@ -330,7 +330,7 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     stop_flag.install(second_ends=True)
     report = run_guarded(fn, args)
     if not report.failed:
-        close_any_world()
+        close_world()
     if report.exit_code - 128 in STOP_SIGNALS and "TORCHELASTIC_RUN_ID" in os.environ:
         _await_agent()
     stop_flag.uninstall()

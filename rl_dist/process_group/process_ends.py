@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import mmap
 import os
 import signal
@@ -200,6 +201,14 @@ def leave(code: int) -> NoReturn:
     """End this process without teardown, after it has printed why."""
     report(exit_code=code)
     os._exit(code)
+
+
+def flush_and_leave(code: int) -> NoReturn:
+    """Flush output and logs, and end this process without teardown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    leave(code)
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:

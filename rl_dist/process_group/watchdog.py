@@ -26,12 +26,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rl_dist.process_group.process_ends import leave, report
+from rl_dist.process_group.process_ends import flush_and_leave, report
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,7 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
     if JOB_DIR_VARIABLE not in os.environ:  # else the launcher prints it, once
         sys.stderr.write(f"error: {summary}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
-    leave(exit_code)
+    flush_and_leave(exit_code)
 
 
 @dataclass
@@ -99,26 +96,25 @@ class Peer:
         return bool(self.status.place) and self.last - self.first >= STEADY_MESSAGES
 
 
+@dataclass
 class Verdicts:
     """Decides from statuses why a rank must end; knows no clock, thread or store."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        startup_timeout_s: float = STARTUP_TIMEOUT_S,
-        *,
-        watches_work: bool = False,
-    ) -> None:
-        self.rank, self.size = rank, size
-        self.timeout_s, self.startup_timeout_s = timeout_s, startup_timeout_s
-        self.watches_work = watches_work
-        self.period_s = min(PERIOD_S, timeout_s / 10, startup_timeout_s / 10)
-        self._own = RankStatus("")
-        self._since_s = self._heard_s = 0.0
-        self._looks = 0  # with the same status; a halted process does not look
-        self._peers: dict[int, Peer] = {}
+    rank: int
+    size: int
+    timeout_s: float
+    startup_timeout_s: float = STARTUP_TIMEOUT_S
+    watches_work: bool = False
+    _own: RankStatus = field(default_factory=RankStatus)
+    _since_s: float = 0.0  # when this rank's status changed last
+    _heard_s: float = 0.0  # when the store answered last
+    _looks: int = 0  # with the same status; a halted process does not look
+    _peers: dict[int, Peer] = field(default_factory=dict)
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two looks."""
+        return min(PERIOD_S, self.timeout_s / 10, self.startup_timeout_s / 10)
 
     def look(self, own: RankStatus, messages: Mapping[int, bytes] | None, now_s: float) -> str:
         """Return why this rank must end, or "".
@@ -128,7 +124,7 @@ class Verdicts:
             messages: of all ranks, number and status as JSON; None: the store did not answer.
             now_s: the time of this look; looks are `period_s` apart.
         """
-        if own != self._own:
+        if own != self._own or not self._looks:
             self._own, self._since_s, self._looks = own, now_s, 0
             self._peers.clear()
         self._looks += 1

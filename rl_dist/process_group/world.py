@@ -300,9 +300,15 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
     return torch.device("cuda", gpu)
 
 
-def close_world(world: World) -> None:
-    """Leave the process group; safe to call twice."""
+def close_world(world: World | None = None) -> None:
+    """Leave the process group, by default the open one; safe to call twice.
+
+    A process that has joined must: gloo's threads may abort it at its exit.
+    """
     global _current
+    world = world or _current
+    if world is None:
+        return
     if world.watchdog is not None:
         world.watchdog.close()
     if _current is world:
@@ -324,19 +330,13 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
     dist.destroy_process_group(group)
 
 
-def close_any_world() -> None:
-    """Close what a function left open: gloo's threads may abort an exiting process."""
-    if _current is not None:
-        close_world(_current)
-
-
 def leave_world() -> bool:
     """Let the other ranks know that this one has failed, without waiting for them.
 
     Returns True if their process group is open: this process must end by `os._exit`.
     """
     if _current is None or _current.size == 1 or _current.watchdog is None:
-        close_any_world()
+        close_world()
         return False
     _current.watchdog.close()
     return True
