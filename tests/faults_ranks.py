@@ -58,7 +58,7 @@ def restart_job(run_dir, env_id="Misbehaving-v0", at=20, env_restarts=1, iterati
 
 
 def restarts(world, folder):
-    """Environments misbehave and begin again."""
+    """Environments misbehave and are made again."""
     training, records, error = run(restart_job(folder), world)
     rollout = training.rollouts[2]  # the first only fills the normalisers
     ends = {"truncated": rollout.truncated, "terminated": rollout.terminated}
@@ -178,6 +178,6 @@ def survived(out_dir):
         results[name] = scenario(world, Path(out_dir, name))
     close_logging()
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
-    all_reduce_max(0, world)  # nobody leaves before the others have read what he sent
+    all_reduce_max(0, world)  # no rank leaves before the others have read its message
     close_world(world)
     return 0

@@ -229,7 +229,7 @@ def _announce_restart(report: RankReport, number: str, restarts: int, run_dir: P
     if run_dir is not None:
         newest = latest_checkpoint(run_dir)
         facts["iteration"] = iteration_in_name(newest) if newest else 0
-        message += f", going on from iteration {facts['iteration']}"
+        message += f", continuing from iteration {facts['iteration']}"
         RunDir(run_dir).update_state(phase="restarting", restarts=restarts)
     print(message, file=sys.stderr, flush=True)
     events.notify("restarted", message, **facts)

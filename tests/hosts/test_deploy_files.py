@@ -84,7 +84,7 @@ def test_the_command_trains_over_two_pods_and_goes_on_with_a_new_one(trainer, na
         network.hosts[pods[1]].kill()
         network.start(pods[1])
         second = start(1)
-        assert "going on from" in first.succeed(300)
+        assert "continuing from" in first.succeed(300)
         second.succeed(300)
     assert json.loads((tmp_path / "clstm-ppo/summary.json").read_text())["iteration"] == 30
     state = json.loads((tmp_path / "clstm-ppo/state.json").read_text())

@@ -51,7 +51,7 @@ def test_ray_starts_the_ranks_again_and_the_end_is_the_same(address, tmp_path):
     os.kill(ranks[1]["pid"], signal.SIGKILL)
     out, err = job.communicate(timeout=400)
     assert job.returncode == 0, out + err
-    assert (out + err).count("going on from") == 1
+    assert (out + err).count("continuing from") == 1
     alone = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", tmp_path / "alone")
     assert alone.communicate(timeout=300) and alone.returncode == 0
     assert result(run_dir) == result(tmp_path / "alone")

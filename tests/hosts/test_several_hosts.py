@@ -123,7 +123,7 @@ def test_a_host_with_other_code_is_refused_by_name(by_torchrun, network, tmp_pat
 def test_a_killed_host_is_replaced_and_the_run_goes_on_from_its_checkpoint(
     shared_disk, network, tmp_path, uninterrupted
 ):
-    """Or every host has a disk of its own under the same name."""
+    """Or every host has its disk under the same name."""
     (tmp_path / "disk").mkdir()
 
     def host(name):
@@ -140,7 +140,8 @@ def test_a_killed_host_is_replaced_and_the_run_goes_on_from_its_checkpoint(
     wait_for(lambda: saved(run_dir) >= 6, jobs[0])
     network.hosts["second"].kill()
     jobs[1] = torchrun(host("second"), *flags, cwd=tmp_path)
-    assert [job.succeed() for job in jobs][0].count("going on from") == 1
+    logs = [job.succeed() for job in jobs]
+    assert logs[0].count("continuing from") == 1
     assert result(run_dir) == uninterrupted
     assert [line["iteration"] for line in records(run_dir)] == list(range(1, ITERATIONS + 1))
     assert shared_disk or saved(tmp_path / "second/run") >= 6
@@ -154,7 +155,7 @@ def test_a_link_that_is_cut_for_20_s_costs_20_s(network, tmp_path, uninterrupted
     time.sleep(20)
     network.hosts["second"].link("up")
     for job in jobs:
-        assert "going on from" not in job.succeed()
+        assert "continuing from" not in job.succeed()
     assert result(run_dir) == uninterrupted
 
 
@@ -188,7 +189,7 @@ def test_of_one_to_two_hosts_one_may_come_and_leave_and_the_curve_is_that_of_one
 
 @pytest.mark.parametrize("network", [["first", "second", "third"]], indirect=True)
 def test_a_host_may_join_without_a_restart_that_counts(network, tmp_path):
-    """The first host's torchrun ends its rank at once, the second one's seconds later."""
+    """The first host's torchrun ends its rank immediately, the second one's seconds later."""
     flags = [*BY_THREE, "--run_dir", tmp_path / "run", "--resume", "auto"]
     flags += ["--on_event", f'echo "$RL_EVENT" >> {tmp_path}/events']
     options = {"nodes": "2:3", "restarts": 0, "conf": "last_call_timeout=2"}

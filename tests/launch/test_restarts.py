@@ -96,7 +96,9 @@ def test_a_rank_that_is_killed_costs_a_line_and_an_event_and_the_end_is_the_same
     (tmp_path / "go").touch()
     err = end_of(job)
     assert not list(temporary.glob("rl_dist_*"))
-    died = r"rank 1 \(process \d+\) was ended by SIGKILL: restart 1 of 2, going on from iteration 2"
+    died = (
+        r"rank 1 \(process \d+\) was ended by SIGKILL: restart 1 of 2, continuing from iteration 2"
+    )
     assert len(re.findall(f"^{died}$", err, re.MULTILINE)) == 1, err
     assert "Traceback" not in err and "error" not in err, err
     events = [json.loads(line) for line in (tmp_path / "events").read_text().split("\n") if line]
@@ -113,12 +115,12 @@ def test_a_rank_that_is_killed_costs_a_line_and_an_event_and_the_end_is_the_same
 @pytest.mark.parametrize(
     ("die", "says"),
     [
-        ("rollout 0 3 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("update 0 5 SIGSEGV", "SIGSEGV: restart 1 of 1, going on from iteration 4"),
-        ("checkpoint 0 4 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("checkpoint 1 4 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 2"),
-        ("update 1 1 SIGKILL", "SIGKILL: restart 1 of 1, going on from iteration 0"),
-        ("update 1 3 error", "RuntimeError: the roof .*1 of 1, going on from iteration 2"),
+        ("rollout 0 3 SIGKILL", "SIGKILL: restart 1 of 1, continuing from iteration 2"),
+        ("update 0 5 SIGSEGV", "SIGSEGV: restart 1 of 1, continuing from iteration 4"),
+        ("checkpoint 0 4 SIGKILL", "SIGKILL: restart 1 of 1, continuing from iteration 2"),
+        ("checkpoint 1 4 SIGKILL", "SIGKILL: restart 1 of 1, continuing from iteration 2"),
+        ("update 1 1 SIGKILL", "SIGKILL: restart 1 of 1, continuing from iteration 0"),
+        ("update 1 3 error", "RuntimeError: the roof .*1 of 1, continuing from iteration 2"),
         ("update 1 3 SIGKILL", ""),  # torchrun restarts it
     ],
 )
@@ -139,7 +141,7 @@ def test_on_more_ranks_a_restart_ends_the_same_too(tmp_path, monkeypatch):
     again = ["--run_dir", tmp_path / "run", "--max_restarts", "1"]
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, *again)
     end_of(straight)
-    assert "was ended by SIGKILL: restart 1 of 1, going on from iteration 2" in end_of(job)
+    assert "was ended by SIGKILL: restart 1 of 1, continuing from iteration 2" in end_of(job)
     assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "straight")
 
 

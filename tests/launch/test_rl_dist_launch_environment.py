@@ -218,7 +218,7 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, rank, capfd)
     says = f"rank {rank} did not meet all 2 ranks at MASTER_ADDR 127.0.0.1, MASTER_PORT {port}"
     with pytest.raises(ValueError, match=rf"{says} within 1 s \(--startup_timeout\)"):
         open_store(rank, 2, "", 1.0)
-    assert capfd.readouterr().err == ""  # nor does torch add pages of its own
+    assert capfd.readouterr().err == ""  # and torch adds no pages
 
 
 def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):

@@ -131,7 +131,7 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
 
     text = output.read_text()
     print(text)
-    assert text.count("going on from") == 1 and "stopped by SIGUSR1, saved" in text
+    assert text.count("continuing from") == 1 and "stopped by SIGUSR1, saved" in text
     assert [one["iteration"] for one in records(run_dir)] == list(range(1, ITERATIONS + 1))
     alone = tmp_path / "alone"
     straight = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone)
