@@ -53,8 +53,8 @@ class PolicyConfig:
     log_std_init: float = Field(-0.5, ge=-5, le=2)
     """Initial log standard deviation of continuous actions."""
     noise_color: float = Field(0.0, ge=0, le=2)
-    """Of the noise of continuous actions over time: 0 white, 1 pink; 0.5 to 1 reach sparse rewards
-    that white noise does not."""
+    """Colour over time of the noise of continuous actions: 0 white, 1 pink; 0.5 to 1 reach sparse
+    rewards that white noise does not."""
     squash_actions: bool = False
     """Bound continuous actions by tanh instead of clipping them: for actions with bounds."""
 

@@ -1,14 +1,15 @@
 """Counter-based random numbers: action noise, and the order of sequences.
 
-A number is a function of what it is for, such as (seed, global environment, lifetime step): it does
+A number is a function of its purpose, such as (seed, global environment, lifetime step): it does
 not depend on how environments are grouped onto ranks, there is no state to save, and integer
-operations make it on the CPU and on a GPU alike, for all environments at once. Source: Philox
-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+operations compute it on CPU and GPU, for all environments in one call. Source: Philox 4x32-10
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,18 +21,18 @@ from agents.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-CELLS = {"cpu": 2**15, "cuda": 2**22}  # of counters at once: a core's cache, or little memory
+CELLS = {"cpu": 2**15, "cuda": 2**22}  # counters in one call: a core's cache, or little memory
 
 
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random 32-bit words, int64, for the four of a counter; they broadcast."""
+    """Return four random 32-bit words, int64, of a counter's four; they broadcast."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(10):
-        # the low 64 bits of a product are right, though it wraps around; a mask takes off the sign
-        # that a shift drags along, and what c1 and c3 hold above their 32 bits
+        # The low 64 bits of a product are right, though it wraps around. A mask clears the sign that
+        # a shift copies, and the bits of c1 and c3 above 32.
         first, second = c0 * FACTORS[0], c2 * FACTORS[1]
         c0 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
         c2 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
@@ -41,7 +42,7 @@ def philox(
 
 
 def stream_key(seed: int, stream: int) -> tuple[int, int]:
-    """The key of a stream's numbers."""
+    """Return the key of a stream's numbers."""
     low, high = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint32).tolist()
     return low, high
 
@@ -55,23 +56,23 @@ def random_words(
     num_words: int,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Two tensors [num_steps, num_envs, num_words] of random 32-bit words."""
+    """Return two tensors [num_steps, num_envs, num_words] of random 32-bit words."""
     device = torch.device(device)
     key = stream_key(seed, NOISE_STREAM)
     num_counters = -(-num_words // 2)  # each step owns whole counters
     counters = torch.arange(num_counters, device=device)
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]  # [B, 1]
     steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
-    # by parts, for the memory of what is between
+    # in parts, which bounds the memory of intermediate results
     shape = (num_steps, num_envs, num_words)
     high, low = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-    at_once = max(1, CELLS[device.type] // (num_envs * num_counters))
-    for number, part in enumerate(steps.split(at_once)):
-        rows = slice(number * at_once, number * at_once + len(part))
-        first, second, *others = philox((counters, envs, part & MASK, part >> 32), key)
-        high[rows] = torch.stack([first, second], -1).flatten(-2)[:, :, :num_words]
-        low[rows] = torch.stack(others, -1).flatten(-2)[:, :, :num_words]
-        del first, second, others
+    size = max(1, CELLS[device.type] // (num_envs * num_counters))
+    parts = zip(steps.split(size), high.split(size), low.split(size), strict=True)
+    for part, high_rows, low_rows in parts:
+        words = philox((counters, envs, part & MASK, part >> 32), key)
+        high_rows.copy_(torch.stack(words[:2], -1).flatten(-2)[:, :, :num_words])
+        low_rows.copy_(torch.stack(words[2:], -1).flatten(-2)[:, :, :num_words])
+        del words
     return high, low
 
 
@@ -85,23 +86,23 @@ def action_noise(
     device: torch.device | str = "cpu",
     color: float = 0.0,
 ) -> Tensor:
-    """Noise [num_steps, num_envs, A] for a rollout, float64.
+    """Return noise [num_steps, num_envs, A] for a rollout, float64.
 
-    Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for every
-    choice of others: an action is the argmax of logits + noise, which samples the softmax exactly.
+    Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for choices:
+    an action is the argmax of logits + noise, which samples the softmax exactly.
     """
-    place = (seed, env_offset, num_envs, first_step, num_steps)
+    words = partial(random_words, seed, env_offset, num_envs, first_step, num_steps)
     # Gumbel, from uniforms in (0, 1) that are exact
     num_actions = spaces.utils.flatdim(space)  # numbers of a Box, choices of all others
     if not isinstance(space, spaces.Box):
-        high, low = random_words(*place, num_actions, device)
-        # in place, where there may be many choices
+        high, low = words(num_actions, device)
+        # in place, for there may be many choices
         bits = high.bitwise_left_shift_(20).bitwise_or_(low.bitwise_right_shift_(12))
         uniforms = bits.double().add_(0.5).mul_(2.0**-52)
         return uniforms.log_().neg_().log_().neg_()
 
     # normal, two by two, from a radius and an angle
-    radius_bits, angle_bits = random_words(*place, -(-num_actions // 2), device)
+    radius_bits, angle_bits = words(-(-num_actions // 2), device)
     radius = torch.sqrt(-2.0 * torch.log((radius_bits.double() + 0.5) * 2.0**-32))
     angle = angle_bits.double() * (2.0 * np.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
@@ -132,7 +133,7 @@ def colored(white: Tensor, exponent: float) -> Tensor:
 
 
 def stratum_size(num_minibatches: int, sequences_per_env: int) -> int:
-    """Neighbouring global environments that shuffle together; see docs/design.md."""
+    """Return the number of neighbouring environments that shuffle together."""
     return num_minibatches // math.gcd(num_minibatches, sequences_per_env)
 
 
@@ -144,7 +145,7 @@ def sequence_orders(
     sequences_per_env: int,
     num_minibatches: int,
 ) -> np.ndarray:
-    """This rank's sequences (k * B + b): [num_epochs, num_minibatches, sequences].
+    """Return this rank's sequences (k * B + b), [epochs, minibatches, sequences].
 
     Sequences are sorted by random keys within strata of global environments and every stratum gives
     each minibatch equally many, so the global minibatch does not depend on the number of ranks.

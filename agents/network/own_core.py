@@ -16,20 +16,20 @@ CONTRACT = "docs/own_environment.md has the contract of a core"
 
 def make_core(name: str, *sizes: int) -> nn.Module:
     """Make the core `module:Class` of num_inputs, hidden_size and num_layers."""
-    found = import_own("core", name)
+    core_class = import_own("core", name)
     try:
-        made = found(*sizes)
+        core = core_class(*sizes)
     except FOREIGN_ERRORS as error:
         raise UserError(f"core {name!r} cannot be made: {one_line(error)}: {CONTRACT}") from error
-    states = getattr(made, "num_states", None)
-    if not isinstance(made, nn.Module) or type(states) is not int or states < 0:
+    states = getattr(core, "num_states", None)
+    if not isinstance(core, nn.Module) or type(states) is not int or states < 0:
         raise UserError(f"core {name!r} is no torch module with num_states, a count: {CONTRACT}")
-    return made
+    return core
 
 
 @torch.no_grad()
 def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
-    """Refuse a core that breaks the contract: run it at once and step by step."""
+    """Refuse a core that breaks the contract: run it whole and step by step."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
 
@@ -40,10 +40,10 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
 
     def run(inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs, after = core(inputs, state)
-        found = tuple(outputs.shape), tuple(after.shape)
-        wanted = (*inputs.shape[:2], size), tuple(state.shape)
-        if found != wanted:
-            raise UserError(f"core {name!r} returns shapes {found}, not {wanted}: {CONTRACT}")
+        shapes = tuple(outputs.shape), tuple(after.shape)
+        expected = (*inputs.shape[:2], size), tuple(state.shape)
+        if shapes != expected:
+            raise UserError(f"core {name!r} returns shapes {shapes}, not {expected}: {CONTRACT}")
         return outputs, after
 
     def differs(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:

@@ -25,7 +25,7 @@ class Sizes:
 
 
 def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
-    """This rank's share of environments and batch; an error names the nearest sizes.
+    """Return this rank's share of environments and batch; errors name near sizes.
 
     Args:
         saved_num_envs: environments of all ranks in the run to resume, 0 for a fresh one. With weak
@@ -34,7 +34,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
 
-    # totals over all ranks: as the flags say, or so many times as much
+    # totals over all ranks: those of the flags, or `unit` times as large
     sequences_per_env = config.num_steps // config.bptt_steps
     unit_envs = config.num_envs or _default_num_envs(config.sequences_per_step, sequences_per_env)
     unit = 1
@@ -71,7 +71,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
 
 def shares_out(config: TrainConfig, num_ranks: int) -> bool:
-    """Return True if these sizes divide over so many ranks."""
+    """Return True if these sizes divide over this number of ranks."""
     try:
         shard_sizes(config, 0, num_ranks)
     except UserError:
@@ -89,12 +89,12 @@ def learning_rate_factor(growth: float, rule: str) -> float:
 
 
 def in_ranks(number: int) -> str:
-    """A number of ranks in words."""
+    """Return a number of ranks with its noun."""
     return f"{number} rank" + "s" * (number > 1)
 
 
 def _default_num_envs(batch_size: int, sequences_per_env: int) -> int:
-    """Two minibatches per epoch, or the next number that fits; the same for any number of ranks."""
+    """Return environments for two minibatches per epoch, on any number of ranks."""
     wanted = -(-2 * batch_size // sequences_per_env)
     return _nearest_num_envs(wanted, batch_size, sequences_per_env, num_ranks=1)[-1]
 
@@ -102,13 +102,13 @@ def _default_num_envs(batch_size: int, sequences_per_env: int) -> int:
 def _nearest_num_envs(
     num_envs: int, batch_size: int, sequences_per_env: int, num_ranks: int
 ) -> list[int]:
-    """`num_envs` if it fits, else the nearest that do, below (if any) and above."""
+    """Return `num_envs` if it fits, else the nearest that do, below and above."""
     step = math.lcm(num_ranks, batch_size // math.gcd(batch_size, sequences_per_env))
     return sorted({num_envs // step * step, -(-num_envs // step) * step} - {0})
 
 
 def _other_ranks(common: int, num_ranks: int) -> str:
-    """Return the flags with the nearest numbers of ranks that divide `common`."""
+    """Return flags with the nearest numbers of ranks that divide `common`."""
     divisors = [number for number in range(1, common + 1) if common % number == 0]
     near = [n for n in divisors if n < num_ranks][-1:] + [n for n in divisors if n > num_ranks][:1]
     return " or ".join(f"--num_gpus {number}" for number in near)
