@@ -1,6 +1,5 @@
 """What the ranks of the sharding tests run; spawned processes must be able to import it."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -106,20 +105,13 @@ def probe(out_dir, shard_size=0):
     ddp, _ = trained("ddp", world)
     trained("hybrid", world, shard_size=shard_size)[1][0].close()  # as strategy auto tries it
     hybrid, parts = trained("hybrid", world, shard_size=shard_size)
-    results = {"ddp": ddp, "hybrid": hybrid, "acted": act(parts[1])} | skip(world, *parts)
-    results |= resume(world, hybrid, shard_size) | accumulate(world, shard_size)
+    results = {"ddp": ddp, "hybrid": hybrid} | skip(world, *parts)
+    results |= accumulate(world, shard_size)
     results["refused optimizer"] = optimizer_refusal(world)
     results["trainings"] = trainings(world, Path(out_dir), shard_size)
     results["other calls"] = other_calls(world, shard_size)  # the last: a reduction stays undone
     torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
-
-
-def act(policy):
-    """Single steps and whole sequences of the bare policy, as collecting and evaluating do."""
-    obs, _, state, starts = batch()
-    sequence = [output.detach() for output in policy.network(obs, state)[0]]
-    return [*policy.act(obs[0], state, starts[0])[:3], *sequence]
 
 
 def skip(world, strategy, policy, module, optimizer):
@@ -133,25 +125,6 @@ def skip(world, strategy, policy, module, optimizer):
     return {
         "skipped": not bool(stepped) and parameter_hash(policy) == before and strategy.skipped == 1
     }
-
-
-def resume(world, hybrid, shard_size):
-    """Two more steps: going on, from whole states in hybrid, and from the same states in ddp."""
-    results = {}
-    sharded = {"mode": "hybrid", "shard_size": shard_size}
-    for name, options, first in (
-        ("again", sharded, 3),
-        ("as ddp", {"mode": "ddp"}, 3),
-        ("uninterrupted", sharded, 0),
-    ):
-        strategy, policy, module, optimizer = prepared(world=world, seed=33 * first, **options)
-        if first:
-            weights, state = copy.deepcopy((hybrid["module"], hybrid["optimizer"]))
-            strategy.load(weights, optimizer, state)
-        place = world.rank, world.size
-        train_steps(strategy, module, optimizer, place, count=5 - first, first=first)
-        results[name] = [parameter.detach().clone() for parameter in policy.parameters()]
-    return results
 
 
 def accumulate(world, shard_size):

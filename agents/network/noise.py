@@ -31,8 +31,8 @@ def philox(
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(10):
-        # The low 64 bits of a product are right, though it wraps around. A mask clears the sign that
-        # a shift copies, and the bits of c1 and c3 above 32.
+        # The low 64 bits of a product are right, though it wraps around. A mask clears the sign
+        # that a shift copies, and the bits of c1 and c3 above 32.
         first, second = c0 * FACTORS[0], c2 * FACTORS[1]
         c0 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
         c2 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)

@@ -16,7 +16,6 @@ from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import GROUP_TIMEOUT
-from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
 PIPELINE = FORMS["pipeline"]
@@ -116,12 +115,6 @@ def test_two_pairs_average_the_gradients_of_each_stage(tmp_path):
     ranks = launched(tmp_path, 4, BRIEFLY[:1])
     check_gradient(ranks)
     check_curve(ranks, BRIEFLY[0])
-
-
-def test_unknown_forms_are_refused():
-    for config in (LaunchConfig, StrategyConfig):
-        with pytest.raises(ValueError, match="hybrid_form must be .*diagonal"):
-            config(hybrid_form="diagonal")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_random_sizes_on_odd_numbers_of_ranks_work_or_every_proposal_does(num_ra
             "num_steps": 8 * int(rng.integers(1, 13)),
             "bptt_steps": 8,
             "scaling": str(rng.choice(["strong", "weak"])),
+            "grad_accumulation": int(rng.choice([1, 1, 2, 3])),
         }
         found = [{}]
         try:

@@ -64,13 +64,6 @@ def test_every_rank_holds_its_share_only(ranks):
     assert sum(held) == groups * total and max(held) < 0.7 * total
 
 
-def test_the_bare_policy_acts_with_whole_parameters(ranks):
-    for rank in ranks:
-        policy = make_policy(seed=5)
-        policy.load_state_dict(rank["hybrid"]["module"])
-        assert all(map(torch.equal, rank["acted"], sharding_ranks.act(policy)))
-
-
 def test_a_loss_that_is_no_number_on_one_rank_makes_all_ranks_skip_the_step(ranks):
     assert all(rank["skipped"] for rank in ranks)
 
@@ -82,12 +75,6 @@ def test_saved_states_are_those_of_ddp(ranks):
         assert hybrid["optimizer"]["param_groups"] == ddp["optimizer"]["param_groups"]
         torch.testing.assert_close(hybrid["optimizer"]["state"], ddp["optimizer"]["state"], **CLOSE)
         assert all(type(tensor) is torch.Tensor for tensor in hybrid["module"].values())
-
-
-def test_going_on_from_saved_states_is_going_on(ranks):
-    for rank in ranks:
-        assert all(map(torch.equal, rank["again"], rank["uninterrupted"]))
-        torch.testing.assert_close(rank["as ddp"], rank["uninterrupted"], **CLOSE)
 
 
 @pytest.mark.parametrize(
