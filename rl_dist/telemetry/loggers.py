@@ -21,20 +21,7 @@ PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their varia
 Settings = Mapping[str, Mapping[str, Any]]  # by section and name
 
 
-class Logger:
-    """Takes the scalars of every iteration; called on the main process only."""
-
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log numbers by name at an environment step."""
-
-    def flush(self) -> None:
-        """Put all that was written on disk, so that it survives this process."""
-
-    def close(self) -> None:
-        """Finish the run."""
-
-
-class Board(Logger):
+class Board:
     """TensorBoard's record of a folder."""
 
     def __init__(self, folder: str | Path, *, purge_step: int | None) -> None:
@@ -44,8 +31,8 @@ class Board(Logger):
 
         # it writes in a thread, every 10 s
         self.board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
-        self.flush = self.board.flush  # type: ignore[method-assign]
-        self.close = self.board.close  # type: ignore[method-assign]
+        self.flush = self.board.flush
+        self.close = self.board.close
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add scalars at a step."""
@@ -53,7 +40,7 @@ class Board(Logger):
             self.board.add_scalar(tag, value, step)
 
 
-class WandbLogger(Logger):
+class WandbLogger:
     """A run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
 
     def __init__(self, run_dir: Path, settings: Settings) -> None:
@@ -77,7 +64,7 @@ class WandbLogger(Logger):
         self.run.finish()
 
 
-class MlflowLogger(Logger):
+class MlflowLogger:
     """A run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
 
     def __init__(self, run_dir: Path, settings: Settings) -> None:
@@ -109,7 +96,7 @@ class MlflowLogger(Logger):
         self.client.set_terminated(self.run_id)
 
 
-LOGGERS: dict[str, Callable[[Path, Settings], Logger]] = {
+LOGGERS: dict[str, Callable[[Path, Settings], Any]] = {
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
@@ -118,9 +105,9 @@ LOGGERS: dict[str, Callable[[Path, Settings], Logger]] = {
 class Guarded:
     """A logger that ends with a warning when it fails: training continues."""
 
-    def __init__(self, name: str, opened: Logger) -> None:
-        self.name = name
-        self.logger: Logger | None = opened  # None: it has ended
+    def __init__(self, name: str, opened: Any) -> None:
+        """Guard an object with `write(scalars, step)`, `close` and perhaps `flush`."""
+        self.name, self.logger = name, opened
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
         """Log the numbers of a record that holds no NaN and no infinity."""
@@ -137,10 +124,10 @@ class Guarded:
 
     def _call(self, method: str, *args: Any) -> None:
         try:
-            if self.logger:
-                getattr(self.logger, method)(*args)
+            if call := getattr(self.logger, method, None):
+                call(*args)
         except FOREIGN_ERRORS as error:  # a disk, a network, foreign code: none may end a training
-            self.logger = None
+            self.logger = None  # it has ended
             reason = (error.strerror if isinstance(error, OSError) else "") or one_line(error)
             logger.warning("%s's record ends here: %s", self.name, reason)
 

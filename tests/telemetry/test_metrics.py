@@ -14,7 +14,7 @@ from rl_dist.files import read_messages
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry import loggers
-from rl_dist.telemetry.loggers import Guarded, Logger, named_loggers
+from rl_dist.telemetry.loggers import Guarded, named_loggers
 from rl_dist.telemetry.metrics import (
     MetricsWriter,
     NullWriter,
@@ -111,7 +111,7 @@ def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(t
 
 
 def test_a_logger_that_fails_ends_with_one_warning(caplog):
-    class Failing(Logger):
+    class Failing:
         def write(self, scalars, step):
             raise ConnectionError("no network")
 
