@@ -1,4 +1,4 @@
-"""Train with one of several programs, in turns with others; against_peers.py starts it.
+"""Train with one of several programs, in turns with others, for against_peers.py.
 
     python benchmarks/peers.py DRIVER [TASK] [--threads 2] [--ranks 1]
 
@@ -182,11 +182,9 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
             return obs, rewards.astype(np.float32), terminated | truncated, infos
 
     class Iterations(BaseCallback):
-        """Takes turns where a rollout begins, because an iteration ends there."""
-
         began = collected = 0.0
 
-        def _on_rollout_start(self) -> None:
+        def _on_rollout_start(self) -> None:  # an iteration ends here
             lengths = [episode["l"] for episode in self.model.ep_info_buffer or ()]
             turns.next(
                 collect_s=self.collected - self.began,
@@ -201,12 +199,13 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
         def _on_step(self) -> bool:
             return True
 
-    env: Any = Batch(StockLikeVectorEnv(NUM_ENVS)) if not task.discrete else None
-    heads = [task.hidden_size]  # each head has a tanh layer
-    network = {"lstm_hidden_size": task.hidden_size, "shared_lstm": True}
+    size = task.hidden_size
+    env: Any = Batch(StockLikeVectorEnv(NUM_ENVS))
+    if task.discrete:
+        env = make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=1)
     model = RecurrentPPO(
         "MlpLstmPolicy",
-        env or make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=1),
+        env,
         n_steps=NUM_STEPS,
         batch_size=MINIBATCH_STEPS,
         n_epochs=EPOCHS,
@@ -217,8 +216,12 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
         ent_coef=ENT_COEF,
         vf_coef=VF_COEF,
         max_grad_norm=MAX_GRAD_NORM,
-        policy_kwargs=network
-        | {"enable_critic_lstm": False, "net_arch": {"pi": heads, "vf": heads}},
+        policy_kwargs={
+            "lstm_hidden_size": size,
+            "shared_lstm": True,
+            "enable_critic_lstm": False,
+            "net_arch": {"pi": [size], "vf": [size]},  # each head has a tanh layer
+        },
         device="cpu",
         seed=1,
     )
@@ -226,10 +229,9 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
 
 
 def sb3_solve(task: Task, args: argparse.Namespace) -> None:
-    """Train RecurrentPPO on CartPole without velocities, as its authors tuned it.
+    """Train RecurrentPPO on CartPole without velocities; write our metrics after each rollout.
 
-    Writes a line of JSON after each rollout, with our trainer's keys. The settings are those of
-    CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
+    Source of the settings: CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
     """
     from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -257,7 +259,6 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
         return gymnasium.wrappers.TransformObservation(env, lambda obs: obs[::2], space)
 
     env = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed, wrapper_class=positions)
-    network = {"lstm_hidden_size": 64, "enable_critic_lstm": True, "ortho_init": False}
     model = RecurrentPPO(
         "MlpLstmPolicy",
         VecNormalize(env, norm_reward=False),
@@ -269,8 +270,12 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
         ent_coef=0.0,
         learning_rate=lambda left: left * 0.001,
         clip_range=lambda left: left * 0.2,
-        policy_kwargs=network
-        | {"activation_fn": torch.nn.ReLU, "net_arch": {"pi": [64], "vf": [64]}},
+        policy_kwargs={
+            "lstm_hidden_size": 64,
+            "ortho_init": False,
+            "activation_fn": nn.ReLU,
+            "net_arch": {"pi": [64], "vf": [64]},
+        },
         seed=args.seed,
         device="cpu",
     )
