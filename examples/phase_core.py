@@ -1,9 +1,9 @@
 """A core whose memory is not learned: fixed rotations keep the last steps as they were.
 
 Each channel drives `hidden_size` oscillators of different, fixed speeds, as in a linear recurrent
-unit (Orvieto et al., ICML 2023) whose eigenvalues are spread over the unit circle and not trained.
+unit (Orvieto et al., ICML 2023) with fixed eigenvalues that are spread over the unit circle.
 Together their phases hold the last 2 * hidden_size inputs: only writing and reading are trained.
-All steps of a sequence are computed at once.
+All steps of a sequence are computed together.
 
 python train_distributed.py --env popgym:popgym-RepeatPreviousMedium-v0 --preset memory \
     --policy own --core examples.phase_core:PhaseCore --bptt_steps 128 --gamma 0

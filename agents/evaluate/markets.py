@@ -29,15 +29,8 @@ EQUAL_WEIGHT = "equal weight"  # bought on the first day: the baseline of every 
 ZEROED = "ablation: policy, state zeroed"
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a day
 NAME_WIDTH = 34
-# heading: (figure, format); simulated returns are planted, so no percent and dollars of them
-SIMULATED_COLUMNS = {
+COLUMNS = {  # heading: (figure, format)
     "gap closed": ("gap_closed", "{:.0%}"),
-    "Sharpe": ("sharpe", "{:.2f}"),
-    "max DD": ("max_drawdown", "{:.1%}"),
-    "turnover": ("turnover", "{:.1f}"),
-    "exposure": ("exposure", "{:.0%}"),
-}
-REAL_COLUMNS = {
     "Sharpe": ("sharpe", "{:.2f}"),
     "return": ("cumulative_return", "{:.1%}"),
     "annual": ("annual_return", "{:.1%}"),
@@ -49,7 +42,10 @@ REAL_COLUMNS = {
     "fees $": ("fees_usd", "{:.0f}"),
     "exposure": ("exposure", "{:.0%}"),
 }
-HEADINGS = {
+# simulated returns are planted, so none of them is shown in percent or dollars
+SIMULATED_HEADINGS = ("gap closed", "Sharpe", "max DD", "turnover", "exposure")
+REAL_HEADINGS = tuple(COLUMNS)[1:]
+SPANS = {
     "train": "training span, in sample: the policy has learned from these days",
     "valid": "validation span: choose on these days",
     "test": "test span",
@@ -71,7 +67,7 @@ Record = dict[str, np.ndarray]
 
 
 class DiaryController(PolicyController):
-    """A policy whose record holds the weights and trades of every stock."""
+    """A policy for which the weights and trades of every stock are recorded."""
 
 
 def run_markets(
@@ -339,17 +335,17 @@ def report(
 
 def text_table(summaries: dict[str, dict[str, Any]], simulated: bool) -> str:
     """Return the summaries of all spans as one table."""
-    columns = SIMULATED_COLUMNS if simulated else REAL_COLUMNS
-    headings = "".join(f"{heading:>11}" for heading in columns)
-    lines = [f"{'':{NAME_WIDTH}}{headings}   difference to equal weight"]
+    headings = SIMULATED_HEADINGS if simulated else REAL_HEADINGS
+    titles = "".join(f"{heading:>11}" for heading in headings)
+    lines = [f"{'':{NAME_WIDTH}}{titles}   difference to equal weight"]
     for span, summary in summaries.items():
-        heading, num_days = HEADINGS[span], summary["num_days"]
+        about, num_days = SPANS[span], summary["num_days"]
         if simulated:
-            heading = f"memory benchmark, {summary['markets']} SIMULATED markets never trained on"
-        lines.append(f"{heading} ({' to '.join(summary['days'])}, {num_days} days)")
+            about = f"memory benchmark, {summary['markets']} SIMULATED markets never trained on"
+        lines.append(f"{about} ({' to '.join(summary['days'])}, {num_days} days)")
         for name, entry in (summary["policies"] | summary["ablation"]).items():
             line = f"  {name:<{NAME_WIDTH - 2}}"
-            for key, form in columns.values():
+            for key, form in (COLUMNS[heading] for heading in headings):
                 value = entry.get(key)
                 line += f"{'-' if value is None else form.format(value):>11}"
             if differences := entry.get("against_equal_weight"):

@@ -1,7 +1,7 @@
 """Export a trained policy as an ONNX model, and check it in ONNX Runtime.
 
-The model is one step without noise, whose state goes in and out; normaliser, reset and
-bounds of actions are inside.
+The model is one step without noise. Its state goes in and out; normaliser, reset and bounds of
+actions are inside.
 
 examples:
   python -m agents.export runs/my_run

@@ -47,7 +47,7 @@ TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) fo
 
 
 def agent_of(form, folder, extras=()):
-    """An agent as if it had been loaded, whose weights and statistics are random."""
+    """An agent as if it had been loaded, with random weights and statistics."""
     torch.manual_seed(4)
     config, observation, action = ALL[form]
     decoder = ActionDecoder(action, "here")
