@@ -23,9 +23,3 @@ def test_the_example_tells_the_same_on_two_ranks_to_the_last_image(
     assert one["samples"] == two["samples"] == 1001
     assert one["accuracy"] == two["accuracy"] and one["accuracy"] > 0.6
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
-
-
-@pytest.mark.slow  # starts two processes
-def test_the_command_tells_of_two_ranks_what_they_found(ranks_folder, tmp_path, monkeypatch):
-    found = classified(tmp_path / "two.json", monkeypatch, "--num_gpus", "2")
-    assert found == json.loads((ranks_folder / "figures.json").read_text())
