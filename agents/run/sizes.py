@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from agents.config import AUTO, TrainConfig
@@ -34,29 +36,26 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
 
-    # totals over all ranks: those of the flags, or `unit` times as large
+    # totals over all ranks: those of the flags, or a multiple of them
     sequences_per_env = config.num_steps // config.bptt_steps
-    unit_envs = config.num_envs or _default_num_envs(config.sequences_per_step, sequences_per_env)
-    unit = 1
-    if config.scaling == "weak":
-        unit = saved_num_envs // unit_envs or num_ranks
+    unit_envs, unit = _units(config, num_ranks, saved_num_envs)
     batch_size = config.sequences_per_step * unit
     num_envs = unit_envs * unit
     if saved_num_envs not in (0, num_envs):
         raise UserError(f"the checkpoint holds {saved_num_envs} environments, not {num_envs}")
-
-    # Every rank needs an equal share of environments and of each minibatch. Strata then divide as
-    # well: with batch_size = num_ranks * b, K = sequences_per_env and g = gcd(M, K), K / g divides
-    # b, so that the M * b / K environments of a rank are a multiple of the stratum M / g.
-    common = math.gcd(num_envs, config.batch_size * unit)
-    if common % num_ranks or num_envs * sequences_per_env % batch_size:
+    if not _fits(config, unit, num_ranks, unit_envs, config.batch_size):
         if saved_num_envs:
-            raise UserError(
-                f"the run to resume has {num_envs} environments and batches of "
-                f"{config.batch_size * unit} sequences in all, which do not divide over "
-                f"{in_ranks(num_ranks)}: try {_other_ranks(common, num_ranks)}"
-            )
-        raise UserError(_other_sizes(config, unit, unit_envs, num_ranks))
+            common = math.gcd(num_envs, config.batch_size * unit)
+            ranks = _nearest(num_ranks, common, lambda n: common % n == 0)
+            proposals = [f"--num_gpus {number}" for number in ranks]
+        else:
+            proposals = _proposals(config, unit, num_ranks, unit_envs)
+        raise UserError(
+            f"num_envs {num_envs} and batch_size {config.batch_size * unit} of all ranks, with "
+            f"num_steps {config.num_steps}, bptt_steps {config.bptt_steps} and grad_accumulation "
+            f"{config.grad_accumulation}, do not divide into whole minibatches over "
+            f"{in_ranks(num_ranks)}: try {' or '.join(proposals)}"
+        )
     return Sizes(
         num_envs=num_envs // num_ranks,
         env_offset=rank * (num_envs // num_ranks),
@@ -71,12 +70,28 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
 
 def shares_out(config: TrainConfig, num_ranks: int) -> bool:
-    """Return True if these sizes divide over this number of ranks."""
-    try:
-        shard_sizes(config, 0, num_ranks)
-    except UserError:
-        return False
-    return True
+    """Return True if these sizes divide over the ranks."""
+    unit_envs, unit = _units(config, num_ranks, 0)
+    return _fits(config, unit, num_ranks, unit_envs, config.batch_size)
+
+
+def _units(config: TrainConfig, num_ranks: int, saved_num_envs: int) -> tuple[int, int]:
+    """Return num_envs as the flags mean it, and how many times that all ranks have together."""
+    unit_envs = config.num_envs or _default_num_envs(config, config.batch_size)
+    strong = config.scaling == "strong"
+    return unit_envs, 1 if strong else saved_num_envs // unit_envs or num_ranks
+
+
+def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int) -> bool:
+    """Return True if every rank gets its share of environments and of each minibatch.
+
+    Strata then divide as well: with batch_size = num_ranks * b, K sequences per environment and
+    g = gcd(M, K), K / g divides b, so the M * b / K environments of a rank are a multiple of the
+    stratum M / g.
+    """
+    sequences = num_envs * (config.num_steps // config.bptt_steps)
+    whole = sequences % (batch_size * config.grad_accumulation) == 0
+    return whole and math.gcd(num_envs * unit, batch_size * unit) % num_ranks == 0
 
 
 def learning_rate_factor(growth: float, rule: str) -> float:
@@ -93,69 +108,39 @@ def in_ranks(number: int) -> str:
     return f"{number} rank" + "s" * (number > 1)
 
 
-def _default_num_envs(batch_size: int, sequences_per_env: int) -> int:
+def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
     """Return environments for two minibatches per epoch, on any number of ranks."""
-    wanted = -(-2 * batch_size // sequences_per_env)
-    return _nearest_num_envs(wanted, batch_size, sequences_per_env, num_ranks=1)[-1]
-
-
-def _nearest_num_envs(
-    num_envs: int, batch_size: int, sequences_per_env: int, num_ranks: int
-) -> list[int]:
-    """Return `num_envs` if it fits, else the nearest that do, below and above."""
-    step = math.lcm(num_ranks, batch_size // math.gcd(batch_size, sequences_per_env))
-    return sorted({num_envs // step * step, -(-num_envs // step) * step} - {0})
-
-
-def _other_ranks(common: int, num_ranks: int) -> str:
-    """Return flags with the nearest numbers of ranks that divide `common`."""
-    divisors = [number for number in range(1, common + 1) if common % number == 0]
-    near = [n for n in divisors if n < num_ranks][-1:] + [n for n in divisors if n > num_ranks][:1]
-    return " or ".join(f"--num_gpus {number}" for number in near)
-
-
-def _other_sizes(config: TrainConfig, unit: int, unit_envs: int, num_ranks: int) -> str:
-    """Return the error of a fresh run: names the flags with the nearest sizes that fit."""
     sequences_per_env = config.num_steps // config.bptt_steps
-    asked = config.batch_size * unit
-    if asked % num_ranks:
-        what = f"batch_size {asked} does not divide over {in_ranks(num_ranks)}"
-    else:
-        parts = config.grad_accumulation
-        times = f" times grad_accumulation {parts}" if parts > 1 else ""
-        what = (
-            f"num_envs {unit_envs} with num_steps {config.num_steps}, bptt_steps "
-            f"{config.bptt_steps}, batch_size {config.batch_size}{times} does not divide into "
-            f"whole minibatches over {in_ranks(num_ranks)}"
-        )
-    proposals: list[str] = []
-    below = asked // num_ranks * num_ranks
-    for batch_size in sorted({below, asked if below == asked else below + num_ranks} - {0}):
-        # weak scaling never needs another batch
-        change = f"--batch_size {batch_size} " if batch_size != asked else ""
-        step = batch_size * config.grad_accumulation
-        wanted = unit * (config.num_envs or _default_num_envs(step // unit, sequences_per_env))
-        near = _nearest_num_envs(wanted, step, sequences_per_env, num_ranks)
-        if change and near == [wanted]:
-            proposals.append(change.strip())
-        else:
-            proposals += [f"{change}--num_envs {count // unit}" for count in near]
-    if config.num_envs and asked % num_ranks == 0:  # the batch that is asked for fits these
-        near_batches = _nearest_batches(config, unit, sequences_per_env, num_ranks)
-        proposals += [f"--batch_size {batch_size}" for batch_size in near_batches]
-    return f"{what}: try {' or '.join(proposals)}"
+    sequences = batch_size * config.grad_accumulation
+    wanted = -(-2 * sequences // sequences_per_env)
+    return next(n for n in itertools.count(wanted) if n * sequences_per_env % sequences == 0)
 
 
-def _nearest_batches(
-    config: TrainConfig, unit: int, sequences_per_env: int, num_ranks: int
-) -> list[int]:
-    """Return the nearest values of batch_size, below and above, with the same num_envs."""
-    num_envs = config.num_envs * unit
-    num_batches, rest = divmod(config.num_envs * sequences_per_env, config.grad_accumulation)
-    fitting = [
-        size
-        for size in range(1, 0 if rest else num_batches + 1)
-        if num_batches % size == 0 and math.gcd(num_envs, size * unit) % num_ranks == 0
-    ]
-    below = [size for size in fitting if size < config.batch_size][-1:]
-    return below + [size for size in fitting if size > config.batch_size][:1]
+def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) -> list[str]:
+    """Return flags with the nearest sizes that fit, found by trying."""
+
+    def fits(envs: int, batch_size: int) -> bool:
+        return _fits(config, unit, num_ranks, envs, batch_size)
+
+    def follows(batch_size: int) -> bool:
+        return fits(_default_num_envs(config, batch_size), batch_size)
+
+    flags: list[str] = []
+    most = config.sequences_per_step * num_ranks * config.num_steps // config.bptt_steps
+    if config.batch_size * unit % num_ranks == 0:  # else no number of environments helps
+        envs = _nearest(num_envs, num_envs + most, lambda n: fits(n, config.batch_size))
+        flags = [f"--num_envs {number}" for number in envs]
+    following = _nearest(config.batch_size, config.batch_size + most, follows)
+    if not config.num_envs:
+        return flags + [f"--batch_size {number}" for number in following]
+    limit = config.num_envs * config.num_steps // config.bptt_steps
+    batches = _nearest(config.batch_size, limit, lambda n: fits(config.num_envs, n))
+    flags += [f"--batch_size {number}" for number in batches]
+    both = [f"--batch_size {n} --num_envs {_default_num_envs(config, n)}" for n in following]
+    return flags or both
+
+
+def _nearest(asked: int, most: int, fits: Callable[[int], bool]) -> list[int]:
+    """Return the nearest numbers below and above that fit."""
+    sides = range(asked - 1, 0, -1), range(asked + 1, most + 1)
+    return [number for side in sides for number in itertools.islice(filter(fits, side), 1)]
