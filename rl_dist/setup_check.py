@@ -141,9 +141,7 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
     """Return the checks of what is known before anything is measured."""
     version = tuple(map(int, re.findall(r"\d+", facts.software["torch"])[:2]))
     versions = ", ".join(f"{name} {number}" for name, number in facts.software.items())
-    share, limit = facts.cores // plan.num_ranks, facts.environment.get("OMP_NUM_THREADS", "")
-    busy = facts.load > 0.5 * facts.cores
-    few_threads = not busy and limit.isdecimal() and 0 < int(limit) < share
+    few, busy = facts.cores < plan.num_ranks, facts.load > 0.5 * facts.cores
     disk = facts.disk_error or f"{facts.disk_free_gib:.3g} GiB free"
     full = facts.disk_free_gib < LITTLE_DISK_GIB
     slowing = {
@@ -157,9 +155,8 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> list[Check]:
         check(
             "cores",
             f"{facts.cores} for {plan.num_ranks} rank(s), load {facts.load:.1f}",
-            (share < 1, WARNING, f"start no more ranks than cores: --num_gpus {facts.cores}"),
+            (few, WARNING, f"start no more ranks than cores: --num_gpus {facts.cores}"),
             (busy, WARNING, "times below are too long: check again when nothing else runs"),
-            (few_threads, WARNING, f"unset OMP_NUM_THREADS: each rank could use {share} threads"),
         ),
         check(
             "disk",

@@ -56,7 +56,6 @@ def verdicts(checks):
         ("GPUs", "warning", {"nvidia_gpus": 2}),
         ("cores", "warning", {"cores": 1}),
         ("cores", "warning", {"load": 7.0}),
-        ("cores", "warning", {"environment": {"OMP_NUM_THREADS": "2"}}),
         ("disk", "problem", {"disk_error": "Read-only file system"}),
         ("disk", "warning", {"disk_free_gib": 0.5}),
         ("NCCL_P2P_DISABLE", "warning", {"environment": {"NCCL_P2P_DISABLE": "1"}}),
