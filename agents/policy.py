@@ -108,7 +108,7 @@ class Policy(nn.Module):
     low_precision: torch.dtype | None = None
     zero: Tensor  # on the policy's device, as is
     mask_index: Tensor  # mask_columns
-    BATCH_AXES = (1, 1, 0, 1)  # of the sequences, in the inputs of `forward`; 1 in its outputs
+    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; 1 in its outputs
 
     def __init__(
         self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
@@ -237,7 +237,7 @@ class Policy(nn.Module):
 
         Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
         """
-        # without memory every step is a sequence of its own
+        # without memory every step is a separate sequence
         if not self.config.memory and len(obs) > 1:
             steps = obs.flatten(0, 1)[None]  # [1, L * N, F]
             outputs, _ = self.network(steps, self.initial_state(steps.shape[1]))
@@ -370,10 +370,10 @@ class Policy(nn.Module):
         return self.evaluate(actor, values, actions)
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
-        """Entropy [...] of choices where all that are allowed at obs [..., F] are alike."""
-        alike = obs.new_zeros(self.num_actions)  # logits; without masks the same everywhere
-        alike = self._allowed(alike, obs)
-        return self.distribution(alike).entropy().expand(obs.shape[:-1])
+        """Return the entropy [...] of equally likely choices, as allowed at obs [..., F]."""
+        equal = obs.new_zeros(self.num_actions)  # logits; without masks the same everywhere
+        equal = self._allowed(equal, obs)
+        return self.distribution(equal).entropy().expand(obs.shape[:-1])
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
         """Log probabilities and entropies of actions under the network's outputs."""

@@ -216,7 +216,7 @@ class PPO:
         self.config = config
         self.strategy = strategy
         self.world = strategy.world
-        self.num_microbatches = num_microbatches  # of a minibatch
+        self.num_microbatches = num_microbatches  # parts of a minibatch
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0

@@ -24,12 +24,12 @@ class Recorder:
 
     def __init__(self, world: World, clock: StepClock) -> None:
         self.world = world
-        self.clock = clock  # of gradient steps
+        self.clock = clock  # phases of gradient steps
         self.stragglers = Stragglers()
-        self.names_seen: set[str] = set()  # of metrics
+        self.names_seen: set[str] = set()  # metrics of earlier records
         self.restarts_seen = 0  # restarts of this rank's environments in earlier records
         self.started = 0.0
-        self.seconds: dict[str, float] = {}  # of the parts so far
+        self.seconds: dict[str, float] = {}  # by part of the iteration
 
     def begin(self) -> None:
         """Begin an iteration."""

@@ -136,7 +136,7 @@ class Training:
         if self.job.pretrained:
             self.job.pretrained.set_moments(self.normalizers.obs, self.normalizers.rewards)
         self.carry = self._reset()
-        self.env.take_metrics()  # of steps that do not count
+        self.env.take_metrics()  # those of the warm-up do not count
 
     def begin_iteration(self) -> float:
         """Count an iteration and set its learning rate, which is returned."""
@@ -237,7 +237,7 @@ class Training:
             "global_step": self.global_step,
             "episodes": self.episodes,
             **self.policy.shapes(),
-            "spaces": self.env.spaces_json,  # of the environment itself
+            "spaces": self.env.spaces_json,  # before they became rows
             "policy": policy,
             "optimizer": optimizer,
             "bad_in_a_row": self.ppo.bad_in_a_row,

@@ -58,8 +58,8 @@ class LSTMCore(nn.LSTM, RememberingCore):
     def _with_resets(
         self, inputs: Tensor, state: Tensor, resets: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Take resets as one more input, whose fixed weights shut input, forget, output gate."""
-        ((weights, *others),) = self.all_weights  # of one layer
+        """Take resets as one more input: fixed weights shut input, forget and output gate."""
+        ((weights, *others),) = self.all_weights  # a single layer
         shut = weights.new_full((4, self.hidden_size), SHUT)
         shut[2] = 0.0  # the candidates
         wide = torch.cat([weights, shut.view(-1, 1)], 1)
@@ -96,7 +96,7 @@ class GRUCore(nn.GRU, RememberingCore):
 
 
 class MinGRUCore(nn.Module):
-    """Layers of minGRU: gates see the inputs only, so all steps are computed at once.
+    """Layers of minGRU: gates see the inputs only, so all steps are computed together.
 
     Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
     scans in log space, which wants positive states; `scan` needs neither logarithms nor divisions.

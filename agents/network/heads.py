@@ -17,12 +17,12 @@ ActionSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.Box
 
 
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
-    """Give the choices whose mask [..., A] is 0 the probability 0, and no gradient."""
+    """Give choices with a mask [..., A] of 0 the probability 0, and no gradient."""
     return torch.where(mask > 0.5, logits, FORBIDDEN)
 
 
 class Choices(nn.Module):
-    """Several choices at once: logits [..., A] in a row, padded to [..., D, K]."""
+    """Several choices in one action: logits [..., A] in a row, padded to [..., D, K]."""
 
     index: Tensor  # [D, K] place of each choice among the logits
     padding: Tensor  # [D, K] bool
@@ -54,7 +54,7 @@ def gaussian(means: Tensor, log_std: Tensor) -> Distribution:
 class SquashedNormal(Distribution):
     """tanh of a normal variable, of actions [..., A] within (-1, 1)."""
 
-    NODES = 24  # of the quadrature of the entropy
+    NODES = 24  # points of the entropy's quadrature
 
     def __init__(self, means: Tensor, log_std: Tensor) -> None:
         super().__init__(means.shape[:-1], means.shape[-1:], validate_args=False)

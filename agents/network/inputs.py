@@ -16,7 +16,7 @@ from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 
 LARGEST_MAP = 6  # pixels along each side of the last convolution's output
-CHANNELS = (16, 32, 64)  # of the first convolutions; later ones have as many as the last
+CHANNELS = (16, 32, 64)  # first convolutions; later ones have the last number
 
 
 class RunningMoments(nn.Module):

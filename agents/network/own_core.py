@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
-STEPS, ROWS = 7, 3  # of the trial
+STEPS, ROWS = 7, 3  # size of the trial
 CONTRACT = "docs/own_environment.md has the contract of a core"
 
 

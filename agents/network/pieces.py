@@ -82,7 +82,7 @@ def plan_pieces(
         column = np.repeat(np.arange(len(batch)), batch_counts)[order]
         first_cells = starts[pieces] * len(batch) + column
         table = np.stack([column, first_cells, lengths[pieces] - 1, stateful[pieces]])
-        bounds = np.flatnonzero(np.diff(level[pieces], prepend=-2, append=99))  # of levels
+        bounds = np.flatnonzero(np.diff(level[pieces], prepend=-2, append=99))  # between levels
         longest = np.maximum.reduceat(table[2], bounds[:-1]) + 1
         splits = cheapest_splits(np.diff(bounds).tolist(), longest.tolist(), call_steps)
         groups = np.split(table, bounds[splits[1:]], axis=1)
@@ -156,7 +156,7 @@ def best_fit(
         pieces = waiting[length]
         while pieces:
             left = min((n for n, rows in rows_with.items() if n > length and rows), default=0)
-            if not left:  # new rows, each for as many of these as it holds
+            if not left:  # new rows, filled with these
                 left = num_steps + 1
                 count = -(-len(pieces) // (left // (length + 1)))
                 rows_with[left] = list(range(num_rows, num_rows + count))

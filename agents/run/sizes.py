@@ -22,7 +22,7 @@ class Sizes:
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
-    learning_rate_factor: float = 1.0  # of lr_scaling
+    learning_rate_factor: float = 1.0  # by lr_scaling
     num_microbatches: int = 1  # microbatches of a gradient step, one after the other
 
 

@@ -75,7 +75,7 @@ def _compiler_settings() -> Iterator[None]:
 
 
 def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: World) -> OrderedDDP:
-    """Wrap a module of so many bytes; all its gradients travel in one bucket."""
+    """Wrap a module; all its gradients, `num_bytes` in all, travel in one bucket."""
     with world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
         # newer torch wants another name for it, which 2.11 does not know
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)

@@ -51,7 +51,7 @@ class Shards:
             self.mesh = make_mesh(world, shape)
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
-        # then divides: gloo has no mean of its own
+        # then divides: gloo has no mean
         self._unit.set_force_sum_reduction_for_comms(True)
         reducing: Any = _AnnouncedReduceScatter(world)  # torch keeps the base classes to itself
         gathering: Any = _NamedAllGather(world)
@@ -83,7 +83,7 @@ class Shards:
         return square.sqrt().to(own.dtype)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the sharded gradient, whose whole has this norm, down to `max_norm`."""
+        """Scale the sharded gradient of this norm down to `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         for shard in self._gradients():
             shard.mul_(factor)
@@ -91,7 +91,7 @@ class Shards:
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
-            state = _whole(self.module.state_dict())  # which first drops the whole parameters
+            state = _whole(self.module.state_dict())  # drops the whole parameters first
         self.unshard()
         return state
 

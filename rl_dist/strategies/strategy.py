@@ -63,15 +63,15 @@ class Strategy:
         self.overflowed: Tensor | bool = False
         self.module: nn.Module | None = None  # as wrapped last
         self.bare: Any = None  # the module inside
-        self.parameters: list[nn.Parameter] = []  # of the optimizer: shards in mode hybrid
+        self.parameters: list[nn.Parameter] = []  # for the optimizer: shards in mode hybrid
         self.shards: Shards | None = None
-        self.mesh: DeviceMesh | None = None  # of hybrid
+        self.mesh: DeviceMesh | None = None  # in mode hybrid
         self.gradient_bytes = 0
         self._skipped: Tensor | int = 0
         self.unequal_devices = False
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module whose forward trains it; it must be on the world's device.
+        """Return a wrapped module, trained by its forward; it must be on world.device.
 
         Only a loss computed through the returned module's `forward` is reduced; calling the inner
         module directly trains replicas apart without any error.
