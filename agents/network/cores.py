@@ -96,7 +96,7 @@ class GRUCore(nn.GRU, RememberingCore):
 
 
 class MinGRUCore(nn.Module):
-    """Layers of minGRU: gates see the inputs only, so all steps are computed together.
+    """Layers of minGRU: gates see the inputs only, so steps are computed together.
 
     Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
     scans in log space, which wants positive states; `scan` needs neither logarithms nor divisions.
