@@ -72,12 +72,13 @@ def make_vector_env(
     def make_batch(count: int) -> VectorEnv[Any, Any, Any]:
         return gymnasium.make_vec(batched, count, vectorization_mode="vector_entry_point", **kwargs)
 
-    envs: Any = None
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
-    if batched.vector_entry_point and not one_by_one and _seeds_each(make_batch):
-        envs = make_batch(num_envs)
     try:
-        envs = envs or [make() for _ in range(num_envs)]
+        envs: Any
+        if batched.vector_entry_point and not one_by_one and _seeds_each(make_batch):
+            envs = make_batch(num_envs)
+        else:
+            envs = [make() for _ in range(num_envs)]
     except BaseException as error:
         if not is_own_fault(error):
             raise

@@ -94,32 +94,25 @@ def end_process(message: str) -> None:
     os._exit(1)
 
 
+@dataclass(eq=False)
 class HangWatch:
-    """Makes the calls into environments and watches them.
+    """Makes the calls into environments and watches them."""
 
-    `describe` names the environment of a row (None: all of them) and its problem, in one line;
-    `end` ends the process and must not return; the rest as in `TorchVectorEnv`.
-    """
+    timeout_s: float  # longest time for a call; 0: any
+    # names the environment of a row (None: all of them) and its problem, in one line
+    describe: Callable[[int | None, str], str]
+    end: Callable[[str], None]  # ends the process; must not return
+    heartbeat: Callable[[], None]  # reports progress
+    row: int | None = None  # called now, or last
 
-    def __init__(
-        self,
-        timeout_s: float,
-        describe: Callable[[int | None, str], str],
-        end: Callable[[str], None],
-        heartbeat: Callable[[], None],
-    ) -> None:
-        self.describe = describe
-        self.row: int | None = None  # called now, or last
-        self._timeout_s = timeout_s
-        self._end = end
-        self._heartbeat = heartbeat
+    def __post_init__(self) -> None:
         self._call = 0  # number of the call under way, or of the last one
         self._busy = False
         self._suspect = 0  # number of the call that the signal is meant for
         self._closed = threading.Event()
         self._thread = threading.current_thread()
-        self.problem = f"did not come back within {timeout_s:g} s (--env_timeout)"
-        if timeout_s:
+        self.problem = f"did not come back within {self.timeout_s:g} s (--env_timeout)"
+        if self.timeout_s:
             if self._thread is threading.main_thread():
                 signal.signal(_SIGNAL, _interrupt)
             _watches.add(self)
@@ -128,7 +121,7 @@ class HangWatch:
     def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
         """Call into the environment of a row (None: all); RowFaultError if it fails."""
         self.row = row
-        self._heartbeat()
+        self.heartbeat()
         self._call += 1
         try:
             self._busy = True
@@ -147,7 +140,7 @@ class HangWatch:
         finally:
             if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
                 problem = "closed files and connections that are not its own: the process ends"
-                self._end(self.describe(row, problem))
+                self.end(self.describe(row, problem))
 
     def close_env(self, row: int | None, env: Any) -> None:
         """Close an environment or a batch; a failure is only logged."""
@@ -163,10 +156,10 @@ class HangWatch:
 
     def _watch(self) -> None:
         last_call, since_s = 0, 0.0
-        while not self._closed.wait(min(1.0, max(0.05, self._timeout_s / 20))):
+        while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
             # end the process from outside Python, should this thread not run for so long
             if sys.__stderr__ is not None and not sys.__stderr__.closed:
-                limit_s = max(self._timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
+                limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
                 with suppress(RuntimeError):  # no thread can start: the other steps are left
                     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
             call, now_s = self._call, time.monotonic()
@@ -174,16 +167,16 @@ class HangWatch:
                 last_call, since_s = call, now_s
             if not self._busy:
                 continue
-            self._heartbeat()
+            self.heartbeat()
             waited_s = now_s - since_s
-            if waited_s >= self._timeout_s + GRACE_S:
+            if waited_s >= self.timeout_s + GRACE_S:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 stack = "".join(traceback.format_stack(frame)) if frame else ""
                 problem = f"{self.problem} and cannot be interrupted: the process ends"
                 message = self.describe(self.row, problem)
                 _LOGGER.info("%s; it is at\n%s", message, stack)
-                self._end(message)
-            elif waited_s >= self._timeout_s and self._suspect != call:
+                self.end(message)
+            elif waited_s >= self.timeout_s and self._suspect != call:
                 self._suspect = call
                 if self._thread is threading.main_thread() and self._thread.ident:
                     signal.pthread_kill(self._thread.ident, _SIGNAL)

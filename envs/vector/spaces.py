@@ -339,7 +339,7 @@ def from_json(text: str) -> tuple[Space, Space]:
     """Invert `to_json`. Raises ValueError: the text is something else."""
     try:
         observation, action = map(_space, json.loads(text))
-    except (ValueError, TypeError, LookupError, AssertionError) as error:
+    except (ValueError, TypeError, LookupError, AssertionError, MemoryError) as error:
         raise ValueError(f"the saved spaces cannot be read: {error}") from None
     return observation, action
 
@@ -371,7 +371,11 @@ def _space(plain: dict[str, Any]) -> Space:
     if kind == "Tuple":
         return spaces.Tuple([_space(part) for part in plain["parts"]])
     if kind == "Box":
-        dtype, shape = np.dtype(plain["dtype"]), plain["shape"]
-        low, high = (np.resize(np.array(plain[end], dtype), shape) for end in ("low", "high"))
+        dtype = np.dtype(plain["dtype"])
+        shape = plain["shape"]
+        low, high = (
+            np.broadcast_to(np.array(plain[end], dtype), math.prod(shape)).reshape(shape)
+            for end in ("low", "high")
+        )
         return spaces.Box(low, high, dtype=dtype.type)
     return {space.__name__: space for space in _ARGUMENTS}[kind](**plain)
