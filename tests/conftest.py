@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 
+# numpy reads it when it is imported: on a busy machine its second thread costs ten times the work
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from filelock import FileLock
@@ -15,7 +18,6 @@ from filelock import FileLock
 # The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is
 # busy. The trainings that tests start see the variable.
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What one process has compiled serves the next ones: 0.2 s of each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell starts background jobs with SIGINT ignored, and every training of a test would inherit
