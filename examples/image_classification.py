@@ -28,7 +28,8 @@ from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
+from rl_dist.supervised.config import FitConfig
+from rl_dist.supervised.fit import accuracy, evaluate, fit
 
 CLASSES = ("disc", "ring", "cross", "stripes")
 SIZE = 16  # pixels each way

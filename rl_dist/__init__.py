@@ -28,7 +28,7 @@ _HOMES = {
     "check_loader": "supervised.batches",
     "Strategy": "strategies.strategy",
     "StrategyConfig": "strategies.config",
-    "FitConfig": "supervised.fit",
+    "FitConfig": "supervised.config",
     "accuracy": "supervised.fit",
     "evaluate": "supervised.fit",
     "fit": "supervised.fit",

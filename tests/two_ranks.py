@@ -19,7 +19,7 @@ import strategy_ranks
 import supervised_ranks
 
 from examples import image_classification
-from rl_dist.supervised.fit import FitConfig
+from rl_dist.supervised.config import FitConfig
 
 
 def classify_images(out_dir, epochs=2):

@@ -43,7 +43,8 @@ from rl_dist.process_group.world import World, open_world
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.adam import EagerAdam
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.fit import FitConfig, FitResult, fit
+from rl_dist.supervised.config import FitConfig, FitResult
+from rl_dist.supervised.fit import fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 

@@ -39,7 +39,8 @@ from rl_dist.process_group.world import World, stop_flag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import BatchError, SharedLoader, to_device
-from rl_dist.supervised.fit import FitConfig, evaluate, fit
+from rl_dist.supervised.config import FitConfig
+from rl_dist.supervised.fit import evaluate, fit
 
 SAMPLES = TensorDataset(torch.arange(8), torch.arange(8))
 TRAIN = DataLoader(blobs(48), batch_size=8)
