@@ -344,9 +344,8 @@ def leave_world() -> bool:
 
 def _stay_on_loopback() -> None:
     """Keep one machine's traffic off the network; a variable set by the user is respected."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in INTERFACES if loopback else ():
         if variable not in os.environ:
-            os.environ[variable] = str(loopback)
+            os.environ[variable] = loopback[0]
             _bound.append(variable)
