@@ -9,25 +9,23 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from tqdm import tqdm
 
 from rl_dist.errors import UserError, did_you_mean, one_line, unwritable
 from rl_dist.files import LOG_FORMAT, log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
+from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 STATE_EVERY_S = 1.0  # in training
-LINE_EVERY_S = 5.0  # between two lines of progress
-LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
 
 
 # ---- writers
@@ -143,8 +141,9 @@ class MetricsWriter(NullWriter):
         self._state_s = -math.inf
 
     def say(self, text: str) -> None:
-        """Print a line."""
-        print(text, flush=True)
+        """Print a line above the progress."""
+        tqdm.write(text)
+        sys.stdout.flush()
 
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
@@ -227,53 +226,6 @@ def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
         log_once(f"{flag} {name}: no environment has given it so far: {fix}")
 
 
-# ---- progress
-
-
-class Progress:
-    """Prints the progress of a training, a line every few seconds."""
-
-    def __init__(self, total: int, unit: str, start: int) -> None:
-        """Begin at `start`, above 0 on resume."""
-        self._total, self._unit, self._start = total, unit, start
-        self._began_s = time.monotonic()
-        self._printed_s = -math.inf
-        self._rates: deque[float] = deque(maxlen=LATEST)
-        self._figures: dict[str, str] = {}
-        self._line = ""  # not printed yet
-
-    def show(self, record: Mapping[str, Any], done: int) -> None:
-        """Take an iteration's metrics."""
-        if record.get("time/sps") is not None:
-            self._rates.append(record["time/sps"])
-            self._figures["steps/s"] = _short(median(self._rates))
-        for name in ("episode/return", "valid/sharpe", "valid/return"):
-            if record.get(name) is not None:
-                when = f" (iteration {record['iteration']})" if name.startswith("valid") else ""
-                self._figures[name.removeprefix("episode/")] = _short(record[name]) + when
-        now_s = time.monotonic()
-        done = min(done, self._total)  # the last iteration exceeds the budget
-        seconds = (now_s - self._began_s) * (self._total - done) / max(1, done - self._start)
-        figures = ", ".join(f"{name}={value}" for name, value in self._figures.items())
-        self._line = (
-            f"iteration {record['iteration']} | {done:,}/{self._total:,} {self._unit} "
-            f"({done / self._total:.0%}), {figures} | {timedelta(seconds=round(seconds))} left"
-        )
-        if now_s - self._printed_s >= LINE_EVERY_S:
-            self._printed_s = now_s
-            self.close()
-
-    def close(self) -> None:
-        """Print the last line; safe to call twice."""
-        if self._line:
-            print(self._line, file=sys.stderr, flush=True)
-        self._line = ""
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 # ---- logs
 
 _handlers: list[logging.Handler] = []  # added by `setup_logging`
@@ -284,7 +236,7 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
-            print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr, flush=True)
+            tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> None:

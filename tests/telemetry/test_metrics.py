@@ -18,11 +18,11 @@ from rl_dist.telemetry.loggers import Guarded, named_loggers
 from rl_dist.telemetry.metrics import (
     MetricsWriter,
     NullWriter,
-    Progress,
     close_logging,
     open_writer,
     setup_logging,
 )
+from rl_dist.telemetry.progress import Progress
 
 CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
 
@@ -172,9 +172,16 @@ def test_progress_is_a_few_plain_lines(capsys):
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("iteration 1 | 33/96 episodes (34%)")
     # 99 episodes have ended
-    assert last.startswith("iteration 3 | 96/96 episodes (100%)") and last.endswith("0:00:00 left")
+    assert last.startswith("iteration 3 | 96/96 episodes (100%)") and last.endswith("00:00 left")
     for figure in ("steps/s=7,123", "return=0.25", "valid/return=0.5 (iteration 1)", " left"):
         assert figure in first and figure in last
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    show([50.0], total=40, start=5)
+    err = capsys.readouterr().err
+    assert "38/40" in err and "return=0.25" in err and err.count("\n") == 1
 
 
 def test_the_throughput_shown_is_the_median_of_the_latest_iterations(capsys):
