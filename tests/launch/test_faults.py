@@ -284,7 +284,7 @@ ON_3 = ["--num_gpus", 3, "--num_envs", 6, "--batch_size", 6]
 @pytest.mark.parametrize(
     ("odd", "flags", "says"),
     [
-        ("callback exit -1", [], "callback 'odd_code:call' raised SystemExit: 0"),
+        ("callback exit -1", [], "callback odd_code:call raised SystemExit: 0"),
         ("core exit 0", ON_2, "rank 0 failed with SystemExit: 0"),
         ("logger exit -1", [], ""),  # it costs its record only
         ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
