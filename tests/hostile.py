@@ -305,6 +305,7 @@ CASES = {
         for name, values in COUNTS.items()
         for value in values
         for command in (f"train {TINY} --run_dir new", "pretrain --run_dir new", EVALUATE)
+        if name == "RESTART_COUNT" or command.startswith("train")
     },
 }  # fmt: skip
 

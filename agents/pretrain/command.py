@@ -348,16 +348,19 @@ def main() -> int:
             held.enter_context(run.hold() if resume else run.hold_new())
             print(f"run directory: {run.path}", flush=True)
             run.write_config(saved_form(config))
-        code = launch(
-            run_rank,
-            (config, resolved, run, bool(resume)),
-            resolved.num_ranks,
-            max_restarts=config.launch.max_restarts,
-            run_dir=run.path,
-            threads=resolved.threads,
-        )
-        # a new run that failed leaves its logs at most; the folder may be another's by now
-        if code and not resume and run.lock and run.is_in_place():
-            close_logging()
-            run.discard_unstarted(code)
+        code = 1
+        try:
+            code = launch(
+                run_rank,
+                (config, resolved, run, bool(resume)),
+                resolved.num_ranks,
+                max_restarts=config.launch.max_restarts,
+                run_dir=run.path,
+                threads=resolved.threads,
+            )
+        finally:
+            # a new run that failed leaves its logs at most; the folder may be another's by now
+            if code and not resume and run.lock and run.is_in_place():
+                close_logging()
+                run.discard_unstarted(code)
         return code

@@ -171,7 +171,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         run_dir = Path(resume)
         if not (run_dir / CHECKPOINT_DIR).is_dir():
             fix = runs_below(run_dir) or "give the directory of a run"
-            raise UserError(f"--resume {resume} holds no {CHECKPOINT_DIR}/: {fix}")
+            raise UserError(f"--resume needs a folder {run_dir / CHECKPOINT_DIR}: {fix}")
     elif run_dir and is_first() and not RunDir(run_dir).is_unused():
         raise UserError(
             f"run_dir {run_dir} is not empty: continue its run with --resume {run_dir}, or name "

@@ -101,13 +101,14 @@ def prepare(
         is_new = not found and (run_dir is None or RunDir(run_dir).is_unused())
         directory = lock or RunDir(run_dir or RUNS)
         if is_first():
+            restarts = restart_count()
             announce(config, resolved, found)
             if not lock:
                 directory = RunDir(run_dir) if run_dir else RunDir.fresh(RUNS)
                 held.enter_context(directory.hold_new())
             run_dir = directory.path
             events.configure(config.launch.on_event, run_dir)
-            _notify_restart(directory, found)
+            _notify_restart(directory, found, restarts)
             _record(directory, config, resolved, found)
             if parsed.extra.quick:
                 print("--quick shows the whole path; it is too short to learn anything", flush=True)
@@ -136,19 +137,18 @@ def _resolve(launch: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch]:
     return launch, resolved
 
 
-def _notify_restart(directory: RunDir, found: Found | None) -> None:
+def _notify_restart(directory: RunDir, found: Found | None, restarts: int) -> None:
     """Send the event of a restart by torchrun, also for a host that came or left.
 
     Our own launcher sends this event itself.
     """
-    count = restart_count()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     with suppress(OSError, UserError):
         state = directory.state()
-        if count or (state is not None and state.phase not in ENDED):
+        if restarts or (state is not None and state.phase not in ENDED):
             where = found.path if found else "the beginning"
-            events.notify("restarted", f"continuing from {where}", restart=count)
+            events.notify("restarted", f"continuing from {where}", restart=restarts)
 
 
 def _record(
