@@ -370,8 +370,8 @@ def test_a_fresh_start_or_a_bad_resume_does_not_touch_another_run(finished, monk
     for flags, named in [
         (["--run_dir", run_dir], f"--resume {run_dir}"),
         (["--resume", run_dir, "--hidden_size", "16"], "--hidden_size 16 (it has 8)"),
-        (["--resume", latest_checkpoint(run_dir)], f"--resume {latest_checkpoint(run_dir)}"),
-        (["--resume", run_dir / "checkpoints"], f"--resume {run_dir}/checkpoints"),
+        (["--resume", latest_checkpoint(run_dir)], str(latest_checkpoint(run_dir))),
+        (["--resume", run_dir / "checkpoints"], f"{run_dir}/checkpoints"),
         (["--resume", run_dir.parent], f"name one: {run_dir}"),
     ]:
         assert train_here(monkeypatch, *flags) == 2
