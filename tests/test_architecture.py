@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_FIRST_LINE = 15, 10, 450, 80, 79
+MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_FIRST_LINE = 15, 10, 400, 80, 79
 MAX_LEARNER = 65  # lines of `update` and `collect`
 # Totals only fall. Tokens, because packing lines does not lower them.
 MAX_SIZES = {
-    "tokens of source": 158_900,
-    "tokens of tests": 180_900,
-    "tokens of benchmarks": 22_100,
+    "tokens of source": 140_600,
+    "tokens of tests": 159_000,
+    "tokens of benchmarks": 16_600,
     "lines of README.md": 150,
-    "tokens of the path to loss.backward()": 23_900,
+    "tokens of the path to loss.backward()": 22_600,
 }
 # what a reader meets between the main function of a rank and loss.backward()
 READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
-    r"|agents/network/(sequences|minibatches|cores|heads|inputs|normalize|encoders|noise)\.py"
+    r"|agents/network/(sequences|pieces|minibatches|cores|heads|inputs|noise)\.py"
 )
 FILES = {  # what is counted together
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
