@@ -40,7 +40,7 @@ SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
 
 
 # The defaults of a kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md; rewards that
-# credit a trade at once need neither a long horizon nor long traces.
+# credit a trade immediately need neither a long horizon nor long traces.
 _SMALL = {
     "total_steps": 200_000,
     "batch_size": 8,
@@ -88,7 +88,7 @@ MAIN_FLAGS = {  # --help shows these
 
 @configuration
 class TrainConfig:
-    """How long and how large to train, and what to keep."""
+    """Length and sizes of a training, and the checkpoints that it keeps."""
 
     num_episodes: int = Field(5000, ge=1, le=10**12)
     """Training episodes, total over all ranks."""
@@ -140,7 +140,8 @@ class TrainConfig:
     """Keep the checkpoint with the highest value of this metric, such as episode/return, as
     checkpoints/best.pt; auto: valid/sharpe or valid/return, whichever the run has; off: none."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written, as on a full disk: stop, or train on."""
+    """Reaction to a checkpoint that cannot be written, for example on a full disk: end the run, or
+    continue it without this checkpoint."""
     sync_check_every: int = Field(5, ge=0, le=10**9)
     """Compare the parameters of all ranks after this many iterations and before every save; 0: only
     before a save."""
@@ -163,7 +164,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         named_loggers(self.loggers)
         if self.pretrained and self.init_from:
-            raise ValueError("init_from brings all weights: leave pretrained out")
+            raise ValueError("init_from brings all weights: omit pretrained")
         if self.callback and not all(self.callback.partition(":")):
             raise ValueError(f"callback must be module:function, got {self.callback!r}")
         if self.stop_at:
@@ -302,12 +303,12 @@ def with_digest(config: DataConfig) -> DataConfig:
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return what tells a file of prices from a changed one; "": there is none."""
+    """Return a digest by which a changed price file is noticed; "": no file."""
     if config.data == "simulated":
         return ""
     try:
         content = read_plain(Path(config.data).expanduser(), most=None)
-    except (OSError, ValueError):  # whoever loads it says why
+    except (OSError, ValueError):  # the code that loads the file reports the error
         return ""
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -320,7 +321,7 @@ def probe_env(task: TradingTask | GymTask) -> Any:
 
 
 class Probed(NamedTuple):
-    """What one environment of a task shows."""
+    """Spaces of a task's environment, and whether its state can be saved."""
 
     layout: Layout
     action_space: spaces.Space

@@ -44,7 +44,7 @@ class PolicyConfig:
     num_layers: int = Field(1, ge=1, le=64)
     """Layers of every core."""
     separate_trunks: bool = False
-    """lstm, gru, mingru, own: one core for the actor and one for the critic."""
+    """Give the actor and the critic a core each; for --policy lstm, gru, mingru and own."""
     feature_window: int = Field(0, ge=0, le=1024)
     """0: the feature LSTM keeps its state between steps; n: it reads the last n observations at
     every step, as in the paper."""
@@ -75,12 +75,12 @@ class PolicyConfig:
 
     @property
     def is_cascade(self) -> bool:
-        """Whether a shared core feeds those of actor and critic."""
+        """Return True if one shared core feeds the cores of actor and critic."""
         return self.policy in ("clstm", "mlp")
 
     @property
     def stateless(self) -> bool:
-        """Whether a step depends on nothing before it."""
+        """Return True if a step does not depend on earlier steps."""
         return self.policy == "mlp" or not self.memory
 
 
@@ -113,7 +113,7 @@ class Policy(nn.Module):
     def __init__(
         self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
     ) -> None:
-        """Make a policy for rows of a layout, or for vectors of that many numbers."""
+        """Make a policy for a layout; an int stands for vectors of this size."""
         super().__init__()
         self.config = config
         self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
@@ -217,7 +217,7 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Whether `network` takes resets: LSTMs do, on CPUs; not measured on GPUs."""
+        """Return True if `network` takes resets: LSTMs on CPUs; GPUs: not measured."""
         is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
         return is_lstm and self.zero.device.type in ("cpu", "meta")
 
@@ -330,7 +330,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def pushes(self, noise: Tensor) -> Tensor:
-        """What noise [..., A] adds to the actor's outputs."""
+        """Scale noise [..., A], so that it can be added to the actor's outputs."""
         return noise if self.discrete else self.log_std.exp() * noise
 
     @torch.no_grad()

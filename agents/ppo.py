@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 class PPOConfig:
     """Hyperparameters of PPO; the names are CleanRL's."""
 
-    # Rewards that credit a trade at once need neither a long horizon nor long traces, and a short
-    # horizon makes a trade wait for its moment: so StockTrading-v0 was tuned (docs/LOG.md).
+    # Rewards that credit a trade immediately need neither a long horizon nor long traces, and a
+    # short horizon makes a trade wait for its moment: so StockTrading-v0 was tuned (docs/LOG.md).
     learning_rate: float = Field(3e-4, ge=0, le=10)
     """Step size of Adam."""
     anneal_lr: bool = True
@@ -75,7 +75,7 @@ class PPOConfig:
     """End the epochs when the estimated KL divergence exceeds this; 0: off."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip this many optimizer steps in a row whose loss or gradient is NaN or inf, then stop; 0:
-    stop at once."""
+    stop immediately."""
 
 
 def learning_rate(

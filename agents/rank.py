@@ -180,7 +180,8 @@ def say_stopped(signum: int, directory: RunDir) -> None:
         print("saved: torchrun stopped this rank, and restarts it if a host joined or left")
     name = signal.Signals(signum).name
     print(
-        f"{'else' if again else f'stopped by {name}, saved;'} go on with --resume {directory.path}"
+        f"{'otherwise' if again else f'stopped by {name}, saved;'} continue with --resume "
+        f"{directory.path}"
     )
 
 

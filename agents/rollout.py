@@ -302,10 +302,12 @@ def running_sums(
     episode_end: Tensor,  # [T, B] bool
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Sum up since the episode's start; every step multiplies the sum by `decay`.
+    """Return running sums of the increments of each episode.
+
+    Every step multiplies the sum by `decay` before it adds the increment.
 
     Returns:
-        The sums after every step [T, ..., B], and the start of the next rollout [..., B].
+        The sums after every step [T, ..., B], and `start` for the next rollout [..., B].
     """
     factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
     sums = [start * decay + increments[0]]

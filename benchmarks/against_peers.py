@@ -56,7 +56,7 @@ class Program:
             os.killpg(self.process.pid, number)
 
     def last_line(self) -> str:
-        """Return the last line of its standard error."""
+        """Return the last line that the program wrote to stderr."""
         self.errors.seek(0)
         return self.errors.read().strip().rpartition("\n")[2]
 
@@ -106,7 +106,7 @@ def installed(python: str) -> set[str]:
 
 
 def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return steps per second, seconds of the phases and length of episodes: medians."""
+    """Return medians of steps/s, seconds per phase and episode length."""
     row = {"task": task, **about, "turns": len(turns)}
     row["steps_per_s"] = round(STEPS / median(turn["seconds"] for turn in turns))
     for name in ("collect_s", "update_s", "episode_length"):

@@ -66,7 +66,7 @@ def end_of_iteration(moment: Any) -> None:
 
 
 def ours(task: Task, args: argparse.Namespace) -> None:
-    """Train by the Python function; with --ranks N that many processes share work and threads."""
+    """Train by the Python function; with --ranks N, N processes share the work."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
     from agents import train
 

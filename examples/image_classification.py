@@ -40,7 +40,7 @@ class ExampleConfig:
     """Settings of this example alone."""
 
     num_gpus: int = Field(-1, ge=-1, le=10**6)
-    """ranks: one per GPU, -1 = all; on a CPU that many processes, -1 = one."""
+    """ranks: one per GPU, -1 = all; on a CPU this many processes, -1 = one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
     batch_size: int = Field(64, ge=1, le=10**7)

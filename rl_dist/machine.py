@@ -266,7 +266,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the setup checker knows before it measures; None: not known."""
+    """Facts that the setup checker reads before it measures; None: unknown."""
 
     software: dict[str, str]  # versions by name
     gpu: GpuInfo

@@ -192,9 +192,8 @@ def check(plan: ResumePlan) -> bool:
     state = load_checkpoint(saved)
     if state.get("environments") is None:
         print(
-            "not bit-identical, and cannot be: this environment cannot be snapshotted (it has no "
-            "get_state and set_state), so its episodes restart at resume; docs/own_environment.md, "
-            "Exact resume, shows how it can take part"
+            "not bit-identical: this environment cannot be snapshotted, so its episodes restart at "
+            "resume. Add get_state and set_state, see Exact resume in docs/own_environment.md"
         )
         return False
     print(f"killed after iteration {reached}; resumed: iterations {k + 1}..{2 * k} ...", flush=True)

@@ -51,7 +51,7 @@ REFRESHED = replace(CLIPPED, refresh_states=True)
 
 
 class Case(NamedTuple):
-    """A training that several numbers of ranks repeat."""
+    """Training that is repeated on different numbers of ranks."""
 
     task: str
     policy: PolicyConfig
@@ -310,7 +310,10 @@ class Recording(Training):
         return losses
 
     def record(self):
-        """What the tests compare; the rollout that fills the normalisers comes first."""
+        """Return what the tests compare.
+
+        The first rollout is the one that fills the normalisers.
+        """
         return {
             # [iterations + 1, T, B, F]
             "obs": torch.stack([rollout.obs for rollout in self.rollouts]),

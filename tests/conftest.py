@@ -1,4 +1,4 @@
-"""For every test."""
+"""Hooks and fixtures for all tests."""
 
 import faulthandler
 import gc
@@ -44,7 +44,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What freeing memory walks over is the objects of a test, not those of all modules."""
+    """Freeze the objects of all modules.
+
+    The garbage collector then walks only over the objects of a test.
+    """
     gc.collect()
     gc.freeze()
 
@@ -64,7 +67,7 @@ def on_two_ranks(folder, names):
 
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
-    """What two ranks did for all the files to be tested, in one launch."""
+    """Run the exercises of all tested files on two ranks, in one launch."""
     from two_ranks import EXERCISES
 
     asking = {

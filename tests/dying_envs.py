@@ -10,7 +10,7 @@ from rl_dist.launch.ranks import restart_count
 
 
 class Dying(Walk):
-    """In the first life of its rank, the first environment ends the process at its 40th step."""
+    """Walk that ends its process at step 40, in the first life of its rank."""
 
     def step(self, action):
         here = os.environ.get("RANK", "0") == os.environ.get("DIE_RANK", "0")

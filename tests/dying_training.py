@@ -63,7 +63,10 @@ def dying_update(training, rollout):
 
 
 def dying_state(training):
-    """In the middle of a checkpoint: written, but not yet under its name; or not yet gathered."""
+    """Die in the middle of a checkpoint.
+
+    The main process dies before it renames the written file, others before they gather.
+    """
     if is_time(training, "checkpoint") and training.world.is_main_process:
         os.fsync = die
     elif is_time(training, "checkpoint"):

@@ -1,4 +1,4 @@
-"""What a process does that was given a lock; a light module, for it is imported there."""
+"""Target of a process that gets a lock; light, because the process imports it."""
 
 
 def keep(lock, done):

@@ -1,4 +1,4 @@
-"""What the ranks of the pipeline tests run; spawned processes must be able to import it."""
+"""Functions for the ranks of the pipeline tests; they must be importable."""
 
 import copy
 import io
@@ -128,7 +128,10 @@ def share(state, world):
 
 
 def poisoned(world):
-    """Who stepped at a loss that is inf on one rank, and after it; the parameters' hashes."""
+    """Take a step with a loss that is inf on one rank, and a step after it.
+
+    Return whether this rank stepped, and the hashes of its parameters.
+    """
     training = training_of("trading, clstm", "pipeline", world, ppo=UNCLIPPED)
     minibatch = first_minibatch(training)
     hashes, stepped = [parameter_hash(training.policy)], []
@@ -146,7 +149,10 @@ def poisoned(world):
 
 
 def exercise(out_dir, labels, everything):
-    """Train the curves of these labels, or do everything, and write SIZE_rank_N.pt."""
+    """Train the curves of these labels; write all results to SIZE_rank_N.pt.
+
+    With `everything`, also resume trainings and poison a gradient step.
+    """
     world = open_world("cpu", timeout_s=60)
     results = {}
     for label in labels:

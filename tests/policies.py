@@ -72,7 +72,7 @@ def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
 
 
 def run_stepwise(network, obs, state, episode_start):
-    """What `run_sequence` must equal: single steps, the state masked at episode starts."""
+    """Run single steps, as reference for `run_sequence`; mask state at starts."""
     steps = []
     for step_obs, starts in zip(obs, episode_start, strict=True):
         outputs, state = network(step_obs[None], state * ~starts[:, None, None])

@@ -1,4 +1,4 @@
-"""What the ranks of the sharding tests run; spawned processes must be able to import it."""
+"""Functions for the ranks of the sharding tests; they must be importable."""
 
 from dataclasses import replace
 from pathlib import Path

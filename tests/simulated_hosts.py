@@ -61,7 +61,7 @@ class Host:
         return [str(word) for word in [*entered, *argv]]
 
     def run(self, *argv, **options):
-        """What a short command prints."""
+        """Return the output of a short command."""
         return subprocess.check_output(self.command(*argv, **options), text=True)
 
     def start(self, *argv, cwd=REPO, **environment):

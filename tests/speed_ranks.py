@@ -1,4 +1,4 @@
-"""What two ranks do for the tests of precision, speed and accumulation; must be importable."""
+"""Functions of two ranks, for the tests of precision, speed and accumulation."""
 
 import itertools
 from collections import Counter

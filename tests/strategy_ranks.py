@@ -1,4 +1,4 @@
-"""What the ranks of the strategy tests run; spawned processes must be able to import it."""
+"""Functions for the ranks of the strategy tests; they must be importable."""
 
 import itertools
 import json

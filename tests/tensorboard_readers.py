@@ -1,4 +1,4 @@
-"""What TensorBoard's two readers see: the one of scripts, and the one of its server."""
+"""TensorBoard's two readers: the one for scripts, and that of its server."""
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import (

@@ -124,7 +124,7 @@ def daily_bars(num_stocks=5, num_days=400, seed=0):
 
 
 def lives(pid):
-    """Whether a process has not ended; one that waits for its parent's `wait` has."""
+    """Return True until a process ends; a zombie has ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

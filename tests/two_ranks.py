@@ -1,4 +1,4 @@
-"""What two ranks do for the tests of several files, in one launch.
+"""Exercises of two ranks for the tests of several files, in one launch.
 
 Spawned processes must be able to import it.
 """

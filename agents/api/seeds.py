@@ -102,7 +102,7 @@ def train_several(parsed: ParsedFlags) -> int:
     """Train with each of --seeds; return the exit code."""
     extra = vars(parsed.extra)
     if "RANK" in os.environ or "seed" in parsed.given or extra["resume"]:
-        raise UserError("--seeds starts new runs: leave --seed, --resume and torchrun out")
+        raise UserError("--seeds starts new runs: use neither --seed, --resume nor torchrun")
     settings = parsed.given | {"preset": extra["preset"] or None, "quick": extra["quick"] or None}
     print(train_seeds(extra["seeds"], extra["run_dir"], **settings))
     return 0

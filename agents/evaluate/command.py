@@ -59,9 +59,9 @@ class EvaluateConfig:
     market_edge: float = -1.0
     """Planted drift a day, in basis points; -1: the run's."""
     env: Text = ""
-    """The run's module:id, to import it though config.json is not yours."""
+    """The run's module:id; needed to import it if another user owns config.json."""
     core: Text = ""
-    """The run's own core, to import it likewise."""
+    """The run's own core; needed to import it if another user owns config.json."""
     episodes: int = Field(0, ge=0, le=10**7)
     """Episodes of other environments; 0: the run's."""
     seed: int = -1

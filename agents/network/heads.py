@@ -1,4 +1,4 @@
-"""What turns the actor's outputs into distributions of actions."""
+"""Distributions of actions, made from the actor's outputs."""
 
 from __future__ import annotations
 

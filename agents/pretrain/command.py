@@ -62,7 +62,7 @@ exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (
 
 @configuration
 class PretrainConfig:
-    """What the feature LSTM is, and what it sees."""
+    """Size, inputs and optimizer settings of the feature LSTM."""
 
     hidden_size: int = Field(128, ge=1, le=8192)
     """Width of the feature LSTM; training needs the same --hidden_size."""

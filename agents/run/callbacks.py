@@ -24,7 +24,7 @@ Callbacks = Mapping[str, Callback | None]  # by kind: iteration, evaluation, che
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What a callback sees; every rank calls it, with the same metrics."""
+    """Argument of a callback; every rank calls it, with the same metrics."""
 
     kind: str  # iteration, evaluation or checkpoint
     metrics: Mapping[str, Any]  # of this iteration, as in metrics.jsonl

@@ -210,7 +210,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     import_from_here(config.task.env, config.policy.core, config.train.callback)
     kind = parsed.extra.preset or kind_of_task(config.task)
     if (kind in ("trading", "paper")) != config.task.is_trading:
-        raise UserError(f"--preset {kind} does not fit --env {config.task.env}: leave it out")
+        raise UserError(f"--preset {kind} does not fit --env {config.task.env}: omit it")
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # sizes follow from those that are given
     if "bptt_steps" in given:

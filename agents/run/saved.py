@@ -233,7 +233,7 @@ def check_initial(config: RunConfig, task: TradingTask | GymTask) -> None:
             if here[name] != value:
                 raise UserError(f"{name} {here[name]} does not fit (it has {value}): use {value}")
         if train.pretrained and not train.normalize_obs:
-            raise UserError("it needs normalised observations: leave --no-normalize_obs out")
+            raise UserError("it needs normalised observations: omit --no-normalize_obs")
         others = {
             name: value
             for name, value in policy.state_dict().items()
@@ -272,17 +272,17 @@ def check_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
 
 
 def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations that are read otherwise than in the policy's training."""
+    """Refuse observations whose parts differ from those in the training."""
     trained = policy.layout.kinds()
     if now.kinds() != trained:
         raise UserError(
-            f"the policy was trained on observations of parts {trained:.200}, and these are "
-            f"{now.kinds():.200}: use the environment and the version it was trained with"
+            f"the policy was trained on observations of parts {trained:.200}, but these "
+            f"have parts {now.kinds():.200}: use the environment and version it was trained with"
         )
 
 
 def check_shapes(state: dict[str, Any], config: PolicyConfig, dtype: torch.dtype) -> None:
-    """Refuse a checkpoint of other shapes than its configuration has."""
+    """Refuse a checkpoint whose shapes do not match its configuration."""
     with torch.device("meta"):
         policy = Policy(config, *spaces_of(state)).to(dtype)
     check_weights(policy, state["policy"])

@@ -19,21 +19,23 @@ class DataConfig:
     """simulated, or a CSV or CSV.gz file of daily bars
     (date,tic,open,high,low,close,adj_close,volume)."""
     data_missing: Literal["error", "drop"] = "error"
-    """Days on which a ticker has no bar or a blank one: refuse the file, or drop the day for all
-    tickers (5 percent of the days at most)."""
+    """If a ticker has no bar or a blank bar on a day: refuse the file, or drop the day for all
+    tickers (at most 5 percent of the days)."""
     train_start: Text = ""
-    """First training day, YYYY-MM-DD, moved inward to a trading day; none: the first on which all
-    indicators are warm."""
+    """First training day, YYYY-MM-DD, moved inward to a trading day; none: the first day on which
+    all indicators are warm."""
     train_end: Text = ""
-    """Last training day; none: up to validation, or 60 percent of the days."""
+    """Last training day; none: the day before valid_start; if that is none too, the span has
+    60 percent of the days."""
     valid_start: Text = ""
-    """First validation day; none: right after training."""
+    """First validation day; none: the day after train_end."""
     valid_end: Text = ""
-    """Last validation day; none: up to the test, or 15 percent of the days."""
+    """Last validation day; none: the day before test_start; if that is none too, the span has
+    15 percent of the days."""
     test_start: Text = ""
-    """First test day; none: right after validation."""
+    """First test day; none: the day after valid_end."""
     test_end: Text = ""
-    """Last test day; none: the last of the data."""
+    """Last test day; none: the last day of the data."""
 
     data_digest: Text = ""  # identifies the file when the run began
 

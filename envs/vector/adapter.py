@@ -203,7 +203,7 @@ class TorchVectorEnv(TensorVectorEnv):
             if not mask_size or any(part.kind == "mask" for part in parts):
                 raise ValueError(
                     f"info_mask does nothing with environment {self.env_id}: its actions have no "
-                    f"choices, or its observations hold the {MASK_KEY}; leave it out"
+                    f"choices, or its observations hold the {MASK_KEY}; omit it"
                 )
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
         self._row_size = sum(part.size for part in parts)  # without the previous action and reward

@@ -207,8 +207,8 @@ class GuardedEnv:
     max_restarts: int
     watch: HangWatch
     encoder: ObservationEncoder
-    mask_sizes: np.ndarray  # options of each choice if info has a mask; []: it has none
-    on_metric: Callable[[str, Any], None]  # gets name and value of all in info["metrics"]
+    mask_sizes: np.ndarray  # number of options per choice; empty: info has no mask
+    on_metric: Callable[[str, Any], None]  # called for every item of info["metrics"]
     restarts: int = 0
     life_seed: int = 0  # the seed with which its life began
     last_row: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))

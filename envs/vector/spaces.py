@@ -100,7 +100,7 @@ def image_axes(space: Space) -> tuple[int, ...] | None:
 
 
 def image_scale(space: Space) -> int:
-    """Return the largest pixel that a space allows, or 1; pixels are divided by it."""
+    """Return the divisor of pixels: their largest possible value, at least 1."""
     assert isinstance(space, spaces.Box)
     return max(int(space.high.max()), 1)
 

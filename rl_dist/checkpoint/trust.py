@@ -77,7 +77,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
 
     Raises:
         UserError: the module lies in the run directory; or the command line does not name it, and
-            config.json is somebody else's, or holds other values.
+            no config.json that only this user can write holds these values.
     """
     run_dir = run_dir.absolute()
     if not _inside(__file__, run_dir):  # else the run directory is a folder above the program
@@ -90,7 +90,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
         why = f"lies in the run directory {run_dir}, from which nothing is run"
         raise UserError(f"{field} {value} {why}: move it elsewhere")
     if value != given and not _is_own(run_dir / "config.json", section, saved):
-        why = f"{run_dir}/config.json is not yours or has another {field}"
+        why = f"{run_dir} has no config.json with this {field} that only you can write"
         flag = f"--{field} {shlex.quote(value)}"
         fix = f"if you trust the module {module}, add {flag}, in Python {field}={value!r}"
         raise UserError(f"{field} {value} names code, and {why}: {fix}")

@@ -25,11 +25,11 @@ from rl_dist.strategies.precision import Precision, parameter_dtype
 
 @configuration
 class LaunchConfig:
-    """On how many processes and on what hardware a job runs."""
+    """Number of processes of a job, their hardware and their strategy."""
 
     num_gpus: int = Field(-1, ge=-1, le=10**6)
-    """Number of training processes (ranks): one per GPU, -1 = all, 0 = one on the CPU; on a CPU
-    that many processes, -1 = one."""
+    """Number of training processes (ranks). With GPUs: one process per GPU, -1 = all GPUs, 0 = one
+    process on the CPU. Without GPUs: this many processes, -1 = one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPUs if there are any."""
     gpu_ids: Text = ""
@@ -40,11 +40,11 @@ class LaunchConfig:
     OMP_NUM_THREADS, also under torchrun. A resumed run keeps its number, and with it its results
     to the bit."""
     strategy: Mode = "default"
-    """How the ranks train together; default: ddp on several ranks, none on one; dp: one process
+    """Method of training on several ranks; default: ddp on several, none on one; dp: one process
     for several GPUs; hybrid: see hybrid_form; auto: the fastest in a few gradient steps at the
     start."""
     hybrid_form: HybridForm = "shard"
-    """What strategy hybrid does; shard: gradients and Adam's state are split over ranks; pipeline:
+    """Form of strategy hybrid; shard: gradients and Adam's state are split over ranks; pipeline:
     the network is cut into two stages on pairs of ranks."""
     shard_size: int = Field(0, ge=0, le=10**6)
     """Ranks that share one copy of gradients and Adam's state in strategy hybrid; 0: all of a
@@ -125,7 +125,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         if num_ranks > gpus or config.num_gpus not in (-1, num_ranks):
             raise ValueError(
                 f"num_gpus is {config.num_gpus}, but {len(gpu_ids) or gpus} GPU(s) can be used: "
-                "leave num_gpus out"
+                "omit num_gpus"
             )
     else:
         num_ranks = max(1, config.num_gpus)
@@ -165,7 +165,7 @@ def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if config.num_gpus not in (-1, size, local_size):
         raise ValueError(
-            f"num_gpus is {config.num_gpus}, but the launcher started {size} ranks: leave it out"
+            f"num_gpus is {config.num_gpus}, but the launcher started {size} ranks: omit it"
         )
     if config.max_restarts:
         raise ValueError(
@@ -193,6 +193,6 @@ def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
             f"gpu_ids has {max(ids)}, but {num_visible} GPU(s) can be used, counted from 0 "
-            f"(CUDA_VISIBLE_DEVICES: {visible}); name others, or leave gpu_ids out"
+            f"(CUDA_VISIBLE_DEVICES: {visible}); use lower ids, or omit gpu_ids"
         )
     return ids

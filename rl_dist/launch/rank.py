@@ -29,7 +29,7 @@ RankFunction = Callable[..., int | None]
 
 @dataclass
 class RankReport:
-    """How one rank, or a group of them, ended."""
+    """Exit code of one rank or of a group of ranks, and its error, if any."""
 
     exit_code: int  # 2: a mistake of the user, which a restart would repeat
     rank: int = 0

@@ -1,4 +1,4 @@
-"""Where the time goes: named sections, phases of gradient steps, slow ranks.
+"""Time of named sections and of the phases of gradient steps; slow ranks.
 
     with section("environment"):
         env.step(actions)
@@ -71,7 +71,7 @@ class StepClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Count the work since the last mark as `phase`; "": as none."""
+        """Count the time since the last mark as `phase`; "": as no phase."""
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:

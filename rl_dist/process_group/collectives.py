@@ -31,7 +31,7 @@ FIRST_WORDS = 512  # travel together with the length; few gathers are longer
 
 
 class DesyncError(UserError):
-    """Ranks that should hold or send the same thing do not."""
+    """Error: ranks hold or send different values where they must be equal."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, exit_code=1)

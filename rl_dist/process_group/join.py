@@ -113,7 +113,8 @@ def check_address(host: str, port: int, *, hosted_here: bool) -> None:
         hosted_here: this process, or one that it starts, will listen there.
 
     Raises:
-        ValueError: no such host; or it is another machine, or the port is taken.
+        ValueError: the host is unknown. If hosted_here, also: the host is another machine, or the
+            port is in use.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

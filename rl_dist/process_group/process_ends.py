@@ -1,4 +1,4 @@
-"""How a process ends: stop signals, its parent's death, its last report.
+"""End of a process: stop signals, its parent's death, its last report.
 
 This module loads the standard library only: the supervisor and the hosts of environments use it.
 """
@@ -26,7 +26,8 @@ SAME_KEYPRESS_S = 0.5
 # Time for the teardown of a process that has reported its end, or its failure.
 EXIT_GRACE_S = 60.0
 FAILED_GRACE_S = 10.0
-ORPHAN_GRACE_S = 20.0  # for the ranks of a dead launcher to end their iteration and save
+# Time in which the ranks of a dead launcher may finish their iteration and save.
+ORPHAN_GRACE_S = 20.0
 PAGE_BYTES = 2**19
 SCRIPT_RAN_AGAIN = 79  # exit code of a new rank in which the user's script calls train() again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

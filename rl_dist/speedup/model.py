@@ -60,17 +60,18 @@ class RankCost:
         return replace(self, **{name: getattr(self, name) * factor for name in names})  # type: ignore[arg-type]
 
     def modelled(self) -> RankCost:
-        """Return the cost with the error of a model."""
+        """Return the cost with a relative error of at least MODEL_ERROR."""
         return replace(self, relative_error=max(self.relative_error, MODEL_ERROR))
 
 
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     """Return one rank's cost: means over iterations and ranks.
 
-    Means, not medians: cores of shared hosts alternate between two speeds, and a median is one.
+    Means, not medians: the cores of a shared host alternate between two speeds, and a median would
+    show only one of them.
 
     Args:
-        records: of metrics.jsonl, of one training or of several with the same sizes.
+        records: lines of metrics.jsonl, of one training or of several with the same sizes.
     """
     entries = [entry for record in records for entry in record["ranks"]]
     collect_s = [entry["time/collect_s"] for entry in entries]

@@ -1,1 +1,1 @@
-"""How a module trains on several ranks: strategies, precision, loaders."""
+"""Training of a module on several ranks: strategies, precision, loaders."""

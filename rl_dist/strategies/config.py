@@ -17,7 +17,7 @@ Compression = Literal["none", "bf16"]
 
 @configuration
 class StrategyConfig:
-    """How several ranks train one module: StrategyConfig(mode="ddp")."""
+    """Settings to train one module on several ranks: StrategyConfig(mode="ddp")."""
 
     mode: Mode = "default"
     """none: one rank only; dp: one process, several GPUs; ddp; hybrid: see sharded.py; default:
@@ -38,7 +38,7 @@ class StrategyConfig:
 
     @property
     def pipelined(self) -> bool:
-        """Whether ranks train in pairs, one stage each."""
+        """Return True if ranks train in pairs, one stage each."""
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
 

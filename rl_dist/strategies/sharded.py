@@ -91,7 +91,8 @@ class Shards:
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
-            state = _whole(self.module.state_dict())  # drops the whole parameters first
+            # `state_dict` frees the gathered parameters, so gather them again below
+            state = _whole(self.module.state_dict())
         self.unshard()
         return state
 

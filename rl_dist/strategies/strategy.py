@@ -1,4 +1,4 @@
-"""How a module is trained on the ranks of a world: one interface for every way.
+"""Training of a module on the ranks of a world: one interface for all modes.
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(module.to(world.device))
@@ -106,7 +106,7 @@ class Strategy:
 
     @property
     def takes_plans(self) -> bool:
-        """Whether forward takes inputs other than tensors: dp cannot cut them."""
+        """Return True if forward takes non-tensor inputs; dp cannot cut them."""
         return self.mode != "dp"
 
     @contextmanager
@@ -180,10 +180,11 @@ class Strategy:
         return int(self._skipped)
 
     def agreed_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of rank 0's gradient if devices differ; all ranks call.
+        """Return the gradient norm of rank 0 if devices differ; all ranks call.
 
-        The reduced gradients are equal to the bit, but unequal devices add their squares in another
-        order: each would clip by another factor, and the ranks would drift apart.
+        The reduced gradients are equal to the bit, but different devices add their squares in
+        different orders. Without one common norm, ranks would clip by different factors and drift
+        apart.
         """
         if self.unequal_devices:
             with self.world.waiting("norm of the gradient"):

@@ -9,7 +9,7 @@ from rl_dist.flags import Field, configuration
 
 @configuration
 class FitConfig:
-    """How long and how to fit: FitConfig(epochs=20, patience=3)."""
+    """Length and settings of a fit: FitConfig(epochs=20, patience=3)."""
 
     epochs: int = Field(10, ge=1, le=10**6)
     """Passes over the training data, at most."""

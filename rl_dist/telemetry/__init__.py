@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress, profile, use of the machine, events."""
+"""Reports of a run: metrics, progress, profile, use of the machine, events."""

@@ -1,4 +1,4 @@
-"""How often the host reads values of the device: each time, a GPU's queue of work runs empty."""
+"""Reads of device values by the host; each one empties a GPU's queue of work."""
 
 from collections import Counter
 from unittest import mock

@@ -31,7 +31,10 @@ YEARS = np.geomspace(100.0, 400.0, 2 * 252 + 1)  # fourfold in two years
 
 
 class Paths:
-    """An evaluation-mode market per path of values; terminates below 10, then starts at 100."""
+    """Markets whose portfolio values follow given paths.
+
+    A value below 10 terminates the episode; the next value of the path starts a new one.
+    """
 
     def __init__(self, paths):
         self.paths = torch.tensor(paths, dtype=torch.float64)
@@ -58,7 +61,7 @@ def idle(env, obs, episode_start):
 
 
 def over_ranks(call, size, monkeypatch):
-    """What each of `size` ranks gets from `call(world)`, all in this process."""
+    """Return the results of `call(world)` on `size` ranks, all in this process."""
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
     sent = []
 

@@ -78,7 +78,7 @@ def test_the_log_probability_is_that_of_the_unclipped_sample():
     ("space", "expected"), [(BOX, math.log(2 * math.pi)), (DISCRETE, math.log(3))], ids=str
 )
 def test_entropy_is_that_of_known_distributions(space, expected):
-    """Of two normal numbers of log deviation -0.5, and of three equally likely choices."""
+    """Test two normal numbers of log deviation -0.5, and three equal choices."""
     policy = make_policy(FORMS["clstm"], space)
     torch.nn.init.zeros_(policy.actor_head.weight)
     obs, state, starts, noise = make_inputs(policy)

@@ -1,4 +1,4 @@
-"""What `predict` refuses in one line, and what it draws."""
+"""Inputs that `predict` refuses in one line, and actions that it draws."""
 
 import numpy as np
 import pytest

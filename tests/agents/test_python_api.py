@@ -256,7 +256,7 @@ def test_callbacks_see_iterations_evaluations_and_checkpoints(tmp_path):
 
 
 def raise_value_error(moment):
-    """What any mistake in a callback may raise."""
+    """Raise ValueError, as a mistake in a callback may do."""
     return int("seven")
 
 

@@ -72,7 +72,7 @@ def test_random_sizes_on_odd_numbers_of_ranks_work_or_every_proposal_does(num_ra
 
 
 def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
-    """Of random sizes, those that are accepted."""
+    """Test random sizes, as far as they are accepted."""
     rng = np.random.default_rng(5)
     strata, checked = set(), 0
     while checked < 400:

@@ -162,7 +162,7 @@ def test_the_main_process_alone_writes_metrics_and_checkpoints(run_dir, two):
 
 
 def gone_on(name, path, world, tmp_path):
-    """What one rank records that goes on from a checkpoint."""
+    """Resume from a checkpoint on one rank; return what it records."""
     training = Recording(make_job(name, tmp_path), world)
     training.restore(load_checkpoint(path))
     train(training, NullWriter(), StopFlag())
@@ -172,7 +172,7 @@ def gone_on(name, path, world, tmp_path):
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(
     run_dir, one_rank, two, world, tmp_path
 ):
-    """And, written by two ranks in global order, holds what one rank would have written."""
+    """Test also that it holds what one rank would have written, in global order."""
     alone = one_rank(WITH_FILES)
     record = gone_on(WITH_FILES, run_dir / "checkpoints" / "iteration_00000003.pt", world, tmp_path)
     assert len(record["parameters"]) == ITERATIONS - 3

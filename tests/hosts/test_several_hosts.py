@@ -123,7 +123,7 @@ def test_a_host_with_other_code_is_refused_by_name(by_torchrun, network, tmp_pat
 def test_a_killed_host_is_replaced_and_the_run_goes_on_from_its_checkpoint(
     shared_disk, network, tmp_path, uninterrupted
 ):
-    """Or every host has its disk under the same name."""
+    """Test one shared disk, and one disk per host under the same path."""
     (tmp_path / "disk").mkdir()
 
     def host(name):

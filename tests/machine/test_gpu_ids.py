@@ -1,4 +1,4 @@
-"""How many ranks a job has, and which GPUs: flags, the machine, torchrun. No GPU is used here."""
+"""Number of ranks and choice of GPUs: flags, machine, torchrun; uses no GPU."""
 
 import pytest
 from fake_gpus import pretend_gpus

@@ -22,7 +22,7 @@ LEFT = RankStatus("left", 9, "", 6)
 
 
 def verdict(own, play, looks=25, **options):
-    """What rank 0 of two finds, and at which tenth of its timeout of 600 s.
+    """Return rank 0's verdict, and the tenth of its 600 s timeout when it came.
 
     `play(number)` is the status of rank 1; None: it has not come; "lost": the store is silent.
     """

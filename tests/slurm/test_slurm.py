@@ -73,7 +73,7 @@ class Cluster:
         self.wait(lambda: "idle 2" in self.run("sinfo", "--noheader", "--format=%t %D"))
 
     def run(self, *argv, **variables):
-        """What a command prints, run on the controller in the checkout."""
+        """Run a command on the controller in the checkout; return its output."""
         argv, variables = self.control.command(*argv), os.environ | self.variables | variables
         done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
         return done.stdout.strip() + done.stderr.strip()

@@ -58,7 +58,7 @@ class Run:
         self.write(f"logs/rank_{rank}.log", "".join(lines))
 
     def read(self, *, training=False):
-        """What is read, maybe while the run holds its lock."""
+        """Read the status; with `training`, while the run holds its lock."""
         with RunDir(self.path).hold() if training else nullcontext():
             return read_status(self.path)
 

@@ -24,7 +24,7 @@ def once(world):
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder):
-    """What each of two ranks has written."""
+    """Return the results that two ranks have written."""
     return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -76,7 +76,10 @@ def test_an_lstm_trains_under_autocast_on_any_cpu_and_nothing_stays_switched(dty
 
 @pytest.mark.parametrize("name", LOW)
 def test_training_follows_fp32_and_casts_weights_once(name, world):
-    """In a rollout and in a gradient step; the ratio before the first step is 1 to a rounding."""
+    """Test a rollout and a gradient step.
+
+    Before the first step, the ratio is 1 up to a rounding error.
+    """
     full = trained(world, dtype=SINGLE)
     assert trained(world, dtype=SINGLE, precision="auto").hashes == full.hashes
     low = Recording(job_of(dtype=SINGLE, precision=name), world)

@@ -171,7 +171,7 @@ def test_waiting_and_stepping_are_measured_apart_and_draw_no_random_numbers():
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder, tmp_path_factory):
-    """What two ranks found, and the same on one."""
+    """Return the results of two ranks, and the same of one rank."""
     two = [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
     alone = tmp_path_factory.mktemp("one")
     exercise(str(alone))

@@ -36,7 +36,7 @@ def record(iteration, **values):
 
 
 def write(run_dir, *lines, **options):
-    """What a writer leaves of some records."""
+    """Write lines with a MetricsWriter; return the records on disk."""
     writer = MetricsWriter(RunDir(run_dir), 10, "steps", **options)
     for line in lines:
         writer.write(line, done=line["iteration"])

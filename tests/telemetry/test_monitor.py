@@ -29,7 +29,7 @@ def counting():
 
 
 def taken(monitor, name):
-    """What a monitor has once it has sampled."""
+    """Return the values of a monitor after its first sample."""
     return wait_until(lambda: (values := monitor.take())[name] is not None and values)
 
 

@@ -59,7 +59,7 @@ def both(tmp_path_factory, world):
 
 
 def profiled(world, run_dir, iterations):
-    """What a profiler says about a loop that only adds."""
+    """Return the lines that a profiler prints for a loop that only adds."""
     profiler = Profiler(run_dir, world, str)
     lines = []
     for iteration in range(11, 11 + iterations):
