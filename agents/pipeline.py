@@ -250,7 +250,7 @@ class PipelinePPO(PPO):
         terms = shared[1:].unflatten(0, (STAGES, self.num_microbatches, num_terms))
         return LossParts(*terms[stage].mean(0))
 
-    def end_update(self) -> None:
+    def share_parameters(self) -> None:
         """Give each rank of a pair the parameters that the other one has trained."""
         self.strategy.exchange_parameters()
 

@@ -27,7 +27,7 @@ from rl_dist.telemetry import events
 if TYPE_CHECKING:
     from agents.policy import Evaluation, Policy
 
-# The fields of LossParts, and the gradient's norm, as `update` reports them.
+# Names of the fields of LossParts in their order, then of the gradient's norm.
 METRICS = (
     *("loss/total", "loss/policy", "loss/value", "loss/entropy"),
     *("ppo/approx_kl", "ppo/clip_fraction", "optim/grad_norm"),
@@ -246,7 +246,7 @@ class PPO:
         self.clock.start()
         for epoch in range(self.config.update_epochs):
             if epoch and self.config.refresh_states:
-                self.end_update()
+                self.share_parameters()
                 sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
 
             # one gradient step per minibatch
@@ -262,7 +262,7 @@ class PPO:
             if self._exceeds_target_kl(tally.epoch_kl):
                 break
             self.clock.mark("")
-        self.end_update()
+        self.share_parameters()
         return self._report(tally, batch)
 
     def _schedule(self, batch: Batch) -> Schedule:
@@ -319,8 +319,8 @@ class PPO:
         )
         return ppo_loss(evaluation, minibatch, self.config)
 
-    def end_update(self) -> None:
-        """Give this rank the new parameters that other ranks train."""
+    def share_parameters(self) -> None:
+        """Give this rank the parameters that only others train; a hook for subclasses."""
 
     def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
         """Return means over ranks and steps, read from the device in one transfer."""

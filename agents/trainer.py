@@ -293,7 +293,7 @@ def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
 
 
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
-    """Train until the budget ends or a stop is agreed; always leaves a checkpoint.
+    """Train until the budget ends or all ranks agree to stop; save at the end.
 
     Returns the number of the signal that ended the run, or 0.
     """

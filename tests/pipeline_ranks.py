@@ -140,7 +140,7 @@ def poisoned(world):
         if poison and world.rank == 0:
             advantages[0, 0] = torch.inf
         stepped.append(bool(training.ppo.step(replace(minibatch, advantages=advantages))[2]))
-        training.ppo.end_update()
+        training.ppo.share_parameters()
         hashes.append(parameter_hash(training.policy))
     mesh = training.ppo.strategy.mesh
     backends = [group._get_backend(torch.device("cpu")) for group in mesh.get_all_groups()]
