@@ -89,7 +89,7 @@ def test_a_policy_whose_observations_were_read_otherwise_is_refused(tmp_path):
     agent = agent_of("images", tmp_path)
     camera, *others = agent.policy.layout.parts
     agent.policy.layout = Layout((Part("camera", "vector", (camera.size,)), *others))
-    with pytest.raises(UserError, match=r"parts vector\[936\] .* are image\[6, 13, 12\]"):
+    with pytest.raises(UserError, match=r"parts vector\[936\] .* image\[6, 13, 12\]"):
         LoadedPolicy(agent)
 
 
