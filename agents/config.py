@@ -193,13 +193,13 @@ class TrainConfig:
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return the metrics that flags name, by flag."""
+        """Return the metric named in each flag that names one."""
         named = {"stop_at": self.stop_at.split(" ")[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return the metrics of which the first that a run reports chooses best.pt."""
+        """Return candidate metrics of best.pt; the first that a run reports is used."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )

@@ -196,7 +196,7 @@ class Training:
         return losses
 
     def end_iteration(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Count steps and episodes of all ranks; return the counters, and the pace."""
+        """Count steps and episodes of all ranks; return the counters and steps/s."""
         num_steps = self.sizes.global_num_envs * self.job.train.num_steps
         self.global_step += num_steps
         self.episodes += metrics["episode/count"]

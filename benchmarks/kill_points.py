@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, whatever the directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # start from any directory
 
 import psutil
 

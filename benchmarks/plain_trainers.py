@@ -126,7 +126,7 @@ class PlainAgent(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
         """Go step by step over [T * B] rows, resetting the state [1, B, H] at episode starts.
 
-        Returns actions, their log probabilities, entropies, values and the state after.
+        Returns actions, their log probabilities, entropies, values and the final state.
         """
         num_envs = state[0].shape[1]
         outputs = []

@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Goal:
-    """The mean of so many episodes that a run has to reach and keep."""
+    """The mean over a number of episodes that a run has to reach and keep."""
 
     mean: float
     episodes: int
@@ -98,7 +98,7 @@ class Run(Program):
 
 
 def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
-    """Return the mean return of the last episodes, at least so many; None: too few so far."""
+    """Return the mean return of the last episodes; None: too few so far."""
     total, count = 0.0, 0
     for moment in reversed(moments):
         total += (moment.mean or 0.0) * moment.count
@@ -109,7 +109,7 @@ def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return the moment at which the mean reached the goal to stay there for as many episodes."""
+    """Return when the mean reached the goal and then kept it for `goal.episodes`."""
     reached: Moment | None = None
     after = 0  # episodes since then
     for number, moment in enumerate(moments):

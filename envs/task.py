@@ -29,17 +29,17 @@ class TaskConfig:
     (ours for CartPole-v1), else one after the other (sync)."""
     info_mask: bool = False
     """info["action_mask"] of another environment says which actions are allowed. A mask in a Dict
-    observation under the key action_mask is found without."""
+    observation under the key action_mask needs no flag."""
     previous_action: bool = False
-    """The action before it is part of the observation of another environment."""
+    """Add the previous action to the observation of another environment."""
     previous_reward: bool = False
-    """The reward before it is part of the observation of another environment."""
+    """Add the previous reward to the observation of another environment."""
     eval_episodes: int = Field(100, ge=1, le=10**6)
     """Episodes that evaluate the policy of another environment."""
     env_timeout: float = Field(120.0, ge=0, le=10**6)
     """Longest time in seconds for one step or reset of another environment; 0: any."""
     env_restarts: int = Field(0, ge=0, le=10**9)
-    """Make a Python environment that raised, hung or returned NaN again, this often at most."""
+    """Largest number of rebuilds of a Python environment that raised, hung or returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
     """Step the environments in this many processes of each rank, which pays where a step of all of
     them takes some 5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per core and

@@ -16,7 +16,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from envs.vector.batched import pack_generator, unpack_generator
 
-MOST_PUSHES = 5  # the same way, one after the other
+MOST_PUSHES = 5  # pushes in a row to the same side
 
 
 class Snapshots:

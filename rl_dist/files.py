@@ -171,7 +171,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> Record:
-    """Replace everything that is no number by None."""
+    """Replace every value that is not a number, or too large, by None."""
     return {
         name: value if type(value) in (int, float) and abs(value) < LARGE else None
         for name, value in values.items()

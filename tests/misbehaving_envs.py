@@ -38,7 +38,7 @@ def set_the_clock():
     time.time = lambda: real() + next(jumps)
 
 
-# what it does, by name
+# misdeeds of a step, by name
 DEEDS = {
     "interrupt": interrupt,
     "close stdout": lambda: sys.stdout.close(),
@@ -49,7 +49,7 @@ DEEDS = {
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
-# what it returns instead of its observation or reward
+# wrong observations and rewards
 RETURNS = {
     "nan": (0, np.full(2, np.nan, np.float32)),
     "shape": (0, np.zeros(3, np.float32)),

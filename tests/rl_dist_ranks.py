@@ -185,7 +185,7 @@ def end_slowly():
 
 
 def report_environment(out_dir):
-    """Meet the other rank, and leave the variables of the meeting point."""
+    """Write the rendezvous variables to a file, then meet the other rank."""
     values = [os.environ.get(name, "-") for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG")]
     Path(out_dir, f"variables_{os.environ['RANK']}").write_text(" ".join(values))
     world = started(out_dir)
@@ -193,7 +193,7 @@ def report_environment(out_dir):
 
 
 def refuse(out_dir, alone):
-    """Rank 1 refuses what rank 0 does not see, which then misses it; or both see it."""
+    """Raise UserError on rank 1 alone, while rank 0 waits for it, or on both."""
     world = started(out_dir)
     all_gather_json(world.rank, world)
     if world.rank == 1 or not alone:

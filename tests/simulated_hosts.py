@@ -33,7 +33,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s=PATIENCE_S):
-        """The exit code; whoever hangs shows how far it came."""
+        """Return the exit code; if the process hangs, fail and show its log."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -65,7 +65,7 @@ class Host:
         return subprocess.check_output(self.command(*argv, **options), text=True)
 
     def start(self, *argv, cwd=REPO, **environment):
-        """Start a command in a log file of its own, on one core, as if the host had no more."""
+        """Start a command with a separate log file, on 1 core, as on a 1-core host."""
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment

@@ -134,7 +134,7 @@ def exercise(out_dir):
     for mode, epochs in (("default", 1), (shared, 2), ("default", 3)):
         across = Fitted(world, out_dir / "across", epochs=epochs, mode=mode, resume=True)
     alike = Fitted(world, out_dir / "sharded", mode=shared)
-    # which cannot be pickled
+    # a lambda cannot be pickled
     workers = {"num_workers": 1, "collate_fn": lambda batch: default_collate(batch)}
     loaded = Fitted(world, train=DataLoader(blobs(67), batch_size=12, shuffle=True, **workers))
     bad = Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
@@ -144,7 +144,7 @@ def exercise(out_dir):
         "bad": bad.weights,
         "bad_history": bad.result.history,
     }
-    # whose checkpoints compare the ranks
+    # its checkpoints compare the ranks
     results["batch_norm"] = Fitted(world, out_dir / "norm", net=Remembering()).weights
     try:
         raising = DataLoader(Raising(41, 19, 40), batch_size=8)  # one in each rank's half

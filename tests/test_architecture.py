@@ -40,7 +40,7 @@ SHIPPED = r"(rl_dist|envs|agents)/.*\.py|\w+\.py"
 SKIPPED = r"\.git|\.venv|runs|shared|build|dist|site|__pycache__|.*_cache|.*\.egg-info"
 TEXT = {"", ".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".yaml", ".html", ".sh", ".json"}
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT")}
-# what files may not import, but for what they may
+# pattern of files, imports that they may not have, exceptions
 FORBIDDEN = (
     (r"rl_dist/.*", r"(agents|envs|gymnasium)\b", None),
     (

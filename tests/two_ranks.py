@@ -51,7 +51,7 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
 
 
 def exercise_in_turn(out_dir, names):
-    """Do the named exercises one after the other, each in a folder and a world of its own.
+    """Run the named exercises in turn, each in a new folder and a new world.
 
     The variable that counts restarts is in the name of the file where ranks meet, so every world
     has its own.

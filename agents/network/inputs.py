@@ -101,7 +101,7 @@ class Normalizer(nn.Module):
 
 
 def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
-    """Return the normaliser of rows, which changes their vectors only."""
+    """Return a normaliser of observation rows; it scales vector columns only."""
     vectors = layout.columns("vector")
     columns = None if len(vectors) == layout.size else vectors
     return Normalizer(layout.size, columns=columns, enabled=enabled)

@@ -1,1 +1,1 @@
-"""A run: its configuration, its directory, how it goes on."""
+"""A run: its configuration, its directory and its resume."""

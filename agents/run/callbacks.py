@@ -58,7 +58,7 @@ class Watch:
         return next(filter(None, all_gather_json(reason, self.world)), "")
 
     def saved(self, training: Any, metrics: Mapping[str, Any], path: Path) -> None:
-        """Take a checkpoint that was written; a stop follows after the next iteration."""
+        """Call the checkpoint callback; it can stop training after the next iteration."""
         self._call("checkpoint", training, metrics, path)
 
     def _call(

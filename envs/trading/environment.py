@@ -185,11 +185,11 @@ class TradingVectorEnv(TensorVectorEnv):
         self._risk = risk.squeeze(1)
 
     def _plan(self, episode: Tensor) -> Tensor:
-        """Draw where these episodes [B] and the AHEAD after them start; return their places.
+        """Draw the starts of these episodes [B] and of the next AHEAD; return the first.
 
-        A place [4, B] is the row of the tables, the row on which the episode ends, the market, and
-        the number of the episode after `_first_episode`: a step changes all of them together. To
-        draw many places costs as much as to draw one.
+        A place [4, B] holds the row of the tables, the episode's last row, the market, and the
+        episode's offset from `_first_episode`, so that a step changes all four in one call.
+        Drawing many places costs as much as drawing one.
         """
         self._first_episode = episode
         self._restarts_left = AHEAD
@@ -201,7 +201,7 @@ class TradingVectorEnv(TensorVectorEnv):
             assert self._keys is not None
             num_starts = self.num_days - self._episode_days
             draws = random_int63(self._keys, episode + later)
-            draws = draws % (num_starts * len(self.markets))  # one for market and day
+            draws = draws % (num_starts * len(self.markets))  # one number draws both market and day
             market = draws // num_starts
             row = draws + market * self._episode_days
         places = torch.stack([row, row + self._episode_days, market, later], dim=1)

@@ -86,7 +86,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             )
     first = days.setdefault("train_start", first_tradable)
     last = days.setdefault("test_end", len(dates) - 1)
-    # without a given end a span ends before the next one starts, or has its share of the days
+    # a span without a given end stops before the next start; without that, SHARES decide
     for end, next_start in (("train_end", "valid_start"), ("valid_end", "test_start")):
         if next_start in days:
             days.setdefault(end, days[next_start] - 1)

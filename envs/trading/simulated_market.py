@@ -72,7 +72,7 @@ def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> lis
     moves = noise["moves"]
     prices = _prices(noise, moves * (config.market_edge * 1e-4))
     worlds = zip(*prices, _volumes(noise), noise["events"], moves, strict=True)
-    # weekdays; holidays are left out of the fiction
+    # weekdays; the simulated market has no holidays
     dates = np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
     tickers = tuple(f"SIM{i + 1:02d}" for i in range(config.num_stocks))
     return [

@@ -83,13 +83,13 @@ class _OneByOne:
 
 @dataclass
 class _Batch:
-    """A vector environment of SAME_STEP that takes one seed per environment."""
+    """Adapter of a SAME_STEP vector environment with one seed per environment."""
 
     env: Any
     encoder: ObservationEncoder
     watch: HangWatch
 
-    guards = ()  # nothing here is made again
+    guards = ()  # no environment here can be rebuilt
 
     @property
     def can_snapshot(self) -> bool:

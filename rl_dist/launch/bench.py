@@ -62,9 +62,9 @@ def time_reductions(
     """Time reductions of gradients of each size, and small collectives.
 
     Args:
-        sizes_bytes: of float32 gradients.
-        timeout_s: for everything, the start of the ranks included.
-        gpu_ids: of the ranks; none: rank i takes number i.
+        sizes_bytes: sizes of the float32 gradients.
+        timeout_s: limit for the whole call, including the start of the ranks.
+        gpu_ids: GPU of each rank; empty: rank i takes GPU i.
 
     Raises:
         UserError: more ranks than GPUs.
@@ -148,7 +148,7 @@ def _gradient_s(num_bytes: int, world: World) -> float:
 
 
 def _small(world: World) -> None:
-    """Make the sums and gathers of one iteration."""
+    """Run the small sums and gathers of one iteration."""
     for _ in range(SUMS):
         all_reduce_sum({f"sum {i}": float(i) for i in range(8)}, world)
     for _ in range(GATHERS):
@@ -160,7 +160,7 @@ def _last_arrival_s(call: Callable[[], None], world: World) -> float:
     matrix = torch.full((256, 256), 0.01, device=world.device)
 
     def wait_s() -> float:
-        # some milliseconds of arithmetic; caches then hold something else
+        # arithmetic between calls, so that caches are as cold as in a training
         until_s, product = time.perf_counter() + WORK_S, matrix
         while time.perf_counter() < until_s:
             product = (product @ product).tanh()

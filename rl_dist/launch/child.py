@@ -161,11 +161,11 @@ def launch_distributed_training(
         ... else:
         ...     print(result.exit_code, result.error)
 
-    Ctrl-C lets the training save and stop, and is then raised here; a second one ends it
-    immediately.
+    After Ctrl-C the training saves and stops, then KeyboardInterrupt is raised here. A second
+    Ctrl-C ends the training immediately.
 
     Args:
-        flags: of the script, as on its command line.
+        flags: flags of the script, as on its command line.
         echo: let the script print to stdout and stderr of this process.
         script: the training script.
         named: flags by name: True is --name, False --no-name, None no flag, a dict becomes JSON.
@@ -177,7 +177,7 @@ def launch_distributed_training(
         try:
             child.job.wait()
         except KeyboardInterrupt:
-            # it is in another session: Ctrl-C has not reached it
+            # the child has its own session, so Ctrl-C did not reach it
             child.job.send_signal(signal.SIGINT)
             child.job.wait()
             raise

@@ -59,8 +59,8 @@ class LaunchConfig:
     gradient_compression: Compression = "none"
     """bf16: gradients travel in half the bytes, for slow links; strategy ddp only."""
     max_restarts: int = Field(0, ge=0, le=10**6)
-    """Start all ranks again from the newest checkpoint after one died or failed, this often at
-    most."""
+    """Largest number of restarts after a rank died or failed; all ranks restart from the newest
+    checkpoint."""
     on_event: Text = Field("", exclude=True)
     """Shell command called when the run failed, restarted, skipped bad steps, stopped or finished;
     gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...; not stored: give it again to
@@ -94,7 +94,7 @@ class ResolvedLaunch:
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
     message: str  # one line for the user, to be printed once
-    # of this machine's ranks, or of the one process of dp; (): rank i takes number i
+    # GPUs of this machine's ranks, or of the one process of dp; (): rank i takes GPU i
     gpu_ids: tuple[int, ...] = ()
     threads: int = 0  # of each rank
 
@@ -130,7 +130,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     else:
         num_ranks = max(1, config.num_gpus)
     if config.strategy_config.mode == "dp":
-        # one rank takes as many GPUs as there would be ranks; one of torchrun's takes all
+        # dp has 1 rank: it takes the GPUs of all ranks, or under torchrun every GPU
         gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
         num_ranks = num_ranks if adopted else 1
     check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))

@@ -69,8 +69,8 @@ def run_as_rank(
         os.environ.pop(name, None)
     os.environ.update(variables)
     outlive_readers()
-    # A spawned process would spawn its own children, such as a DataLoader's workers: seconds each,
-    # and only for what can be pickled. They must start as they do without ranks.
+    # A spawned process also spawns its children, such as a DataLoader's workers. That takes seconds
+    # each and needs picklable arguments, so restore the default that a process without ranks has.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install()  # a second signal ends nothing here: the launcher counts Ctrl-C
     # Python restores their deadly defaults while it shuts down

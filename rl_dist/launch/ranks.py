@@ -110,7 +110,7 @@ class Ranks:
             self.pages.append(page)
 
     def wait(self) -> None:
-        """Wait for all ranks; pass stop signals on, kill those that a failure left."""
+        """Wait for all ranks; pass stop signals on; kill the others after a failure."""
         passed_on = False
         deadline_s = math.inf
         while len(self._ended()) < len(self.processes):

@@ -213,7 +213,7 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Say that a signal ended an evaluation, and how to repeat that of `run_dir`."""
+    """Return the message that a signal ended an evaluation, and how to repeat it."""
     message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return message

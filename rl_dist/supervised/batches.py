@@ -54,7 +54,7 @@ class SharedLoader:
             )
         # sample numbers of each batch of this rank; `start` replaces the content of the list
         self.batches: list[list[int]] = []
-        self.generator = torch.Generator()  # loading draws nothing from those of the module
+        self.generator = torch.Generator()  # keeps torch's global generator as it is
         workers = loader.num_workers > 0
         # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
         start = "forkserver" if workers and world.backend == "nccl" else None

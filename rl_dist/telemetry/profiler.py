@@ -1,4 +1,4 @@
-"""Measure where a training loop spends its time: by the clock and torch.profiler.
+"""Measure how long each part of a training loop takes: clock and torch.profiler.
 
     profiler = Profiler(run_dir, world)
     for iteration in ...:
@@ -7,8 +7,8 @@
         profiler.end(say=print)
     profiler.close(say=print)
 
-One window after the start of the process: one iteration is skipped, two are timed by the clock
-alone, because tracing slows short operators down; one warms the tracer up and one is traced.
+Each process profiles its first 5 iterations: it skips 1, times 2 by the clock alone (tracing slows
+short operators down), warms the tracer up in 1 and traces the last.
 Every rank writes RUN_DIR/profile/rank_N.txt and a trace that TensorBoard, Chrome and Perfetto open.
 """
 

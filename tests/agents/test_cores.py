@@ -1,4 +1,4 @@
-"""Cores: a scan is its recurrence, and a core of the user's own is tried before it trains."""
+"""Cores: scans equal step-by-step recurrences; user-defined cores are checked."""
 
 import pytest
 import torch

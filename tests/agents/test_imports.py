@@ -1,4 +1,4 @@
-"""A plain training loads little: the rest is imported when it is asked for."""
+"""A plain training imports little; other modules load when they are needed."""
 
 import os
 import shutil

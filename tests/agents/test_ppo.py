@@ -61,7 +61,7 @@ def test_advantages_are_those_computed_by_hand_and_environments_do_not_mix(
 @pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (1.8, 3.5**0.5), (7.0, 7.0)])
 def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, deviation):
     advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)
-    # of the whole population: squares 4 + 1 + 0 + 9 over 4
+    # population variance: squares (4 + 1 + 0 + 9) / 4
     found = normalize_advantages(advantages, rollout_sums(advantages, zeros, zeros), least)
     torch.testing.assert_close(found, (advantages - 3.0) / deviation)
     equal = torch.full((2, 2), 5.0)

@@ -65,7 +65,7 @@ def test_a_mask_of_info_that_allows_nothing_is_refused_and_none_is_warned_of(tmp
     assert said[0].filename == __file__
 
 
-ALLOWED = [1, 0, 0], [0, 1]  # of both choices one action
+ALLOWED = [1, 0, 0], [0, 1]  # one allowed action for each of the two choices
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The main command for real: what a run leaves, how it refuses, stops and goes on."""
+"""The main command for real: files of a run, refusals, stop and resume."""
 
 import contextlib
 import json

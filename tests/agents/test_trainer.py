@@ -56,7 +56,7 @@ def checkpoints(job):
 
 
 def scripted(job, scripts=None, **env):
-    """The job on a scripted environment instead of its own."""
+    """Return the job with a scripted environment."""
     long = [(100, TERMINATED)]
     scripts = scripts or [[(5, TERMINATED)], [(16, TRUNCATED)], *[long] * (NUM_ENVS - 2)]
     return replace(job, make_env=lambda num_envs, env_offset: ScriptedEnv(scripts, **env))

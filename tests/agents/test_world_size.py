@@ -137,7 +137,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
 def test_all_ranks_stop_their_epochs_together_at_the_kl_of_all_ranks(one_rank, ranks_of):
     name = "recall, mlp, KL stop"
     steps = [losses["optim/steps"] for losses in one_rank(name)["losses"]]
-    assert min(steps) < 8 and max(steps) > 2, steps  # it stopped early, and not always at once
+    assert min(steps) < 8 and max(steps) > 2, steps  # stopped early, but not always in step 1
     for num_ranks in (2, 4):
         for rank in ranks_of("default", num_ranks):
             assert [losses["optim/steps"] for losses in rank[name]["losses"]] == steps
@@ -147,7 +147,7 @@ def test_all_ranks_stop_their_epochs_together_at_the_kl_of_all_ranks(one_rank, r
 def test_rollouts_differ_from_rank_to_rank_and_environment_to_environment(num_ranks, ranks_of):
     """The seed changes the data path, not only the noise."""
     for name in ON_FOUR if num_ranks == 4 else ALWAYS:
-        # of the first, untrained rollout
+        # the first rollout, before any training
         obs = together(ranks_of("default", num_ranks), name, "obs")[0]
         columns = obs.movedim(1, 0).flatten(1)
         assert len(columns.unique(dim=0)) == NUM_ENVS, name

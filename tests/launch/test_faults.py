@@ -87,7 +87,7 @@ def test_restarts_are_counted_once_from_the_warm_up_on_and_not_again_after_a_res
 
     with world_of_one() as world:
         _, found, error = faults_ranks.run(job(2), world)
-        # the warm-up, then as many
+        # 5 restarts in the warm-up and 5 in iteration 1
         assert error == "" and [record["env/restarts"] for record in found] == [5 + 5, 0]
         resumed, writer = Training(job(3), world), faults_ranks.Keeping()
         resumed.restore(load_checkpoint(latest_checkpoint(tmp_path)))
@@ -182,7 +182,7 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
     code, _, err = finish(start_training(*words))
     line = error_line(err)
     where = f"environment misbehaving_envs:Misbehaving-v0 number 3 at its step {at}: "
-    # its thread may end the process first
+    # gloo's thread may end the process before the error line is written
     by_gloo = misdeed == "close descriptors" and "rank 1 (process" in line
     named = line.startswith("error: rank 1: ") and where in line and problem in line
     assert code == 1 and (by_gloo or named), line

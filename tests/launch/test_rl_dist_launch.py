@@ -93,7 +93,7 @@ def test_a_second_ctrl_c_ends_even_ranks_that_hang(tmp_path):
         ("loop", ["fail at length"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
         ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
         ("loop", ["exit"], 2, 1, "ended with code 0", 0),
-        # of reports that name no cause, the one that names a rank
+        # if no report names a cause, the one that names a rank is shown
         ("halt", [], 3, 1, "rank 1: waited", 0),
         pytest.param("hang", [1], 2, 1, "rank 1 failed", 1, marks=pytest.mark.slow),
         pytest.param("end_slowly", None, 2, 1, "rank 0: too late", 0, marks=pytest.mark.slow),

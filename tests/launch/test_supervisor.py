@@ -55,8 +55,8 @@ def refused(call, why):
         ("sys.exit(3)", 3, ""),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("os.closerange(3, 256); leave(5)", 5, ""),
-        ("report(exit_code=0); os.abort()", 0, ""),  # it had ended: only its teardown failed
-        # not its child's word
+        ("report(exit_code=0); os.abort()", 0, ""),  # it had reported: only its teardown failed
+        # the exit of its fork is not its own report
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "ended with code 0"),
         # a thread that never ends keeps nobody waiting
         ("threading.Thread(target=time.sleep, args=(1000,)).start(); report(exit_code=0)", 0, ""),

@@ -21,7 +21,7 @@ WHOLE = (10_000, 8_000)
         # a container's own group is mounted at the top; files read once do not count as used
         ("", {"": (1000, 900, 500)}, (1000, 600)),
         ("0::/", {"": (1000, 900, 500)}, (1000, 600)),
-        # the tightest of the groups above counts, whoever else uses it
+        # the tightest of the parent groups counts, even if other jobs use it
         ("0::/slice/job/step",
          {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 4900, 0), "slice": (4000, 3000, 0),
           "slice/other": (10, 10, 0)},

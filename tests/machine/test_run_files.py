@@ -1,4 +1,4 @@
-"""Plain files of a sane size in a run directory are read, all else is refused at once."""
+"""Plain files of a sane size in a run directory are read; others are refused."""
 
 import pytest
 from hostile import ODD_FILES

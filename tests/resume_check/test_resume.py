@@ -1,4 +1,4 @@
-"""A killed run goes on exactly: no gaps, all differences refused, nothing overwritten."""
+"""A killed run resumes exactly: no gaps, refused changes, no overwritten files."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The command that proves exact resume, on a user's environment in a module of its own."""
+"""The command that proves exact resume, on an environment in a user's module."""
 
 import json
 import os

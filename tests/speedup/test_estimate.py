@@ -174,7 +174,7 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(measured
     assert two["shares"]["communication"] == pytest.approx(1 / 6, rel=1e-3)
     assert one["hours"] == pytest.approx(STEPS / 16384 / 3600)
     assert two["cost"] == pytest.approx(2 * 1000.0 * two["hours"])
-    # one rank is the same for both scalings
+    # weak and strong scaling share the row of one rank
     rows = [one, two, one | {"scaling": "strong"}]
     text = as_text(replace(report, rows=rows, notes=["mind this"]))
     for part in (*COLUMNS, "1.67x", "83%", "27,307", "13.2 s", "7.32", "mind this"):

@@ -139,7 +139,7 @@ def isaac_lab_efficiencies(name, ranks):
     update_s = frames / train - frames / rollout
     sizes = {"env_steps": frames, "gradient_steps": steps}
     alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
-    # what the neighbours cost, as copies tell
+    # slower collection beside other ranks, measured with copies of one rank
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
     talk_s = steps * Network(PCIE, 4, ETHERNET).all_reduce_s(4 * parameters, ranks)
     many = predict(beside, ranks, talk_s)

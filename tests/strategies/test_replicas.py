@@ -1,4 +1,4 @@
-"""Replicas: DDP whose first step is as every other, unlike devices, and DataParallel by hand."""
+"""Replicas: bucket order of DDP, different devices, and our DataParallel."""
 
 import json
 
@@ -92,7 +92,7 @@ for _ in range(2000):
 
 @pytest.mark.slow
 def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
-    """Freed at once, one in some thousand groups waited for a thread that waited for Python."""
+    """Immediate frees hung rarely: a group waited for a thread that needed the GIL."""
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr

@@ -132,7 +132,7 @@ def test_ranks_that_cannot_work_together_step_down_to_one(strategy, broken):
     assert (resolved.num_ranks, config.chosen_strategy) == (1, "none")
     assert note.count("NCCL error") == (2 if strategy == "hybrid" else 1)
     assert note.endswith("strategy none, 1 rank on cpu")
-    assert config.num_gpus == 2  # what was asked for is kept beside it
+    assert config.num_gpus == 2  # the requested number is kept
     assert resolve_launch(config)[0] == config
 
 

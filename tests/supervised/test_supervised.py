@@ -142,7 +142,7 @@ def test_batches_of_any_nesting_are_moved():
     tensors = moved["pair"].inputs, moved["list"][0], moved["list"][1][0], moved["packed"].data
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved["meta"] == "x" and moved["pair"].label == "y"
-    assert moved["packed"].batch_sizes.tolist() == [2, 1, 1]  # torch wants these on a CPU
+    assert moved["packed"].batch_sizes.tolist() == [2, 1, 1]  # torch needs batch_sizes on the CPU
 
 
 def test_workers_beside_nccl_are_not_forked():
@@ -233,7 +233,7 @@ def test_a_sample_that_cannot_be_loaded_is_named_by_the_rank_that_has_it(ranks):
 
 def test_a_rank_that_leaves_after_its_error_does_not_keep_the_others_waiting(tmp_path, capfd):
     assert launch(leave_on_one_rank, (str(tmp_path),), 2) == 1
-    # who is first: the watchdog, or gloo, whose connection is closed
+    # either the watchdog reports first, or gloo finds the connection closed
     words = "for rank 1, which has left after collective|rank 0: the connection broke"
     assert re.search(words, capfd.readouterr().err)
 

@@ -186,5 +186,5 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
 
 def test_the_throughput_shown_is_the_median_of_the_latest_iterations(capsys):
     show([9000.0, *[100.0] * 3, 900.0, 110.0, 120.0, 130.0, 95.0, 5000.0, None])
-    # of nine; the first has been forgotten
+    # the median of the last nine; older values are dropped
     assert "steps/s=110," in capsys.readouterr().err.splitlines()[-1]

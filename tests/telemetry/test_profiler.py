@@ -102,7 +102,7 @@ def test_a_profile_says_where_the_time_went_and_traces_one_iteration(both):
     (path,) = (run_dir / "profile").glob("rank_0.*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     counts = Counter(event.get("name") for event in events if event.get("ph") == "X")
-    # one iteration, with the steps of a rollout
+    # the trace holds one iteration: 16 vector steps
     assert counts["collect"] == counts["update"] == 1 and counts["environment"] == 16
     steps = writer.records[4]["optim/steps"]
     assert counts["forward"] == counts["backward"] == counts["optimizer"] == steps
