@@ -92,7 +92,7 @@ for _ in range(2000):
 
 @pytest.mark.slow
 def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
-    """Immediate frees hung rarely: a group waited for a thread that needed the GIL."""
+    """Freed immediately, one in some thousand groups hung: its thread needed the GIL."""
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr
