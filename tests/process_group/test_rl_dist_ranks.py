@@ -64,4 +64,4 @@ def test_wrapping_gives_every_rank_the_parameters_of_rank_0(ranks):
 @pytest.mark.skipif(available_cores() < 2, reason="one core: no thread pool to slow down")
 def test_gathering_much_leaves_the_thread_pool_of_training_alone(ranks):
     """A second OpenMP team, opened in gloo's thread, slows every later parallel region down."""
-    assert [rank["new_threads"] for rank in ranks] == [0, 0]
+    assert max(rank["new_threads"] for rank in ranks) <= 0
