@@ -42,7 +42,7 @@ class ExampleConfig:
     num_gpus: int = Field(-1, ge=-1, le=10**6)
     """ranks: one per GPU, -1 = all; on a CPU this many processes, -1 = one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on."""
     batch_size: int = Field(64, ge=1, le=10**7)
     """Images in a batch, total over all ranks."""
     learning_rate: float = Field(1e-2, ge=0, le=10)

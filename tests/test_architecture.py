@@ -25,7 +25,7 @@ MAX_SIZES = {
     "lines of README.md": 150,
     "tokens of the path to loss.backward()": 22_600,
 }
-# what a reader meets between the main function of a rank and loss.backward()
+# the files that a reader meets between the main function of a rank and loss.backward()
 READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
     r"|agents/network/(sequences|pieces|minibatches|cores|heads|inputs|noise)\.py"

@@ -33,7 +33,7 @@ class SeedsResult:
     intervals: dict[str, Interval]  # of "mean" and "interquartile_mean"
 
     def __str__(self) -> str:
-        # of three runs the bootstrap draws the lowest alone in 1 of 27 samples: more than 2.5 %
+        # With three runs, the bootstrap draws the lowest alone in 1 of 27 samples: more than 2.5 %
         kind = "95 % interval" if len(self.scores) > 3 else "lowest and highest"
         scores = ", ".join(f"{seed}: {score:.4g}" for seed, score in self.scores.items())
         lines = [f"{self.metric} by seed: {scores}"]

@@ -196,7 +196,7 @@ class TorchVectorEnv(TensorVectorEnv):
             self._envs = _OneByOne(guards, batch_space(actions, len(guards)))
         self.can_snapshot = self._envs.can_snapshot
 
-        # what the learner sees
+        # the learner's view
         parts = list(encoder.parts)
         mask_size = self._decoder.mask_size
         if self.info_mask:

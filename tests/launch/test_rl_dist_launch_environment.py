@@ -102,7 +102,7 @@ def test_given_threads_win_over_torchruns_variable_and_loopback_is_left_again(en
         assert torch.get_num_threads() == 3
         bound = [os.environ.get(name) for name in BOUND]
         world.close_world(opened)
-        # what is started from here, such as torchrun from a notebook, may need other machines
+        # programs started from here, such as torchrun from a notebook, may need other machines
         assert bound == ["lo", "lo"] and not set(BOUND) & os.environ.keys()
     finally:
         torch.set_num_threads(threads)
