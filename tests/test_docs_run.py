@@ -100,7 +100,7 @@ def test_python_blocks_run(text, runs, monkeypatch):
         torch.set_num_threads(1)
 
 
-# replacements of words of commands, and flags that are added to a training unless the command has it
+# replacements of words of commands, and flags that trainings without them gain
 SMALL = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
 OF_ENV = {"--total_steps": "1024", "--eval_episodes": "2"}
