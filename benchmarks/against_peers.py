@@ -1,4 +1,4 @@
-"""Speed beside other recurrent trainers: the same network and work, an iteration each in turn.
+"""Compare speed with other recurrent trainers: the same network and work, in alternating turns.
 
     python benchmarks/against_peers.py --python /path/to/venv/bin/python [--minutes 7]
 
@@ -30,13 +30,13 @@ from typing import Any
 from turns import STEPS, describe, median_interval
 
 SCRIPT = Path(__file__).with_name("peers.py")
-PEERS = {  # by driver: the package that it needs
+PEERS = {  # the package that each driver needs
     "rl_games": "rl_games",
     "skrl": "skrl",
     "clean": "gymnasium",
     "sb3": "sb3_contrib",
 }
-START_UP_S = 20.0  # the part of --minutes that the start and the warm-up take
+START_UP_S = 20.0  # share of --minutes for start and warm-up
 
 
 class Program:
@@ -67,7 +67,7 @@ class Trainer(Program):
     def __init__(self, held: ExitStack, python: str, *arguments: str | int) -> None:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["TMPDIR"] = held.enter_context(folder)  # removed although the driver is killed
+        environment["TMPDIR"] = held.enter_context(folder)  # the driver is killed
         super().__init__(
             held,
             [python, str(SCRIPT), *map(str, arguments)],
@@ -82,7 +82,7 @@ class Trainer(Program):
     def turn(self) -> dict[str, Any]:
         """Let it train one iteration and return its measurements."""
         assert self.process.stdin
-        with suppress(BrokenPipeError):  # it has ended: the report raises its last line
+        with suppress(BrokenPipeError):  # the driver has ended: report() raises its last line
             self.process.stdin.write("go\n")
         return self.report()
 
@@ -152,15 +152,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", default=sys.executable, help="of the peers' environment")
+    parser.add_argument(
+        "--python", default=sys.executable, help="Python that has the other trainers"
+    )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     tasks = ["cartpole", "stocks"]
     parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--minutes", type=float, default=7.0, help="for all tasks")
-    parser.add_argument("--fewest", type=int, default=4, help="pairs of each peer, at least")
+    parser.add_argument("--fewest", type=int, default=4, help="smallest number of pairs per peer")
     parser.add_argument("--warm_up", type=int, default=2, help="turns before the first pair")
     parser.add_argument("--threads", type=int, default=2, help="of each trainer")
-    parser.add_argument("--ranks", type=int, default=1, help="of ours; they share its threads")
+    parser.add_argument("--ranks", type=int, default=1, help="our ranks, which share --threads")
     args = parser.parse_args()
     if args.threads % args.ranks:
         parser.error("--threads must be a multiple of --ranks, which share them")

@@ -1,14 +1,14 @@
-"""Kill short runs on one to four CPU ranks at random moments: do they resume to the same end?
+"""Kill short runs on one to four CPU ranks at random moments, and check that they resume exactly.
 
     python benchmarks/kill_points.py [--points 84] [--seed 1] [--ranks 1 2 3 4]
 
 A run of Recall-v0 loses a rank, its launcher or the whole process group by a signal. With
 `--max_restarts` its launcher must start the ranks again. Without, it must end by itself with an
-error in one line and leave no process, and the same command resumes the run. That start is hit in
-turn, until the run has had its share of hits; the last start trains to the end, which must equal
-the undisturbed run's: parameters, last checkpoint and metrics. If it does not, all hits of the run
-count as failed. Every case comes up equally often. Most random moments meet a rollout or update, so
-a part of the hits waits for the start-up or a checkpoint.
+error in one line and leave no process, and the same command resumes the run. That start is hit as
+well, until the run has had its share of hits. The last start trains to the end, where parameters,
+last checkpoint and metrics must equal those of an undisturbed run. If they do not, all hits of the
+run count as failed. Every case comes up equally often. Most random moments fall into a rollout or
+an update, so some of the hits wait for the start-up or a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FLAGS = (  # sizes that one to four ranks share
 )
 VICTIMS = ("main rank", "other rank", "launcher", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
-AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # share of the hits
+AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # aim -> share of the hits
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
 AGAIN_WITHIN_S = 90.0
@@ -57,7 +57,7 @@ class Case:
     """The victim of a hit, and the signal."""
 
     ranks: int
-    restarting: bool  # by its launcher
+    restarting: bool  # with --max_restarts
     victim: str
     way: str
 
@@ -79,24 +79,24 @@ class Run:
             )
 
     def wait_for(self, condition: Callable[[JobState], bool], patience_s: float) -> JobState | None:
-        """Return the state of this start once it meets a condition; None: never, or over."""
+        """Return the state of this start once it meets a condition, or None if it never does."""
         deadline_s = time.monotonic() + patience_s
         while self.job.poll() is None and time.monotonic() < deadline_s:
             state = self.run_dir.state()
-            with suppress(ProcessLookupError):  # the state is of an earlier start
+            with suppress(ProcessLookupError):  # the state belongs to an earlier start
                 if state and os.getsid(state.launcher_pid) == self.job.pid and condition(state):
                     return state
             time.sleep(0.002)
         return None
 
     def wait_for_phase(self, phase: str) -> None:
-        """Wait until this start is in a phase, or over."""
+        """Wait until this start is in a phase or has ended."""
         self.wait_for(lambda state: state.phase == phase, ENDED_WITHIN_S)
 
     def hit(self, case: Case, aim: str, span_s: float, rng: random.Random) -> str:
-        """Let the victim die, and return what went wrong afterwards, or "".
+        """Kill the victim; return what went wrong afterwards, or "".
 
-        Raises ProcessLookupError: the run was over.
+        Raises ProcessLookupError: the run had ended before.
         """
         if aim == "starting":
             time.sleep(rng.uniform(0.0, START_UP_S))
@@ -128,7 +128,7 @@ class Run:
         return ""
 
     def num_left(self) -> int:
-        """Return how many processes are left after a while, and kill them."""
+        """Wait for all processes to end; kill the rest and return their number."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
         while (left := self._alive()) and time.monotonic() < deadline_s:
             self.job.poll()
@@ -193,7 +193,7 @@ def main() -> int:
     )
     parser.add_argument("--points", type=int, default=84, help="hits; 84: every case once")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--seed", type=int, default=1, help="of the cases' order and the moments")
+    parser.add_argument("--seed", type=int, default=1, help="seed of cases and moments")
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     rng = random.Random(args.seed)

@@ -1,4 +1,4 @@
-"""Train memory tasks with several seeds and print their table beside published figures.
+"""Train memory tasks with several seeds and print a table with published figures.
 
     pip install -e '.[popgym]'
     python benchmarks/memory_table.py --seeds 1 2 3 [--rows RepeatFirstEasy Recall] [--out DIR]
@@ -7,8 +7,8 @@ Each row and seed is one command of train_distributed.py, which is printed befor
 in --out is kept until its command changes, so a table can be made in parts. The columns:
 
 - without noise: mean return of the 100 episodes that end a training, with the last weights;
-- training: the highest mean return of episodes in 16,384 steps in a row of the training, with
-  noise: close to the figure of POPGym's authors, whose batches have 65,536 steps;
+- training: the highest mean return of episodes within 16,384 consecutive steps of the training,
+  with noise: close to the figure of POPGym's authors, whose batches have 65,536 steps;
 - minutes: wall time of the whole command, from start to result.
 
 Each is the mean over seeds, with the smallest and the largest in brackets. The file also registers
@@ -52,7 +52,7 @@ SOURCES = {
     "(https://github.com/MarcoMeter/recurrent-ppo-truncated-bptt): the ends of 10 runs in its "
     "event files",
 }
-FROZEN_STEPS = 2  # PocMemory shows its signs for so long
+FROZEN_STEPS = 2  # steps for which PocMemory shows its signs
 END_PLACE = 5  # places on each side of the middle, 0.2 apart; the outermost are the ends
 FARTHEST_START = 2  # an episode of PocMemory begins at most this far from the middle
 PRIZE = 1.6
@@ -170,7 +170,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The text in which --rows searches."""
+        """The text that --rows searches."""
         return f"{self.task} {self.flags}".strip()
 
     def command(self, seed: int) -> list[str]:
@@ -302,7 +302,7 @@ def result_path(out: Path, row: Row, seed: int) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what has no result, and print the table."""
+    """Train the rows that have no result, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; default: all")

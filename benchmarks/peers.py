@@ -49,7 +49,7 @@ def turns_of(trainer: str) -> Turns:
 
 
 def batched_env(task: Task) -> Any:
-    """Return environments for a trainer that cannot step 64 of Gymnasium's one by one."""
+    """Return a batch of environments for a trainer that cannot step 64 single ones."""
     if task.discrete:
         return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode="vector_entry_point")
     return StockLikeVectorEnv(NUM_ENVS)
@@ -98,7 +98,7 @@ def rl_games(task: Task, args: argparse.Namespace) -> None:
 
 
 def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]:
-    """Return what rl_games reads from a YAML file."""
+    """Return the parameters that rl_games reads from a YAML file."""
     default = {"name": "default"}
     gaussian = {
         "mu_activation": "None",
@@ -333,7 +333,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
             return self.heads[role](features), others
 
         def features(self, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-            """Run the LSTM; in training from the first state of each sequence, cut at ends."""
+            """Run the LSTM; training starts each sequence from its state and resets at ends."""
             state, obs = inputs["rnn"], inputs["observations"]
             if not self.training:
                 outputs, after = self.lstm(obs[:, None], (state[0], state[1]))
@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
     for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--metrics", type=Path, help="of sb3_solve: the file that it writes")
+    parser.add_argument("--metrics", type=Path, help="file that sb3_solve writes")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Train with this project, or with a plain loop in the manner of CleanRL's ppo_atari_lstm.py.
+"""Train with this project, or with a plain loop like CleanRL's ppo_atari_lstm.py.
 
 peers.py runs these drivers.
 """
@@ -39,12 +39,12 @@ from turns import (
     vector_env,
 )
 
-DRIVER = "BENCHMARK_DRIVER"  # environment variable for ranks: the driver's process and descriptor
+DRIVER = "BENCHMARK_DRIVER"  # environment variable of ranks: the driver's process and descriptor
 
 
 @functools.cache
 def our_turns() -> Turns:
-    """Return the turns of the driver's process, also in a rank that it has started."""
+    """Return the turns of the driver's process, in the ranks that it starts as well."""
     number, reports = map(int, os.environ[DRIVER].split())
     about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
     if number == os.getpid():
@@ -106,7 +106,7 @@ def ours(task: Task, args: argparse.Namespace) -> None:
         )
 
 
-# ---- a loop in the manner of CleanRL's ppo_atari_lstm.py
+# ---- a loop like CleanRL's ppo_atari_lstm.py
 
 
 class PlainAgent(nn.Module):

@@ -1,11 +1,11 @@
-"""Small jobs on two checkouts: metrics, parameters and optimizer must be equal bit for bit.
+"""Run small jobs on two checkouts; metrics, parameters and optimizer must be equal bit for bit.
 
     git worktree add ../base COMMIT
     python benchmarks/same_numbers.py ../base [--jobs NAME ...] [--table]
 
 Runs every job at BASE and in this checkout, on this machine, one after the other, and compares the
 records of metrics.jsonl, the newest checkpoint and the figures of summary.json. It imports nothing
-of the project: what it compares, it reads itself. `--table` prints which job covers which option.
+from the project and reads all files itself. `--table` prints which job covers which option.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ OPTIONS = (
     "target_kl, refreshed states, env restarts, pre-training, kill, resume, other ranks, fit, "
     "validation, warm-up, floor of advantages, coloured noise"
 )
-PATTERNS = {  # where the words of the command differ from the option's name
+PATTERNS = {  # options whose names differ from the words of the command
     "1 rank": "num_gpus 1", "2 ranks": "num_gpus 2", "3 ranks": "num_gpus 3",
     "ddp": r"num_gpus [23](?!.*hybrid)", "pipeline": "hybrid_form pipeline",
     "trading": "train_end", "CSV": "--data", "CartPole": "CartPole-v1", "workers": "env_workers",
@@ -109,9 +109,9 @@ PATTERNS = {  # where the words of the command differ from the option's name
     "coloured noise": "noise_color",
 }  # fmt: skip
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
-# keys of BASE whose name has changed since, and the new name
+# keys of BASE that have a new name now
 RENAMED = {"guard/last_obs": "guard/last_row"}
-# the text of the settings, whose names may change, and a figure that BASE alone has
+# the settings, which may be renamed, and a figure that only BASE has
 NOT_COMPARED = {"config", "extra", "return_with_noise"}
 FLAKY = """
 import gymnasium, numpy as np
@@ -219,7 +219,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """Read all that must be equal: records, newest checkpoint, figures of the end."""
+    """Read everything that must be equal: records, newest checkpoint, figures of the summary."""
     checkpoint = max((run_dir / "checkpoints").glob("iteration_*.pt"))
     state = torch.load(checkpoint, weights_only=True, map_location="cpu")
     summary = run_dir / "summary.json"
@@ -266,7 +266,7 @@ def main() -> int:
                     result_of(run_job(tree, JOBS[job], Path(folder, name)))
                     for name, tree in (("base", args.base.resolve()), ("now", REPO))
                 )
-        except RuntimeError as error:  # the other jobs run all the same
+        except RuntimeError as error:  # the other jobs still run
             print(f"{job}: FAILS, {error}", flush=True)
             differing += 1
             continue

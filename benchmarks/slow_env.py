@@ -1,6 +1,6 @@
-"""Two slow environments, and what workers and groups gain on them.
+"""Two slow environments, and the speed that workers and groups gain on them.
 
-SlowSteps-v0 computes for about a millisecond a step, more or less; Waiting-v0 waits for two. From
+SlowSteps-v0 computes for about a millisecond per step; Waiting-v0 waits for two. From
 the checkout: `--env benchmarks.slow_env:SlowSteps-v0`; `python -m benchmarks.slow_env` measures.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-ROUNDS = 14_000  # of plain Python, about a millisecond
+ROUNDS = 14_000  # loops of plain Python, about a millisecond
 WAIT_S = 2e-3
 WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # workers and groups
 
@@ -48,7 +48,7 @@ class SlowSteps(gymnasium.Env):
 
 
 class Waiting(SlowSteps):
-    """The same, but every step waits for 2 ms, as for a simulator behind a socket."""
+    """SlowSteps whose step waits 2 ms instead, like a simulator behind a socket."""
 
     def work(self) -> None:
         """Wait."""
@@ -56,7 +56,7 @@ class Waiting(SlowSteps):
 
 
 def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
-    """Print steps/s of rollouts in all ways: medians of rounds in which they take turns."""
+    """Print steps/s of rollouts with all workers and groups: medians of alternating rounds."""
     import torch
 
     from agents.network.inputs import Normalizer

@@ -1,4 +1,4 @@
-"""Accuracy of predictions: throughput of N ranks, predicted from one-rank runs and measured.
+"""Measure the estimator's accuracy: throughput of N ranks, predicted from one rank and measured.
 
     python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 

@@ -1,15 +1,15 @@
-"""Speed of this checkout, beside a fixed matrix product: the command of `make bench`.
+"""Measure the speed of this checkout against a fixed matrix product (`make bench`).
 
     python benchmarks/throughput.py [--turns 8] [--threads 2] [--folder runs/bench]
 
-Three works, an iteration each in turn: A, CartPole-v1 with one LSTM of 128; B, a market-like task
-(181 inputs, 30 continuous actions) with one LSTM of 256; both 64 environments for 128 steps, 4
+Three jobs take turns of one iteration each: A, CartPole-v1 with one LSTM of 128; B, a market-like
+task (181 inputs, 30 continuous actions) with one LSTM of 256; both 64 environments for 128 steps, 4
 epochs of 4 minibatches; C, the main job with 30 stocks. Before each turn a fixed product of
 matrices is timed. The output has steps per second, seconds of the phases, GFLOP/s of the whole
-iteration, its part of the product's, and steps in the time of a billion operations of the product.
-That last figure is compared with the newest file of the folder that has the same work, processor,
-torch and threads, and the folder gains a new file. So figures of two days can be compared although
-the machine was faster on one of them.
+iteration, its share of the product's rate, and steps per GFLOP: the steps in the time in which the
+product does a billion operations. That last figure is compared with the newest file in the folder
+with the same job, processor, torch and threads, and the results go to a new file. So figures of two
+days can be compared although the machine was faster on one of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKS = {"A": "cartpole", "B": "stocks", "C": "main"}
 
 
 def measure(works: list[str], num_turns: int, threads: int) -> list[dict[str, Any]]:
-    """Let all works take turns; return a row for each, with intervals of what is compared."""
+    """Let all jobs take turns; return a row for each, with intervals."""
     turns: dict[str, list[dict[str, Any]]] = {work: [] for work in works}
     with ExitStack() as held:
         trainers = {
@@ -67,7 +67,7 @@ def measure(works: list[str], num_turns: int, threads: int) -> list[dict[str, An
 
 
 def compare(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> str:
-    """Return the ratio to the newest file of this kind of machine that has the work."""
+    """Return the ratio to the newest file with this job from the same kind of machine."""
     for path in sorted(folder.glob("*.json"), reverse=True):
         stored = json.loads(path.read_text(encoding="utf-8"))
         earlier = [other for other in stored["rows"] if other["work"] == row["work"]]

@@ -1,4 +1,4 @@
-"""Seconds until CartPole without velocities is solved: this project and sb3-contrib in turns.
+"""Measure the seconds until CartPole without velocities is solved, beside sb3-contrib.
 
     python benchmarks/time_to_solve.py --python /path/to/venv/bin/python [--seeds 1 2 3 4 5]
 
@@ -44,9 +44,9 @@ class Goal:
 class Moment:
     """An iteration's end, and its episodes."""
 
-    seconds: float  # of this run's turns
+    seconds: float  # seconds of this run's turns
     steps: int
-    mean: float | None  # return of the episodes that ended
+    mean: float | None  # returns of the episodes that ended
     count: int
 
 
@@ -63,16 +63,16 @@ class Run(Program):
 
     @property
     def solved(self) -> Moment | None:
-        """The moment at which it solved the task, if it did."""
+        """The moment at which the run solved the task, or None."""
         return solved_at(self.moments, self.goal)
 
     @property
     def last(self) -> Moment:
-        """The moment that solved the task, or else the end of the run."""
+        """The moment that solved the task, otherwise the end of the run."""
         return self.solved or self.moments[-1]
 
     def turn(self, length_s: float) -> None:
-        """Let it train for a while, or to its end, and read what it wrote."""
+        """Let the run train for some seconds or to its end, and read its new metrics."""
         began_s = time.monotonic()
         self.signal(signal.SIGCONT)
         while self.process.poll() is None and time.monotonic() < began_s + length_s:
@@ -80,7 +80,7 @@ class Run(Program):
             self._read(self.seconds + time.monotonic() - began_s)
         self.signal(signal.SIGSTOP)
         self.seconds += time.monotonic() - began_s
-        self._read(self.seconds)  # the last lines, if it has ended
+        self._read(self.seconds)  # the last lines, if the run has ended
         if self.process.poll():
             raise SystemExit(f"error: {self.metrics.name}: the run failed: {self.last_line()}")
 
@@ -92,13 +92,13 @@ class Run(Program):
             self.moments.append(Moment(seconds, record["global_step"], mean, count))
 
     def cells(self) -> str:
-        """Return its part of a row."""
+        """Return the run's part of a table row."""
         seconds = f"{self.last.seconds:.1f}"
         return f"{seconds if self.solved else f'not in {seconds}'} | {self.last.steps:,}"
 
 
 def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
-    """Return the mean return of the last episodes; None: too few so far."""
+    """Return the mean return of the last episodes, or None if there are too few."""
     total, count = 0.0, 0
     for moment in reversed(moments):
         total += (moment.mean or 0.0) * moment.count
@@ -156,9 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="of an environment with sb3-contrib")
+    parser.add_argument("--python", required=True, help="Python of an environment with sb3-contrib")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--total_steps", type=int, default=200_000, help="for either, at most")
+    parser.add_argument("--total_steps", type=int, default=200_000, help="limit for either trainer")
     parser.add_argument("--turn_s", type=float, default=2.0)
     parser.add_argument("--mean", type=float, default=475.0)
     parser.add_argument("--episodes", type=int, default=100)

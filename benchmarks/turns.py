@@ -26,15 +26,15 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES, BPTT_STEPS = 64, 128, 4, 4, 32
-STEPS = NUM_ENVS * NUM_STEPS  # of an iteration
+STEPS = NUM_ENVS * NUM_STEPS  # per iteration
 MINIBATCH_STEPS = STEPS // MINIBATCHES
 LEARNING_RATE = 1e-9  # keeps the lengths of episodes, on which speed depends, the same for all
 GAMMA, GAE_LAMBDA, CLIP, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5
 ENT_COEF, VF_COEF = 0.01, 0.5
 
-KIND = ("cpu", "instructions", "torch", "threads")  # figures compare where these are the same
-SIDE, PRODUCTS = 1024, 8  # of a fixed product of matrices
-RESAMPLES = 10_000  # of a bootstrap
+KIND = ("cpu", "instructions", "torch", "threads")  # figures are comparable where these are equal
+SIDE, PRODUCTS = 1024, 8  # side and number of the matrix products that measure the machine
+RESAMPLES = 10_000  # samples of a bootstrap
 
 NUM_STOCKS, NUM_DAYS, EPISODE_STEPS = 30, 3000, 252
 NUM_OBS = 1 + 6 * NUM_STOCKS
@@ -43,7 +43,7 @@ LARGEST_ORDER, CASH, FEE = 100.0, 1e6, 0.001
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work: an LSTM reads the observations, a tanh layer and two heads follow it.
+    """A job: an LSTM reads the observations, then a tanh layer and two heads follow.
 
     The main job is a cascade of three LSTMs with the same number of steps; peers do not train it.
     """
@@ -71,7 +71,7 @@ TASKS = {
 
 
 class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """StockLike-v0: shapes and arithmetic of trading on random numbers, to be stepped, not learned.
+    """StockLike-v0: shapes and arithmetic of trading on random numbers, only for timing.
 
     All environments are one batch; first episodes begin at a random age.
     """
@@ -171,7 +171,7 @@ class Turns:
         print(json.dumps(measured | self._about), file=self._reports)
         self._about = {}
         if not self._orders.readline():
-            os._exit(0)  # stops the trainer wherever it is
+            os._exit(0)  # ends the trainer, wherever it is
         self._began = time.perf_counter()
 
 
@@ -192,7 +192,7 @@ def cpu_name() -> str:
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return what speed depends on, and how busy the machine is."""
+    """Return the facts on which speed depends, and the load of the machine."""
     return {
         "cpu": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -212,7 +212,7 @@ def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
 
 
 def product_gflops() -> float:
-    """Return GFLOP/s of a fixed product of matrices right now: the best of a few."""
+    """Return the GFLOP/s of a fixed matrix product: the best of a few."""
     left = torch.ones(SIDE, SIDE)
     best_s = float("inf")
     for _ in range(PRODUCTS):
