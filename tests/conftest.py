@@ -8,24 +8,23 @@ import signal
 import subprocess
 import sys
 
-# numpy reads it when it is imported: on a busy machine its second thread costs ten times the work
+# numpy reads this variable on import. On a busy machine a second thread makes it ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from filelock import FileLock
 
-# The tests' tensors are tiny: a second thread only waits, many times longer on a machine that is
-# busy. The trainings that tests start see the variable.
+# The tests' tensors are tiny: a second thread only adds waiting. Trainings that tests start inherit
+# the variable.
 torch.set_num_threads(1)
-# What one process has compiled serves the next ones: 0.2 s of each.
+# Processes reuse each other's compiled modules, which saves 0.2 s of each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# A shell starts background jobs with SIGINT ignored, and every training of a test would inherit
-# that.
+# A shell starts background jobs with SIGINT ignored, and the tests' trainings would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The longest first: so both processes of pytest-xdist, which take a file at a time, end together.
+# The longest files first, so that the processes of pytest-xdist end at about the same time.
 LONGEST = (
     *("batch_size", "world_size", "rl_dist_launch", "train_command", "setup_check"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
@@ -35,7 +34,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Put long files first; the first test of what two ranks did waits for all that they do."""
+    """Put long files first; give tests more time that wait for the launch of two ranks."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for item in items:
@@ -44,10 +43,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze the objects of all modules.
-
-    The garbage collector then walks only over the objects of a test.
-    """
+    """Freeze the objects of all modules, so that garbage collection visits only those of a test."""
     gc.collect()
     gc.freeze()
 
@@ -74,7 +70,7 @@ def all_of_two_ranks(request, tmp_path_factory):
         item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames
     }
     shared = tmp_path_factory.getbasetemp()
-    # one of pytest-xdist's processes, each of which has a folder in it
+    # a process of pytest-xdist has a folder inside the shared one
     if hasattr(request.config, "workerinput"):
         shared = shared.parent
     folder = shared / "two_ranks"
@@ -86,11 +82,11 @@ def all_of_two_ranks(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
-    """The folder in which two ranks have left what they found for this file."""
+    """The folder with the results of two ranks for this file."""
     name = request.path.stem
     if len(list((all_of_two_ranks / name).glob("done_*"))) == 2:
         return all_of_two_ranks / name
-    alone = tmp_path_factory.mktemp("alone")  # another file's exercise has failed, or this one
+    alone = tmp_path_factory.mktemp("alone")  # an exercise has failed, perhaps another file's
     assert on_two_ranks(alone, [name]) == 0
     return alone / name
 
@@ -106,7 +102,7 @@ def world():
 
 @pytest.fixture
 def untraced(monkeypatch):
-    """Let a word stand for every exported model, whose tracing takes seconds."""
+    """Write a placeholder instead of an exported model: tracing takes seconds."""
     from agents.export import command
 
     monkeypatch.setattr(
@@ -118,14 +114,14 @@ def untraced(monkeypatch):
 
 @pytest.fixture
 def limits():
-    """Lets the system refuse this process's longer files (None: no more): a real error, no root."""
+    """Limits the size of files that this process may write (None: no limit), without root."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
     def limit(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
         faulthandler.cancel_dump_traceback_later()
         if num_bytes is not None:
-            # pytest-timeout would fail to write what it knows, and then end nothing
+            # pytest-timeout cannot write its report then, and would not end the test
             faulthandler.dump_traceback_later(100, exit=True, file=sys.__stderr__)
 
     yield limit

@@ -1,6 +1,6 @@
-"""The rules that the source keeps. Each is a function from sources, texts by path, to complaints.
+"""Rules for the source: each is a function from texts by path to a list of violations.
 
-One test runs each rule over the checkout, another shows it planted violations that it must find.
+One test applies each rule to the checkout, another to planted violations that it must find.
 """
 
 import ast
@@ -59,7 +59,7 @@ FORBIDDEN = (
         None,
     ),
 )
-OPENED = "rl_dist.process_group.world"  # by modules beside it that need its type
+OPENED = "rl_dist.process_group.world"  # exception for modules beside it that need its type
 BAD_NAMES = r"(.*/)?(utils?|helpers?|common|misc|core|base)(/.*|\.py)"
 PICKLES = r"^\s*(import|from) (c?[pP]ickle|_pickle|dill|cloudpickle|joblib|shelve|marshal)\b"
 PICKLES += (
@@ -67,7 +67,7 @@ PICKLES += (
 )
 COLLECTIVES = r"all_reduce|all_gather(_into_tensor)?|reduce_scatter|broadcast|barrier"
 SOME_RANKS = r"\brank (==|!=|>|<) \d|\bis_main|\bmain_process"
-# in pieces, so that this file does not hold what it forbids
+# split, so that this file does not contain what it forbids
 PRIVATE = r"(?<![\w.~-])/(work|root|tmp/(venv|w))" + "/" + r"|\bpypi" + r"\.org|pythonhosted"
 PRIVATE += r"\.org|download" + r"\.pytorch\.org|npmjs" + r"\.(org|com)|deb" + r"\.debian\.org"
 
@@ -75,7 +75,7 @@ parse = cache(ast.parse)
 
 
 def read(root):
-    """Every text file of a checkout, without what runs, tools and environments leave in it."""
+    """Every text file of a checkout, except those that runs, tools and environments create."""
     sources = {}
     for folder, folders, names in os.walk(root):
         kept = [name for name in folders if not re.fullmatch(SKIPPED, name)]
@@ -94,7 +94,7 @@ def nodes(sources, files, *kinds):
 
 
 def imports(sources, files):
-    """Paths, lines and dotted names of everything imported; of `from a import b` it is a.b."""
+    """Paths, lines and dotted names of all imports; `from a import b` has the name a.b."""
     for path, node in nodes(sources, files, ast.Import, ast.ImportFrom):
         module = ""
         if isinstance(node, ast.ImportFrom):
@@ -122,7 +122,7 @@ def cycles(sources):
         if not (target == OPENED and path.startswith("rl_dist/process_group/")):
             graph[module_of(path)] |= {target} & graph.keys() - {module_of(path)}
     before = None
-    while graph != before:  # without what imports nothing, or is imported by nothing
+    while graph != before:  # drop modules that import nothing or that nothing imports
         before, targets = graph, set().union(*graph.values())
         graph = {
             m: graph[m] & graph.keys() for m in graph if m in targets and graph[m] & graph.keys()
@@ -132,7 +132,7 @@ def cycles(sources):
 
 
 def units(sources):
-    """A package has few units, a folder inside it few modules, and no name that fits anything."""
+    """A package has few units, a folder inside it few modules, and no file has a vague name."""
     paths = [path for path in sources if re.fullmatch(SHIPPED, path) and "/__" not in path]
     folders = Counter(path.rpartition("/")[0] for path in paths)
     units = Counter(
@@ -154,7 +154,7 @@ def code_tokens(text):
 
 
 def sizes(sources):
-    """Files, functions and the whole keep within their limits; the tests only as a whole."""
+    """Files, functions and totals keep within their limits; tests have only a total."""
     counts = {
         what: sum(code_tokens(text) for path, text in sources.items() if re.fullmatch(files, path))
         for what, files in FILES.items()
@@ -209,7 +209,7 @@ def lonely_collectives(sources):
 
 
 def words(sources):
-    """Nothing is called dones, and no path of a machine or host of an index is named."""
+    """Nothing is called dones, and no path of one machine or host of a package index is named."""
     for path, text in sources.items():
         yield from (f"{path}: {match[0]}" for match in re.finditer(PRIVATE, text))
         if re.fullmatch(SHIPPED + "|benchmarks/.*", path) and re.search(r"\bdones\b", text):

@@ -1,4 +1,4 @@
-"""README and docs/: links, commands, flags and files that they name exist, and the site builds."""
+"""Links, commands, flags and files in the README and docs/ exist, and the site builds."""
 
 import ast
 import importlib.util
@@ -64,7 +64,7 @@ def test_commands_have_flags_that_exist(words):
         assert all(re.match(r"(ARGS|VENV|PYTHON)=", word) for word in words[2:])
         words = [TRAINING, *shlex.split(words[-1].partition("ARGS=")[2])] * (words[1] == "train")
     if TRAINING in words:
-        parse_training(words[words.index(TRAINING) + 1 :])  # exits where one is wrong
+        parse_training(words[words.index(TRAINING) + 1 :])  # exits on a wrong flag
     elif words and words[1] != "-c":
         command = words[: 3 if words[1] == "-m" else 2]
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -73,7 +73,7 @@ def test_commands_have_flags_that_exist(words):
 
 @cache
 def flags_of(command):
-    """The flags of a program, and those of training where it passes them on."""
+    """The flags of a program, with those of training if it passes them on."""
     if command in generated().COMMANDS:
         text = generated().help_of(command)
     else:
@@ -125,7 +125,7 @@ def test_the_migration_page_names_all_settings_of_a_trainer(column, settings):
             theirs = re.findall(r"`(\w+)`", cells[column])
             ours = set(re.findall(r"`--(\w+)`", cells[0]))
             assert ours <= OWNERS.keys() | {"run_dir", "resume"}
-            # the line of an unknown flag gives the same answer
+            # the message about an unknown flag proposes the same name
             assert {OTHER_NAMES[name] for name in theirs if name in OTHER_NAMES} <= ours
             named.update(theirs)
     assert sorted(set(settings()) - named) == []
@@ -157,7 +157,7 @@ def test_every_promise_names_its_tests():
 
 
 def test_messages_that_troubleshooting_quotes_exist():
-    texts = []  # of the source, with a gap where a value is put in
+    texts = []  # messages of the source, with a gap for each value
     for path in (
         path for folder in ("rl_dist", "agents", "envs") for path in ROOT.glob(f"{folder}/**/*.py")
     ):

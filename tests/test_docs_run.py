@@ -1,7 +1,7 @@
-"""The pages' Python blocks and commands run, with small stand-ins for what takes long.
+"""The pages' Python blocks and commands run, with shorter trainings.
 
-Blocks run by default, each in this process; commands with `-m slow`, each as a reader starts it, in
-a copy of the checkout in which the files lie that the pages speak of.
+Blocks run by default, in this process. Commands run with `-m slow`, as a reader starts them, in a
+copy of the checkout that holds the files that the pages mention.
 """
 
 import os
@@ -22,7 +22,7 @@ from train_runs import daily_bars, run_here, train_here
 from agents.export import command as export
 from rl_dist.telemetry.metrics import close_logging
 
-# before every block: what the pages take for given
+# runs before every block: the names that the pages assume
 DEFINED = """
 import gymnasium, numpy as np, torch
 from torch import nn
@@ -66,7 +66,7 @@ def all_blocks():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the run, the exported files and the module of the pages."""
+    """A folder with the run, the exported files and the module that the pages mention."""
     folder = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -100,7 +100,7 @@ def test_python_blocks_run(text, runs, monkeypatch):
         torch.set_num_threads(1)
 
 
-# replacements of words of commands, and flags that trainings without them gain
+# words of commands that are replaced, and flags that short trainings gain
 SMALL = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
 OF_ENV = {"--total_steps": "1024", "--eval_episodes": "2"}
@@ -108,7 +108,7 @@ OF_MARKETS = {"--num_episodes": "1", "--threads": "1", "--hidden_size": "16", "-
 OF_MARKETS |= {"--num_steps": "64", "--batch_size": "8"}
 SIMULATED = {"--num_worlds": "2", "--test_start": "2019-06-03", "--test_end": "2019-08-30"}
 OF_PRETRAINING = {"--epochs": "1", "--num_worlds": "2", "--hidden_size": "16"}
-ELSEWHERE = {  # how a command begins: why no test here runs it
+ELSEWHERE = {  # beginning of a command -> why no test here runs it
     "make test": "it runs this",
     "make train$": "the main job, five minutes; tests train it shorter",
     "make docs": "continuous integration does",
@@ -116,7 +116,7 @@ ELSEWHERE = {  # how a command begins: why no test here runs it
     "python examples/ray_train.py": "a Ray cluster; tests/hosts/test_ray_train.py",
     "python benchmarks/memory_table.py": "half an hour; tests/test_memory_table.py runs a row",
 }
-REFUSED = {"--interactive": "terminal"}  # what the line of a refusal names
+REFUSED = {"--interactive": "terminal"}  # flag -> a word of the message that refuses it
 if not torch.cuda.is_available():
     REFUSED["--gpu_ids"] = "CUDA"
 
@@ -138,7 +138,7 @@ def small(words):
 
 
 def run(words, folder):
-    """Start it as in a shell in that folder."""
+    """Run a command in a folder, as from a shell."""
     first, *rest = words
     starts = {"python": [sys.executable], "make": ["make", f"VENV={sys.prefix}"]}
     starts["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
@@ -149,7 +149,7 @@ def run(words, folder):
 
 @pytest.fixture(scope="module")
 def checkout(runs, tmp_path_factory):
-    """A copy of the checkout, with the files that the pages speak of."""
+    """A copy of the checkout, with the files that the pages mention."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("agents", "envs", "rl_dist", "examples", "benchmarks", "tests", "docs", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -23,7 +23,7 @@ from rl_dist.supervised.config import FitConfig
 
 
 def classify_images(out_dir, epochs=2):
-    """The example, as its command starts it on every rank."""
+    """Run the example as its command does, on every rank."""
     config = image_classification.ExampleConfig(json=str(Path(out_dir, "figures.json")))
     assert (
         image_classification.run_rank(
@@ -33,7 +33,7 @@ def classify_images(out_dir, epochs=2):
     )
 
 
-# by test file; each gets a folder, and opens and closes its world
+# test file -> its exercise, which gets a folder, and opens and closes its world
 EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_estimate": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
@@ -46,15 +46,15 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_replicas": strategy_ranks.train_on_unequal_devices,
-    "test_sharding": sharding_ranks.probe,  # the last: it leaves a reduction undone
+    "test_sharding": sharding_ranks.probe,  # the last one, because it leaves a reduction undone
 }
 
 
 def exercise_in_turn(out_dir, names):
     """Run the named exercises in turn, each in a new folder and a new world.
 
-    The variable that counts restarts is in the name of the file where ranks meet, so every world
-    has its own.
+    The file in which ranks meet has the count of restarts in its name, so every world gets a new
+    one.
     """
     rank = os.environ["RANK"]
     for number, name in enumerate(names):
